@@ -1,0 +1,51 @@
+# From a fresh clone, with Python (3.10 or newer), pip and make alone: `make demo`, `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-slow check lint types imports docs docs-serve clean
+
+help: ## Show what there is to make
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+demo: $(READY) ## The main job: show which accelerators are here
+	$(BIN)/anyaccel devices
+
+test: $(READY) ## The tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY) ## The long sweeps
+	$(BIN)/python -m pytest -m slow
+
+check: lint types imports docs test ## The one check, for people and for CI
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports --no-cache
+
+docs: $(READY) ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(READY) ## Serve the documentation while it is written
+	$(BIN)/mkdocs serve
+
+clean: ## Remove the environment and everything that was built
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
+
+# The exact versions that the tests ran on. pip is asked, not uv: it also finds wheels that lie on the machine.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anyaccel needs Python 3.10 or newer, and this is " + sys.version.split()[0] + "\nhint: make PYTHON=python3.12")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "hint: Debian and Ubuntu keep venv in a package of its own: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,72 @@
+"""anyaccel: any diffusion pipeline, any accelerator, the same picture.
+
+The names below are imported when they are first used: a bare `import anyaccel` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from anyaccel.backends import Backend as Backend
+    from anyaccel.backends import Driver as Driver
+    from anyaccel.backends import Memory as Memory
+    from anyaccel.backends import Sheet as Sheet
+    from anyaccel.backends.availability import Device as Device
+    from anyaccel.backends.device import devices as devices
+    from anyaccel.backends.device import is_available as is_available
+    from anyaccel.backends.device import open_device as open_device
+    from anyaccel.backends.device import sheet as sheet
+    from anyaccel.backends.portable import adjust_dtype as adjust_dtype
+    from anyaccel.backends.portable import device_count as device_count
+    from anyaccel.backends.portable import empty_cache as empty_cache
+    from anyaccel.backends.portable import manual_seed as manual_seed
+    from anyaccel.backends.portable import max_memory as max_memory
+    from anyaccel.backends.portable import memory as memory
+    from anyaccel.backends.portable import randn as randn
+    from anyaccel.backends.portable import reset_peak_memory as reset_peak_memory
+    from anyaccel.backends.portable import supports_training as supports_training
+    from anyaccel.backends.portable import synchronize as synchronize
+    from anyaccel.errors import AnyaccelError as AnyaccelError
+
+_HOMES = {
+    "AnyaccelError": "anyaccel.errors",
+    "Backend": "anyaccel.backends",
+    "Device": "anyaccel.backends.availability",
+    "Driver": "anyaccel.backends",
+    "Memory": "anyaccel.backends",
+    "Sheet": "anyaccel.backends",
+    "adjust_dtype": "anyaccel.backends.portable",
+    "device_count": "anyaccel.backends.portable",
+    "devices": "anyaccel.backends.device",
+    "empty_cache": "anyaccel.backends.portable",
+    "is_available": "anyaccel.backends.device",
+    "manual_seed": "anyaccel.backends.portable",
+    "max_memory": "anyaccel.backends.portable",
+    "memory": "anyaccel.backends.portable",
+    "open_device": "anyaccel.backends.device",
+    "randn": "anyaccel.backends.portable",
+    "reset_peak_memory": "anyaccel.backends.portable",
+    "sheet": "anyaccel.backends.device",
+    "supports_training": "anyaccel.backends.portable",
+    "synchronize": "anyaccel.backends.portable",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("anyaccel")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'anyaccel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,140 @@
+"""What is said about a device, and how it is known: a claim is a fact, a limit or an open question.
+
+Sheets are made of these. All are frozen and hold standard types only, so that a sheet is read without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from packaging.requirements import Requirement as VersionCondition
+
+__all__ = [
+    "Answer",
+    "Claim",
+    "DtypeLimit",
+    "Effect",
+    "Evidence",
+    "Limit",
+    "OperationLimit",
+    "Quirk",
+    "RoundTrip",
+    "SizeLimit",
+    "Unknown",
+    "Yes",
+]
+
+Effect: TypeAlias = Literal["error", "wrong", "narrowed", "slow"]
+"""What a limit does: raises; gives silently wrong numbers; silently narrows the dtype; costs time."""
+
+Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
+"""How a claim is known: somebody saw it on the device; a document says so; it follows from something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One statement about a device, with where it is known from."""
+
+    says: str
+    """The statement in one sentence."""
+    source: str
+    """The address of the document or thread."""
+    evidence: Evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yes(Claim):
+    """The device does it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit(Claim):
+    """The device does not do it, or not right."""
+
+    effect: Effect
+    hint: str = ""
+    """What to do instead."""
+    only_on: tuple[str, ...] = ()
+    """The products it holds on, by name: `("gaudi1",)`; empty means all."""
+    only_if: tuple[str, ...] = ()
+    """The versions it holds for, all of them: `("macos<14", "torch<2.8")`; empty means any."""
+    contradicted_by: str = ""
+    """The address of a source that says otherwise; the device is asked where it can be."""
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the limit depends on a product or a version that is not settled yet."""
+        return bool(self.only_on or self.only_if)
+
+    def applies(self, product: str | None, versions: Mapping[str, str]) -> bool | None:
+        """Whether the limit holds there; None where a condition cannot be decided from what is given.
+
+        >>> Limit(says="", source="", evidence="inferred", effect="slow", only_if=("macos<14",)).applies(
+        ...     None, {"macos": "15.1"}
+        ... )
+        False
+        """
+        verdicts: list[bool | None] = []
+        if self.only_on:
+            verdicts.append(None if product is None else product in self.only_on)
+        for text in self.only_if:
+            condition = VersionCondition(text)
+            version = versions.get(condition.name)
+            verdicts.append(None if version is None else condition.specifier.contains(version, prereleases=True))
+        if False in verdicts:
+            return False
+        return None if None in verdicts else True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeLimit(Limit):
+    """A number type that the device lacks, narrows or is slow at."""
+
+    becomes: str = ""
+    """The type to ask for instead; empty where asking for another one gains nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeLimit(Limit):
+    """A size past which the device fails or is silently wrong."""
+
+    amount: int
+    unit: Literal["elements", "bytes"]
+    of: Literal["tensor", "attention_scores"]
+    """What is measured: any tensor, or batch × heads × queries × keys of one attention call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTrip(Limit):
+    """Reading a value back to the host in the middle of a run."""
+
+    cost_us: float | None
+    """Microseconds for one, as somebody measured it; None where no figure was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationLimit(Limit):
+    """Operations of torch that the device lacks or gets wrong, by their names in `torch.ops.aten`."""
+
+    name: str
+    operations: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quirk(Limit):
+    """A behaviour that fits no other kind, known by a name that the plan asks for."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown:
+    """Looked for, and not found: said openly, so that nobody mistakes silence for support."""
+
+    says: str
+
+
+Answer: TypeAlias = Yes | Limit | Unknown
+"""The answer to "does the device do it?"."""

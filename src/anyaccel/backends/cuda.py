@@ -1,0 +1,314 @@
+"""NVIDIA CUDA, and AMD ROCm, which torch calls `cuda` too and which is told apart by the build of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.registry import Backend
+from anyaccel.backends.requirement import BuiltFor, SystemIs
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
+from anyaccel.backends.sources import (
+    DIFFUSERS_TORCH_UTILS,
+    GB,
+    GIB,
+    INDUCTOR_CACHE,
+    PYTORCH,
+    SCHEDULER_SYNC,
+    TENSORS,
+    TORCH_DISTRIBUTED,
+    TORCH_INSTALL,
+    TORCH_SOURCE,
+)
+
+_CUDA = TORCH_SOURCE + "torch/cuda/__init__.py"
+_MIG = "https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
+_NIM = "https://docs.nvidia.com/nim/large-language-models/1.7.0/supported-models.html"
+_HIP = "https://docs.pytorch.org/docs/2.13/notes/hip.html"
+_HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
+_AMD_GPUS = "https://github.com/ROCm/legacy-rocm-build/blob/develop/docs/reference/gpu-arch-specs.rst"
+_AMD_FP8 = "https://github.com/ROCm/legacy-rocm-build/issues/6019"
+_BEFORE_HOPPER = ("a100-40gb", "a100-80gb", "a10g")
+_BEFORE_CDNA4 = ("mi250x", "mi300x", "mi325x", "rx7900xtx")
+
+
+def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, source: str, reported_as: str) -> Product:
+    says = "The figure on the label; the driver reports a little less for the A100, a little more for the H200."
+    return Product(
+        name=name,
+        title=title,
+        memory_bytes=memory_bytes,
+        per_server=per_server,
+        software="a CUDA build of torch",
+        reported_as=reported_as,
+        says=says,
+        source=source,
+        evidence="documented",
+    )
+
+
+def _amd(name: str, title: str, memory_bytes: int, says: str = "The figure on the label.") -> Product:
+    return Product(
+        name=name,
+        title=title,
+        memory_bytes=memory_bytes,
+        per_server=None,
+        software="a ROCm build of torch",
+        reported_as=title.removeprefix("AMD ").removeprefix("Instinct ").removeprefix("Radeon "),
+        says=says,
+        source=_AMD_GPUS,
+        evidence="documented",
+    )
+
+
+CUDA = Sheet(
+    name="cuda",
+    title="NVIDIA CUDA",
+    vendor="NVIDIA",
+    documentation="https://docs.pytorch.org/docs/stable/notes/cuda.html",
+    torch_build="cuda",
+    preference=90,
+    dtypes=Dtypes(
+        float64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        int64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float32=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float16=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        bfloat16=Yes(
+            says="Native from compute capability 8.0 on, emulated and slower before.",
+            source=_CUDA,
+            evidence="documented",
+        ),
+        complex64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        complex128=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float8_e4m3fn=DtypeLimit(
+            says="Matrix products need compute capability 8.9 or 9.0 and up; storage works everywhere.",
+            source=PYTORCH + "164251",
+            evidence="hardware",
+            effect="error",
+            hint="keep weights in it and cast them for use, or run in bfloat16",
+            only_on=_BEFORE_HOPPER,
+        ),
+        float8_e5m2=DtypeLimit(
+            says="Matrix products need compute capability 8.9 or 9.0 and up; storage works everywhere.",
+            source=PYTORCH + "164251",
+            evidence="hardware",
+            effect="error",
+            hint="keep weights in it and cast them for use, or run in bfloat16",
+            only_on=_BEFORE_HOPPER,
+        ),
+    ),
+    default_dtypes=DtypeOrder(
+        says="bfloat16 keeps float32's range and is native from compute capability 8.0 on.",
+        source=_CUDA,
+        evidence="documented",
+        order=("bfloat16", "float16", "float32"),
+    ),
+    random_numbers=Yes(
+        says="The device has generators of its own; the numbers differ from the host's for one seed.",
+        source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
+        evidence="documented",
+    ),
+    data_dependent_shapes=Yes(
+        says="Works in eager mode, at the price of a host round trip.", source=SCHEDULER_SYNC, evidence="hardware"
+    ),
+    new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
+    host_round_trip=RoundTrip(
+        says="The queue drains: `nonzero().item()` in a scheduler is a minor but non-negligible cost a step.",
+        source=SCHEDULER_SYNC,
+        evidence="hardware",
+        effect="slow",
+        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        cost_us=None,
+    ),
+    batches=Yes(
+        says="diffusers runs its batch tests on it.",
+        source="https://github.com/huggingface/diffusers/blob/v0.42.1/tests/pipelines/test_pipelines_common.py",
+        evidence="documented",
+    ),
+    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    largest_tensor=(
+        SizeLimit(
+            says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",
+            source=PYTORCH + "187227",
+            evidence="hardware",
+            effect="wrong",
+            hint="slice the attention, or use another attention kernel",
+            amount=2**32,
+            unit="elements",
+            of="attention_scores",
+        ),
+    ),
+    operations=(
+        OperationLimit(
+            name="convolution_past_int32",
+            says="A convolution over more than 2**31 elements ends in an illegal memory access.",
+            source=PYTORCH + "117736",
+            evidence="hardware",
+            effect="error",
+            hint="tile the VAE",
+            operations=("convolution",),
+        ),
+        OperationLimit(
+            name="channels_last_interpolate_past_int32",
+            says="Nearest interpolation in channels_last gives zeros past 2**31 elements.",
+            source=PYTORCH + "141831",
+            evidence="hardware",
+            effect="wrong",
+            hint="call .contiguous() first, or tile the VAE",
+            operations=("upsample_nearest2d",),
+        ),
+    ),
+    compiler=Compiler(
+        says="torch.compile generates Triton kernels.",
+        source=INDUCTOR_CACHE,
+        evidence="documented",
+        backend="inductor",
+        dynamic=True,
+        fullgraph=False,
+        modes=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        cache_variable="TORCHINDUCTOR_CACHE_DIR",
+        cache_default="torchinductor_$USER in the folder for temporary files",
+    ),
+    distributed=Distributed(
+        says="nccl is torch's backend for CUDA.", source=TORCH_DISTRIBUTED, evidence="documented", backend="nccl"
+    ),
+    visible_devices="CUDA_VISIBLE_DEVICES",
+    requirements=(
+        SystemIs(
+            systems=("Linux", "Windows"),
+            hint="use mps on a Mac",
+            says="CUDA builds of torch exist for Linux and Windows.",
+            source=TORCH_INSTALL,
+            evidence="documented",
+        ),
+        BuiltFor(
+            builds=("cuda", "hip"),
+            hint=f"install a build of torch for your card: {TORCH_INSTALL}",
+            says="A CPU build of torch has no CUDA in it.",
+            source=TORCH_INSTALL,
+            evidence="documented",
+        ),
+    ),
+    device_files=("/dev/nvidia[0-9]*", "/dev/kfd"),
+    products=(
+        _nvidia("b200", "NVIDIA B200", 180 * GB, 8, _MIG, r"\bB200\b"),
+        _nvidia("h200", "NVIDIA H200", 141 * GB, 8, _MIG, r"\bH200\b"),
+        _nvidia("h100", "NVIDIA H100 80 GB", 80 * GB, 8, _MIG, r"\bH100\b.*80GB"),
+        _nvidia("a100-80gb", "NVIDIA A100 80 GB", 80 * GB, 8, _MIG, r"\bA100\b.*80GB"),
+        _nvidia("a100-40gb", "NVIDIA A100 40 GB", 40 * GB, 8, _MIG, r"\bA100\b.*40GB"),
+        _nvidia("l40s", "NVIDIA L40S", 48 * GB, None, _NIM, r"\bL40S\b"),
+        _nvidia("a10g", "NVIDIA A10G", 24 * GB, None, _NIM, r"\bA10G\b"),
+    ),
+)
+
+_ROCM_FP8 = DtypeLimit(
+    says="OCP fp8 runs on gfx950 and gfx12 alone; MI300 and MI325 have the FNUZ form, older cards none.",
+    source=_AMD_FP8,
+    evidence="hardware",
+    effect="error",
+    hint="run in bfloat16, or store the weights in fp8 and cast them for use",
+    only_on=_BEFORE_CDNA4,
+)
+
+ROCM = replace(
+    CUDA,
+    name="rocm",
+    title="AMD ROCm",
+    vendor="AMD",
+    documentation=_HIP,
+    device_type="cuda",
+    torch_build="hip",
+    dtypes=replace(
+        CUDA.dtypes,
+        float64=Yes(says="Used through the interface of CUDA.", source=_HIP, evidence="documented"),
+        bfloat16=Yes(says="torch reports it as supported on every card.", source=_CUDA, evidence="documented"),
+        complex64=Unknown(says="No table of complex types on ROCm was found."),
+        complex128=Unknown(says="No table of complex types on ROCm was found."),
+        float8_e4m3fn=_ROCM_FP8,
+        float8_e5m2=_ROCM_FP8,
+    ),
+    random_numbers=Yes(says="Through torch.cuda, as on CUDA.", source=_HIP, evidence="documented"),
+    new_shapes=Yes(
+        says="Works; convolutions may be tuned anew for a shape, see the quirk miopen_search.",
+        source="https://github.com/ROCm/TheRock/issues/2591",
+        evidence="hardware",
+    ),
+    host_round_trip=RoundTrip(
+        says="The queue drains, as on CUDA; no figure was found.",
+        source=SCHEDULER_SYNC,
+        evidence="inferred",
+        effect="slow",
+        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        cost_us=None,
+    ),
+    batches=Unknown(says="Nothing was found for or against batches on ROCm."),
+    largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    operations=(),
+    quirks=(
+        Quirk(
+            name="non_contiguous_attention",
+            says="Fused attention was wrong for a value tensor that is not contiguous (bfloat16, MI300X, ROCm 7.0).",
+            source="https://github.com/ROCm/pytorch/issues/3230",
+            evidence="hardware",
+            effect="wrong",
+            hint="call .contiguous() on query, key and value",
+            contradicted_by=_HIP,
+        ),
+        Quirk(
+            name="miopen_search",
+            says="The first VAE decode may search kernels for minutes (37 min on ROCm 7.12, 1 min on 7.14).",
+            source="https://github.com/ROCm/TheRock/issues/2591",
+            evidence="hardware",
+            effect="slow",
+            hint="set MIOPEN_FIND_MODE=2 and leave torch.backends.cudnn.benchmark off",
+        ),
+        Quirk(
+            name="vae_decode_timeout",
+            says="VAE decode above 1024 pixels ran into the driver's time-out (ROCm 6.3, WSL).",
+            source="https://github.com/ROCm/legacy-rocm-build/issues/4729",
+            evidence="hardware",
+            effect="error",
+            hint="set MIOPEN_FIND_MODE=2, or tile the VAE",
+        ),
+    ),
+    distributed=Distributed(
+        says="nccl (which is RCCL there) and gloo.", source=_HIP, evidence="documented", backend="nccl"
+    ),
+    variables=(
+        Variable(
+            name="MIOPEN_FIND_MODE",
+            value="",
+            when="by_user",
+            says="2 takes the first kernel that works instead of searching for the fastest.",
+            source="https://github.com/ROCm/MIOpen/blob/develop/docs/how-to/find-and-immediate.rst",
+            evidence="documented",
+        ),
+    ),
+    visible_devices="ROCR_VISIBLE_DEVICES",
+    requirements=(
+        SystemIs(
+            systems=("Linux", "Windows"),
+            hint="ROCm builds of torch exist for Linux and Windows",
+            says="ROCm builds of torch exist for Linux and Windows.",
+            source=_HIP_VARIABLES,
+            evidence="documented",
+        ),
+        BuiltFor(
+            builds=("hip",),
+            hint=f"install a ROCm build of torch: {TORCH_INSTALL}",
+            says="A build for CUDA or the CPU has no ROCm in it.",
+            source=_HIP,
+            evidence="documented",
+        ),
+    ),
+    device_files=("/dev/kfd",),
+    products=(
+        _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
+        _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
+        _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
+        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB on the card, in two dies that torch counts apart."),
+        _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
+    ),
+)
+
+BACKEND = Backend(sheet=CUDA, variants=(ROCM,))

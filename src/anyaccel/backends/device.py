@@ -1,0 +1,136 @@
+"""Devices as users name them: which are here, which one `auto` takes, and opening one to work on."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anyaccel.backends.availability import Device, describe_broken, examine, find_unmet
+from anyaccel.backends.driver import Driver
+from anyaccel.backends.machine import Machine, read_machine
+from anyaccel.backends.registry import load_registry
+from anyaccel.backends.sheet import Sheet
+from anyaccel.errors import DeviceUnavailableError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DEVICE_VARIABLE", "OpenDevice", "devices", "is_available", "open_device", "sheet", "this_machine"]
+
+DEVICE_VARIABLE = "ANYACCEL_DEVICE"
+_SPELLING = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(:(?P<index>[0-9]{1,4}))?")
+
+
+@dataclass(frozen=True)
+class OpenDevice:
+    """A device that is there: its sheet as it reads on this machine, its driver, and which one it is."""
+
+    sheet: Sheet
+    driver: Driver
+    index: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device in torch's terms: `torch.device("cuda:0")`."""
+        import torch
+
+        self.driver.load()
+        return torch.device(self.sheet.torch_name, self.index)
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """The machine that this process runs on, read once."""
+    return read_machine(sheet for backend in load_registry().backends.values() for sheet in backend.sheets)
+
+
+def devices() -> list[Device]:
+    """Every backend that anyaccel knows, with whether it is here and why, the best first."""
+    registry = load_registry()
+    registry.refuse_conflicts()
+    found = [_find(name) for name in registry.backends]
+    return [*found, *(describe_broken(plugin) for plugin in registry.broken)]
+
+
+def sheet(name: str) -> Sheet:
+    """The capability sheet of a device, whether it is here or not: `anyaccel.sheet("neuron")`.
+
+    `cuda` gives ROCm's sheet on a machine whose torch was built for it; `rocm` always does.
+    """
+    asked, _ = _split(name)
+    backend = load_registry().backend(asked)
+    variants = {variant.name: variant for variant in backend.variants}
+    return variants.get(asked) or backend.sheet_on(this_machine())
+
+
+def is_available(name: str) -> bool:
+    """Whether a device of that name is here: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
+    asked, index = _split(name)
+    return index < _find(asked).count
+
+
+def open_device(device: str | torch.device = "auto") -> OpenDevice:
+    """The device to work on: a name, a name with an index, a `torch.device` or `auto`.
+
+    `auto` takes what `ANYACCEL_DEVICE` says, and the best device that is here otherwise.
+    """
+    asked, said_by = str(device), ""
+    if asked == "auto":
+        asked, said_by = os.environ.get(DEVICE_VARIABLE, "auto"), f" (from {DEVICE_VARIABLE})"
+    if asked == "auto":
+        here = [found for found in devices() if found.available and found.sheet is not None]
+        best = max(here, key=lambda found: found.sheet.preference if found.sheet else 0)
+        return _settle(best.name, 0)
+    name, index = _split(asked, said_by)
+    found = _find(name)
+    if not found.available:
+        raise DeviceUnavailableError(f"{name} is not available{said_by}: {found.reason}", hint=found.hint)
+    if index >= found.count:
+        raise DeviceUnavailableError(
+            f"there is no {name}:{index}{said_by}: this process sees {found.count} of them, counted from 0",
+            hint=f"take {name}:{found.count - 1} or lower",
+        )
+    return _settle(name, index)
+
+
+@functools.cache
+def _settle(name: str, index: int) -> OpenDevice:
+    """An available device with what its sheet leaves open settled: by version and product, then by the device."""
+    make_driver = load_registry().backend(name).driver
+    product = make_driver(sheet(name)).product(index)
+    read = make_driver(sheet(name).on(product=product, versions=this_machine().versions))
+    device = OpenDevice(sheet=read.sheet, driver=read, index=index)
+    asked = read.settle(device.torch_device)
+    return OpenDevice(sheet=asked, driver=make_driver(asked), index=index)
+
+
+def _find(name: str) -> Device:
+    origin = load_registry().backend(name).origin
+    return examine(sheet(name), this_machine(), _see(name), origin)
+
+
+@functools.cache
+def _see(name: str) -> tuple[str, ...] | str:
+    """The devices that the vendor's software sees, or its own words for why it fails; asked only if it can run."""
+    asked = sheet(name)
+    if find_unmet(asked, this_machine()):
+        return ()
+    driver = load_registry().backend(name).driver(asked)
+    try:
+        return tuple(driver.device_name(index) for index in range(driver.count()))
+    except Exception as error:  # noqa: BLE001 - a vendor's import may raise anything; its words are the reason
+        return f"{type(error).__name__}: {error}"
+
+
+def _split(device: str, said_by: str = "") -> tuple[str, int]:
+    """`("hpu", 3)` for `hpu:3`."""
+    match = _SPELLING.fullmatch(device)
+    if match is None:
+        raise UsageError(
+            f"{device!r} is not how a device is written{said_by}",
+            hint=f"write a name, or a name and a number: cuda, hpu:3; known: {', '.join(load_registry().names())}",
+        )
+    return match["name"], int(match["index"] or 0)

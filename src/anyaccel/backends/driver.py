@@ -1,0 +1,147 @@
+"""The few things that must be *done* on a device, through torch's own device modules.
+
+A backend overrides only what differs. Nothing here decides: what a device can do is on its sheet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.backends.claim import Answer, DtypeLimit, Yes
+from anyaccel.backends.probe import probe_dtype
+from anyaccel.backends.sheet import Dtypes, Sheet
+from anyaccel.errors import NotMeasurableError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
+__all__ = ["Driver", "Memory"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one device at one moment."""
+
+    used_bytes: int
+    """Held by tensors of this process."""
+    free_bytes: int
+    """What could still be had, by any process."""
+    total_bytes: int
+    """What there is, or what the system lets the device have."""
+
+
+class Driver:
+    """Does things on the devices of one sheet; the default goes through `torch.get_device_module`."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+
+    def load(self) -> None:
+        """Import the vendor's modules, so that torch learns of the device."""
+        for module in self.sheet.modules:
+            importlib.import_module(module)
+
+    def module(self) -> ModuleType:
+        """Torch's module of the device: `torch.xpu`."""
+        import torch
+
+        self.load()
+        module: ModuleType = torch.get_device_module(self.sheet.torch_name)
+        return module
+
+    def count(self) -> int:
+        """How many devices this process sees; 0 where the runtime finds none."""
+        module = self.module()
+        return int(module.device_count()) if module.is_available() else 0
+
+    def device_name(self, index: int) -> str:
+        """What the device calls itself: `NVIDIA H200`; the sheet's title where it does not say."""
+        get_name = getattr(self.module(), "get_device_name", None)
+        return self.sheet.title if get_name is None else str(get_name(index))
+
+    def product(self, index: int) -> str | None:
+        """The product on the sheet that the device is, by the name it gives itself; None if it is on none."""
+        name = self.device_name(index)
+        for product in self.sheet.products:
+            if product.reported_as and re.search(product.reported_as, name):
+                return product.name
+        return None
+
+    def synchronize(self, index: int) -> None:
+        """Wait until the device has done all that was asked of it."""
+        self.module().synchronize(index)
+
+    def empty_cache(self) -> None:
+        """Give cached memory back; a device whose allocator caches nothing has nothing to give."""
+        release = getattr(self.module(), "empty_cache", None)
+        if release is not None:
+            release()
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the host and every device of this kind, so that draws on either are determined."""
+        import torch
+
+        torch.manual_seed(seed)
+        module = self.module()
+        seed_all = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
+        if seed_all is not None:
+            seed_all(seed)
+
+    def memory(self, index: int) -> Memory:
+        """Used, free and total memory of one device."""
+        get_info, get_used = self._figure("mem_get_info", "get_memory_info"), self._figure("memory_allocated")
+        free, total = get_info(index)
+        return Memory(used_bytes=int(get_used(index)), free_bytes=int(free), total_bytes=int(total))
+
+    def max_memory(self, index: int) -> int:
+        """The most bytes that tensors held at once since the last reset."""
+        return int(self._figure("max_memory_allocated")(index))
+
+    def reset_peak_memory(self, index: int) -> None:
+        """Start counting the peak anew."""
+        self._figure("reset_peak_memory_stats")(index)
+
+    def settle(self, device: torch.device) -> Sheet:
+        """The sheet with every number type in doubt (contradicted, or conditional) asked of the device itself.
+
+        A type that is only slow is left as it is: a right answer says nothing about time.
+        """
+        dtypes = self.sheet.dtypes
+        changes: dict[str, Answer] = {
+            field.name: _measured(field.name, answer, device)
+            for field in fields(Dtypes)
+            if isinstance(answer := getattr(dtypes, field.name), DtypeLimit)
+            and answer.effect != "slow"
+            and (answer.conditional or answer.contradicted_by)
+        }
+        return replace(self.sheet, dtypes=replace(dtypes, **changes)) if changes else self.sheet
+
+    def _figure(self, name: str, accelerator_name: str | None = None) -> Any:
+        """The function that reads a figure: the device module's own, or `torch.accelerator`'s for this device."""
+        import torch
+
+        own = getattr(self.module(), name, None)
+        if own is not None:
+            return own
+        current = torch.accelerator.current_accelerator()
+        shared = getattr(torch.accelerator, accelerator_name or name, None)
+        if shared is not None and current is not None and current.type == self.sheet.torch_name:
+            return shared
+        raise NotMeasurableError(
+            f"{self.sheet.title} ({self.sheet.name}) keeps no such figure: neither torch.{self.sheet.torch_name} nor "
+            f"torch.accelerator of torch {torch.__version__} has {name}",
+            hint="torch.accelerator keeps memory statistics from torch 2.9 on; a newer torch may help",
+        )
+
+
+def _measured(dtype: str, doubted: DtypeLimit, device: torch.device) -> Answer:
+    effect = probe_dtype(dtype, device)
+    says = f"asked of {device} itself, {dtype} gives: {effect or 'the right answer'}"
+    if effect is None:
+        return Yes(says=says, source=doubted.source, evidence="hardware")
+    return replace(doubted, says=says, effect=effect, evidence="hardware", only_on=(), only_if=())

@@ -1,0 +1,161 @@
+"""One spelling for what every vendor spells differently: seeds, noise, memory, number types, waiting.
+
+Each function takes a name (`"hpu"`, `"cuda:1"`, `"auto"`) or a `torch.device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from anyaccel.backends.device import is_available, open_device, sheet
+from anyaccel.backends.driver import Memory
+from anyaccel.errors import UnknownDtypeError, UsageError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "adjust_dtype",
+    "device_count",
+    "empty_cache",
+    "manual_seed",
+    "max_memory",
+    "memory",
+    "randn",
+    "reset_peak_memory",
+    "supports_training",
+    "synchronize",
+]
+
+_SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
+    """The number type to use on a device instead of one that it lacks: float32 for float64 on `mps`.
+
+    Answers for devices that are not here too, from their sheets; a device that is here settles what sheets leave open.
+    """
+    name = _dtype_name(dtype)
+    asked = str(device)
+    here = asked == "auto" or is_available(asked)
+    known = open_device(asked).sheet if here else sheet(asked)
+    return _dtype_of(known.adjusted_dtype(name))
+
+
+def randn(
+    shape: Sequence[int],
+    *,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+) -> torch.Tensor:
+    """Normal noise on a device, drawn on the host where the device has no random numbers.
+
+    A generator is honoured and decides where the noise is drawn; a list of them draws one image each. float16 and
+    bfloat16 are drawn in float32 and cast, so that one seed gives one noise in every type.
+    """
+    import torch
+
+    size = _check_shape(shape)
+    opened = open_device(device)
+    target, kind = opened.torch_device, _dtype_of(_dtype_name(dtype)) if dtype else torch.get_default_dtype()
+    drawn_as = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+    place = target if opened.sheet.rng_on_device else torch.device("cpu")
+    if generator is None or isinstance(generator, torch.Generator):
+        noise = _draw(size, generator, place, drawn_as)
+    else:
+        _check_generators(size, generator)
+        noise = torch.cat([_draw((1, *size[1:]), one, place, drawn_as) for one in generator])
+    return noise.to(kind).to(target)
+
+
+def manual_seed(device: str | torch.device, seed: int) -> None:
+    """Seed the host and all devices of that kind: `anyaccel.manual_seed("xpu", 7)`."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise UsageError(f"a seed is a whole number from 0 to 2**64 - 1, not {seed!r}", hint="for example seed=7")
+    open_device(device).driver.manual_seed(seed)
+
+
+def device_count(device: str | torch.device = "auto") -> int:
+    """How many devices of that kind this process sees; 0 where there are none."""
+    asked = str(device)
+    if asked != "auto" and not is_available(asked):
+        sheet(asked)  # an unknown name is an error, an absent device is none
+        return 0
+    return open_device(asked).driver.count()
+
+
+def synchronize(device: str | torch.device = "auto") -> None:
+    """Wait until the device has done all that was asked of it."""
+    opened = open_device(device)
+    opened.driver.synchronize(opened.index)
+
+
+def empty_cache(device: str | torch.device = "auto") -> None:
+    """Give cached memory back to the device."""
+    open_device(device).driver.empty_cache()
+
+
+def memory(device: str | torch.device = "auto") -> Memory:
+    """Used, free and total memory of a device, in bytes."""
+    opened = open_device(device)
+    return opened.driver.memory(opened.index)
+
+
+def max_memory(device: str | torch.device = "auto") -> int:
+    """The most bytes held at once since the last `reset_peak_memory`."""
+    opened = open_device(device)
+    return opened.driver.max_memory(opened.index)
+
+
+def reset_peak_memory(device: str | torch.device = "auto") -> None:
+    """Start counting `max_memory` anew."""
+    opened = open_device(device)
+    opened.driver.reset_peak_memory(opened.index)
+
+
+def supports_training(device: str | torch.device) -> bool:
+    """Whether models can be trained on that kind of device, by its sheet."""
+    return sheet(str(device)).trains
+
+
+def _draw(
+    size: tuple[int, ...], generator: torch.Generator | None, place: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    # A generator draws only on its own device, whatever the sheet would choose.
+    place = place if generator is None else generator.device
+    return torch.randn(size, generator=generator, device=place, dtype=dtype)
+
+
+def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    size = tuple(shape)
+    if any(isinstance(length, bool) or not isinstance(length, int) or length < 0 for length in size):
+        raise UsageError(f"a shape is made of whole numbers from 0 up, not {size}", hint="for example (1, 4, 64, 64)")
+    return size
+
+
+def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generator]) -> None:
+    if not size or len(generators) != size[0]:
+        raise UsageError(
+            f"{len(generators)} generators were given for a shape {size}",
+            hint="give one generator, or a list with one for each image of the batch",
+        )
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    """`float64`, from `"float64"`, `"fp64"`, `"torch.float64"` or `torch.float64`."""
+    name = str(dtype).removeprefix("torch.")
+    return str(_dtype_of(_SHORT_NAMES.get(name, name))).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    import torch
+
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype):
+        known = [value for value in dir(torch) if isinstance(getattr(torch, value), torch.dtype)]
+        raise UnknownDtypeError(f"torch has no number type {name!r}", hint=nearest(name, known))
+    return kind

@@ -1,0 +1,147 @@
+"""Which backends there are: the files of this folder, and the plugins that are installed.
+
+A backend is found by itself: a module here with a `BACKEND`, or an entry point of the group `anyaccel.backends`
+that leads to one. A plugin wins over a built-in backend of its name; two plugins of one name are an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from anyaccel.backends.driver import Driver
+from anyaccel.backends.machine import Machine
+from anyaccel.backends.sheet import Sheet
+from anyaccel.errors import PluginError, UnknownDeviceError, nearest
+
+__all__ = ["GROUP", "Backend", "BrokenPlugin", "Registry", "load_registry"]
+
+GROUP = "anyaccel.backends"
+BUILT_IN = "anyaccel"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One accelerator: what it can do, and how things are done there."""
+
+    sheet: Sheet
+    driver: type[Driver] = Driver
+    variants: tuple[Sheet, ...] = ()
+    """Other hardware behind the same torch device, told apart by the build of torch: ROCm behind `cuda`."""
+    origin: str = BUILT_IN
+    """The distribution that brings it; the registry fills it in."""
+
+    @property
+    def name(self) -> str:
+        """The name that users write."""
+        return self.sheet.name
+
+    @property
+    def sheets(self) -> tuple[Sheet, ...]:
+        """The main sheet and its variants."""
+        return (self.sheet, *self.variants)
+
+    def sheet_on(self, machine: Machine) -> Sheet:
+        """The sheet of the hardware that this machine's torch was built for."""
+        for sheet in self.sheets:
+            if sheet.torch_build and sheet.torch_build in machine.torch_builds:
+                return sheet
+        return self.sheet
+
+
+@dataclass(frozen=True)
+class BrokenPlugin:
+    """A plugin that could not be loaded: shown, and nothing else suffers."""
+
+    name: str
+    origin: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The backends by name, the broken plugins, and the names that several plugins claim."""
+
+    backends: dict[str, Backend] = field(default_factory=dict)
+    broken: tuple[BrokenPlugin, ...] = ()
+    conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Every name that `backend` answers to, variants included."""
+        return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
+
+    def backend(self, name: str) -> Backend:
+        """The backend of that name, or of a variant's: `rocm` is `cuda`'s."""
+        self._refuse_conflict(name)
+        if name in self.backends:
+            return self.backends[name]
+        for backend in self.backends.values():
+            if any(sheet.name == name for sheet in backend.variants):
+                return backend
+        for plugin in self.broken:
+            if plugin.name == name:
+                raise PluginError(
+                    f"the backend {name!r} of {plugin.origin} could not be loaded: {plugin.error}",
+                    hint=f"update or uninstall {plugin.origin}",
+                )
+        raise UnknownDeviceError(f"there is no device {name!r}", hint=nearest(name, self.names()))
+
+    def refuse_conflicts(self) -> None:
+        """Raise if two plugins claim one name."""
+        for name in self.conflicts:
+            self._refuse_conflict(name)
+
+    def _refuse_conflict(self, name: str) -> None:
+        if name in self.conflicts:
+            claimants = self.conflicts[name]
+            raise PluginError(
+                f"the device {name!r} is claimed by {len(claimants)} plugins: {', '.join(claimants)}",
+                hint=f"uninstall all but one of them, for example: pip uninstall {claimants[-1]}",
+            )
+
+
+@functools.cache
+def load_registry() -> Registry:
+    """Find every backend, once a process."""
+    return build_registry(importlib.metadata.entry_points(group=GROUP))
+
+
+def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
+    """The built-in backends and those of the given entry points."""
+    backends = {backend.name: backend for backend in _find_built_in()}
+    broken: list[BrokenPlugin] = []
+    plugins: dict[str, list[Backend]] = {}
+    for entry_point in entry_points:
+        loaded = _load_plugin(entry_point)
+        if isinstance(loaded, BrokenPlugin):
+            broken.append(loaded)
+        else:
+            plugins.setdefault(loaded.name, []).append(loaded)
+    conflicts = {name: tuple(rival.origin for rival in rivals) for name, rivals in plugins.items() if len(rivals) > 1}
+    backends |= {name: rivals[0] for name, rivals in plugins.items()}
+    return Registry(backends=backends, broken=tuple(broken), conflicts=conflicts)
+
+
+def _find_built_in() -> list[Backend]:
+    package = importlib.import_module(__package__)
+    modules = [
+        importlib.import_module(f"{__package__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+    ]
+    backends = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
+    return sorted(backends, key=lambda backend: (-backend.sheet.preference, backend.name))
+
+
+def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:
+    origin = entry_point.dist.name if entry_point.dist else entry_point.value
+    try:
+        loaded = entry_point.load()
+    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; its error is shown, not hidden
+        return BrokenPlugin(name=entry_point.name, origin=origin, error=f"{type(error).__name__}: {error}")
+    if not isinstance(loaded, Backend):
+        problem = f"{entry_point.value} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
+        return BrokenPlugin(name=entry_point.name, origin=origin, error=problem)
+    return Backend(sheet=loaded.sheet, driver=loaded.driver, variants=loaded.variants, origin=origin)

@@ -1,0 +1,122 @@
+"""`anyaccel devices`: what is here, what is not and why; for one name, its whole sheet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from anyaccel.backends.availability import Device
+from anyaccel.backends.describe import describe_sheet, sheet_as_json
+from anyaccel.backends.device import devices, is_available, sheet, this_machine
+from anyaccel.backends.machine import Machine
+from anyaccel.backends.sheet import Sheet
+from anyaccel.errors import UsageError
+
+__all__ = ["show_devices"]
+
+
+def show_devices(
+    name: Annotated[str | None, typer.Argument(help="A device, for its whole sheet: mps, hpu, rocm, …")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Print a block to paste into an issue.")] = False,
+) -> None:
+    """Show which accelerators are here, and exactly why the others are not."""
+    if report and (name or as_json):
+        raise UsageError("--report goes with nothing else", hint="anyaccel devices --report")
+    if name is not None:
+        asked = sheet(name)
+        _print_json(_sheet_document(name, asked)) if as_json else _print_sheet(name, asked)
+    elif report:
+        print(_report(this_machine(), devices()))
+    elif as_json:
+        _print_json([_device_as_json(device) for device in devices()])
+    else:
+        _print_devices(devices())
+
+
+def _device_as_json(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "title": device.title,
+        "available": device.available,
+        "reason": device.reason,
+        "hint": device.hint,
+        "count": device.count,
+        "names": list(device.names),
+        "origin": device.origin,
+    }
+
+
+def _sheet_document(name: str, asked: Sheet) -> dict[str, Any]:
+    return sheet_as_json(asked) | {"available": is_available(name)}
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _console() -> Console:
+    # A pipe or a file gets lines that are not cut to the width of a terminal.
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def _print_devices(found: list[Device]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 1, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for device in sorted(found, key=lambda device: not device.available):
+        mark = "[green]here[/green]" if device.available else "[dim]not here[/dim]"
+        words = escape(device.reason) + (f"\n[dim]hint:[/dim] {escape(device.hint)}" if device.hint else "")
+        table.add_row(f"[bold]{escape(device.name)}[/bold]", mark, escape(device.title), words)
+    console = _console()
+    console.print(table)
+    console.print("[dim]anyaccel devices NAME shows what one can do, with sources.[/dim]")
+
+
+def _print_sheet(name: str, asked: Sheet) -> None:
+    console = _console()
+    console.print(f"[bold]{escape(asked.title)}[/bold]  torch.device({asked.torch_name!r})", highlight=False)
+    console.print(escape(asked.documentation), style="dim", highlight=False)
+    found = next((device for device in devices() if device.name == asked.torch_name), None)
+    if found is not None:
+        here = found.available and is_available(name)
+        console.print(f"{'here' if here else 'not here'}: {escape(found.reason)}", highlight=False)
+    for section in describe_sheet(asked):
+        console.print(f"\n[bold]{section.title}[/bold]")
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(max_width=26, overflow="fold")
+        table.add_column(max_width=34, overflow="fold")
+        table.add_column(overflow="fold")
+        for row in section.rows:
+            where = f"[dim]{row.evidence}: {escape(row.source)}[/dim]" if row.source else ""
+            against = f"\n[yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]"
+            words = f"{escape(row.says)}\n{where}{against if row.contradicted_by else ''}".rstrip()
+            table.add_row(escape(row.matter), _colour(row.verdict), words)
+        console.print(table, highlight=False)
+
+
+def _colour(verdict: str) -> str:
+    first = verdict.split(maxsplit=1)[0].rstrip(",") if verdict else ""
+    colours = {"yes": "green", "error": "red", "wrong": "red", "narrowed": "yellow", "slow": "yellow", "not": "dim"}
+    colour = colours.get(first)
+    return f"[{colour}]{escape(verdict)}[/{colour}]" if colour else escape(verdict)
+
+
+def _report(machine: Machine, found: list[Device]) -> str:
+    """A block of Markdown with what an issue needs, and nothing that names the user or the machine."""
+    lines = ["```text", f"system: {machine.system} on {machine.architecture}"]
+    lines += ["translated: yes (Rosetta)"] if machine.translated else []
+    lines += [f"{name}: {version}" for name, version in machine.versions.items()]
+    lines += [f"torch built for {name}: {version}" for name, version in machine.torch_builds.items()]
+    lines += [f"module: {module}" for module in sorted(machine.modules)]
+    lines += [f"{pattern}: {count}" for pattern, count in machine.device_files.items() if count]
+    lines += [f"{device.name}: {'here' if device.available else 'not here'}: {device.reason}" for device in found]
+    return "\n".join([*lines, "```"])

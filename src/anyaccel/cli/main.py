@@ -1,0 +1,72 @@
+"""The command `anyaccel`: its commands, and how errors end it.
+
+Results go to stdout; progress, logs and errors to stderr. Exit status: 0 fine, 1 the answer is no, 2 the call was
+wrong, 3 something broke, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from anyaccel.cli.devices import show_devices
+from anyaccel.errors import AnyaccelError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="anyaccel",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("devices")(show_devices)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import anyaccel
+
+        typer.echo(f"anyaccel {anyaccel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and end.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Any diffusion pipeline, any accelerator, the same picture."""
+
+
+def main() -> NoReturn:
+    """Run the command line and turn every error into a message and an exit status."""
+    try:
+        app()
+    except AnyaccelError as error:
+        _end(f"error: {error}", error.exit_status)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): leave without a word, and keep Python from flushing again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("ANYACCEL_TRACEBACK"):
+            raise
+        _end(
+            f"error: {type(error).__name__}: {error}\n"
+            "hint: this is a fault of anyaccel's; ANYACCEL_TRACEBACK=1 shows where, and "
+            "`anyaccel devices --report` prints what an issue needs",
+            3,
+        )
+    sys.exit(0)
+
+
+def _end(message: str, status: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(status)

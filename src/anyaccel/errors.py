@@ -1,0 +1,95 @@
+"""Every error that anyaccel raises on purpose, in one tree.
+
+    AnyaccelError                 exit status 3: something broke
+    ├── UsageError                exit status 2: the call was wrong (also a ValueError)
+    │   ├── UnknownDeviceError    no backend has that name
+    │   ├── UnknownDtypeError     torch has no such number type
+    │   └── UnknownProductError   no sheet lists that product
+    ├── DeviceUnavailableError    exit status 1: the device is known, and not here (also a RuntimeError)
+    ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
+    └── PluginError               a backend plugin is broken, or two claim one name
+
+A message says the limit and what was asked; `hint` says a way out and is printed on a line of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+__all__ = [
+    "AnyaccelError",
+    "DeviceUnavailableError",
+    "NotMeasurableError",
+    "PluginError",
+    "UnknownDeviceError",
+    "UnknownDtypeError",
+    "UnknownProductError",
+    "UsageError",
+    "nearest",
+]
+
+
+class AnyaccelError(Exception):
+    """The root of the tree; catch this to catch everything that anyaccel raises on purpose."""
+
+    exit_status: ClassVar[int] = 3
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default passes `args` by position, and `hint` is a keyword: errors must cross processes.
+        return _rebuild, (type(self), self.message, self.hint)
+
+
+def _rebuild(kind: type[AnyaccelError], message: str, hint: str) -> AnyaccelError:
+    return kind(message, hint=hint)
+
+
+class UsageError(AnyaccelError, ValueError):
+    """The call was wrong, and no device could have answered it."""
+
+    exit_status = 2
+
+
+class UnknownDeviceError(UsageError):
+    """No backend has that name."""
+
+
+class UnknownDtypeError(UsageError):
+    """torch has no such number type."""
+
+
+class UnknownProductError(UsageError):
+    """No sheet lists that product."""
+
+
+class DeviceUnavailableError(AnyaccelError, RuntimeError):
+    """The device is known, and this machine does not have it."""
+
+    exit_status = 1
+
+
+class NotMeasurableError(AnyaccelError, RuntimeError):
+    """The device keeps no such figure, so that none is made up."""
+
+    exit_status = 1
+
+
+class PluginError(AnyaccelError):
+    """A backend plugin could not be imported, or two claim one name."""
+
+
+def nearest(asked: str, known: Iterable[str]) -> str:
+    """Say which known names there are, the nearest one first: `did you mean mps? known: cpu, cuda, …`."""
+    names = list(known)
+    close = difflib.get_close_matches(asked.lower(), names, n=1, cutoff=0.5)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"{guess}known: {', '.join(names)}"
