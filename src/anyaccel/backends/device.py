@@ -18,7 +18,16 @@ from anyaccel.errors import DeviceUnavailableError, UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DEVICE_VARIABLE", "OpenDevice", "devices", "is_available", "open_device", "sheet", "this_machine"]
+__all__ = [
+    "DEVICE_VARIABLE",
+    "OpenDevice",
+    "devices",
+    "find_device",
+    "is_available",
+    "open_device",
+    "sheet",
+    "this_machine",
+]
 
 DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 _SPELLING = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(:(?P<index>[0-9]{1,4}))?")
@@ -51,7 +60,7 @@ def devices() -> list[Device]:
     """Every backend that anyaccel knows, with whether it is here and why, the best first."""
     registry = load_registry()
     registry.refuse_conflicts()
-    found = [_find(name) for name in registry.backends]
+    found = [find_device(name) for name in registry.backends]
     return [*found, *(describe_broken(plugin) for plugin in registry.broken)]
 
 
@@ -66,10 +75,15 @@ def sheet(name: str) -> Sheet:
     return variants.get(asked) or backend.sheet_on(this_machine())
 
 
+def find_device(name: str) -> Device:
+    """Whether one kind of device is here, and why or why not."""
+    asked, _ = _split(name)
+    return examine(sheet(asked), this_machine(), _see(asked), load_registry().backend(asked).origin)
+
+
 def is_available(name: str) -> bool:
     """Whether a device of that name is here: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
-    asked, index = _split(name)
-    return index < _find(asked).count
+    return _split(name)[1] < find_device(name).count
 
 
 def open_device(device: str | torch.device = "auto") -> OpenDevice:
@@ -85,7 +99,7 @@ def open_device(device: str | torch.device = "auto") -> OpenDevice:
         best = max(here, key=lambda found: found.sheet.preference if found.sheet else 0)
         return _settle(best.name, 0)
     name, index = _split(asked, said_by)
-    found = _find(name)
+    found = find_device(name)
     if not found.available:
         raise DeviceUnavailableError(f"{name} is not available{said_by}: {found.reason}", hint=found.hint)
     if index >= found.count:
@@ -105,11 +119,6 @@ def _settle(name: str, index: int) -> OpenDevice:
     device = OpenDevice(sheet=read.sheet, driver=read, index=index)
     asked = read.settle(device.torch_device)
     return OpenDevice(sheet=asked, driver=make_driver(asked), index=index)
-
-
-def _find(name: str) -> Device:
-    origin = load_registry().backend(name).origin
-    return examine(sheet(name), this_machine(), _see(name), origin)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from anyaccel.backends.availability import Device
 from anyaccel.backends.describe import describe_sheet, sheet_as_json
-from anyaccel.backends.device import devices, is_available, sheet, this_machine
+from anyaccel.backends.device import devices, find_device, sheet, this_machine
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import UsageError
@@ -30,8 +30,8 @@ def show_devices(
     if report and (name or as_json):
         raise UsageError("--report goes with nothing else", hint="anyaccel devices --report")
     if name is not None:
-        asked = sheet(name)
-        _print_json(_sheet_document(name, asked)) if as_json else _print_sheet(name, asked)
+        asked, found = sheet(name), find_device(name)
+        _print_json(_device_as_json(found) | sheet_as_json(asked)) if as_json else _print_sheet(asked, found)
     elif report:
         print(_report(this_machine(), devices()))
     elif as_json:
@@ -51,10 +51,6 @@ def _device_as_json(device: Device) -> dict[str, Any]:
         "names": list(device.names),
         "origin": device.origin,
     }
-
-
-def _sheet_document(name: str, asked: Sheet) -> dict[str, Any]:
-    return sheet_as_json(asked) | {"available": is_available(name)}
 
 
 def _print_json(document: object) -> None:
@@ -81,14 +77,13 @@ def _print_devices(found: list[Device]) -> None:
     console.print("[dim]anyaccel devices NAME shows what one can do, with sources.[/dim]")
 
 
-def _print_sheet(name: str, asked: Sheet) -> None:
+def _print_sheet(asked: Sheet, found: Device) -> None:
     console = _console()
     console.print(f"[bold]{escape(asked.title)}[/bold]  torch.device({asked.torch_name!r})", highlight=False)
     console.print(escape(asked.documentation), style="dim", highlight=False)
-    found = next((device for device in devices() if device.name == asked.torch_name), None)
-    if found is not None:
-        here = found.available and is_available(name)
-        console.print(f"{'here' if here else 'not here'}: {escape(found.reason)}", highlight=False)
+    console.print(f"{'here' if found.available else 'not here'}: {escape(found.reason)}", highlight=False)
+    if found.hint:
+        console.print(f"hint: {escape(found.hint)}", highlight=False)
     for section in describe_sheet(asked):
         console.print(f"\n[bold]{section.title}[/bold]")
         table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))

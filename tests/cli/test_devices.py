@@ -1,0 +1,102 @@
+"""`anyaccel devices`, as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import RunCli
+
+EIGHT = {"cpu", "cuda", "mps", "hpu", "neuron", "xpu", "npu", "mlu"}
+
+
+def test_the_table_names_every_backend(run_cli: RunCli) -> None:
+    done = run_cli("devices")
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in EIGHT)
+    assert "hint:" in done.stdout
+    assert done.stderr == ""
+
+
+def test_json_lists_the_eight_with_reason_and_hint(run_cli: RunCli) -> None:
+    rows = json.loads(run_cli("devices", "--json").stdout)
+    assert {row["name"] for row in rows} == EIGHT
+    for row in rows:
+        assert isinstance(row["available"], bool)
+        assert row["reason"]
+        assert row["available"] or row["hint"]
+        assert row["available"] == (row["count"] > 0)
+
+
+@pytest.mark.parametrize("name", [*sorted(EIGHT), "rocm"])
+def test_one_name_shows_its_whole_sheet_with_sources(run_cli: RunCli, name: str) -> None:
+    done = run_cli("devices", name)
+    assert done.returncode == 0, done.stderr
+    sections = ["Number types", "Behaviour", "Limits on size", "Software", "Requirements", "Products"]
+    assert all(section in done.stdout for section in sections)
+    assert "https://" in done.stdout
+
+
+def test_one_name_as_json(run_cli: RunCli) -> None:
+    sheet = json.loads(run_cli("devices", "mps", "--json").stdout)
+    assert sheet["name"] == "mps"
+    assert sheet["dtypes"]["float64"]["effect"] == "error"
+    assert sheet["dtypes"]["float64"]["source"].startswith("https://")
+
+
+def test_the_report_can_be_pasted_into_an_issue(run_cli: RunCli) -> None:
+    report = run_cli("devices", "--report").stdout
+    assert report.startswith("```text\n")
+    assert report.rstrip().endswith("```")
+    assert "torch: " in report
+    assert "diffusers: " in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["devices", "nueron"], "there is no device 'nueron'", "did you mean neuron?"),
+        (["devices", "cuda:x"], "'cuda:x' is not how a device is written", "hpu:3"),
+        (["devices", "--report", "--json"], "--report goes with nothing else", "anyaccel devices --report"),
+    ],
+)
+def test_a_wrong_call_ends_with_two_and_a_hint(run_cli: RunCli, arguments: list[str], message: str, hint: str) -> None:
+    done = run_cli(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert hint in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["devices", "--nonsense"], ["nonsense"]])
+def test_typing_errors_end_with_two(run_cli: RunCli, arguments: list[str]) -> None:
+    done = run_cli(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version(run_cli: RunCli) -> None:
+    assert run_cli("--version").stdout.startswith("anyaccel 0.")
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
+    command = f"{sys.executable} -m anyaccel devices mps | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert "Apple" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_fault_of_ours_is_one_line_and_status_three() -> None:
+    code = (
+        "import anyaccel.cli.devices as d, anyaccel.cli.main as m, sys\n"
+        "d.devices = lambda: 1 / 0\n"
+        "sys.argv = ['anyaccel', 'devices']\n"
+        "m.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert "ZeroDivisionError" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "hint:" in done.stderr

@@ -1,0 +1,36 @@
+"""What every test can use."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anyaccel.backends.registry import build_registry
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "anyaccel"
+
+ALL_SHEETS = [sheet for backend in build_registry([]).backends.values() for sheet in backend.sheets]
+
+RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_cli() -> RunCli:
+    """Run the command line in a process of its own, as a user does."""
+
+    def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+        return subprocess.run(
+            [sys.executable, "-m", "anyaccel", *arguments],
+            env=kept | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    return run

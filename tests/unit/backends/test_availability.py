@@ -1,0 +1,158 @@
+"""Is it there, and if not why: for machines that nobody here has."""
+
+from dataclasses import replace
+
+import pytest
+
+from anyaccel.backends.availability import Device, describe_broken, examine
+from anyaccel.backends.machine import Machine, read_machine
+from anyaccel.backends.registry import Backend, BrokenPlugin, build_registry
+from tests.conftest import ALL_SHEETS
+
+REGISTRY = build_registry([])
+
+LINUX = Machine(system="Linux", architecture="x86_64", versions={"python": "3.12.4", "torch": "2.13.0"})
+MAC = Machine(system="Darwin", architecture="arm64", versions={"python": "3.12.4", "torch": "2.13.0", "macos": "15.1"})
+
+
+def on_mac(versions: dict[str, str]) -> Machine:
+    return replace(MAC, versions={**MAC.versions, **versions})
+
+
+def look(name: str, machine: Machine, seen: tuple[str, ...] | str = ()) -> Device:
+    return examine(REGISTRY.backend(name).sheet_on(machine), machine, seen)
+
+
+def test_a_mac_has_mps() -> None:
+    device = look("mps", MAC, ("Apple M4",))
+    assert device.available
+    assert (device.reason, device.hint, device.count) == ("found: 1 × Apple M4", "", 1)
+
+
+def test_an_old_macos_is_advised_against() -> None:
+    device = look("mps", on_mac({"macos": "12.7"}), ("Apple M1",))
+    assert device.available
+    assert device.hint == "macos >=13.0 is recommended, and this is 12.7"
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason", "hint"),
+    [
+        (LINUX, "it needs macOS, and this is Linux", "Apple silicon"),
+        (
+            on_mac({"macos": "12.4"}),
+            "it needs macos >=12.6, and this is 12.4",
+            "update macOS",
+        ),
+        (
+            replace(MAC, architecture="x86_64"),
+            "it needs a Python for arm64, and this one is for x86_64",
+            "install an arm64 Python",
+        ),
+        (
+            replace(MAC, architecture="x86_64", translated=True),
+            "it needs a Python for arm64, and this one is for x86_64 and runs translated (Rosetta)",
+            "install an arm64 Python",
+        ),
+        (
+            on_mac({"torch": "1.12.1"}),
+            "it needs torch >=1.13, and this is 1.12.1",
+            "pip install --upgrade torch",
+        ),
+        (MAC, "its software is installed and finds no device", "https://docs.pytorch.org"),
+    ],
+)
+def test_why_mps_is_not_there(machine: Machine, reason: str, hint: str) -> None:
+    device = look("mps", machine)
+    assert not device.available
+    assert device.reason == reason
+    assert hint in device.hint
+
+
+def test_all_that_is_missing_is_said_at_once() -> None:
+    device = look("neuron", replace(LINUX, versions={"python": "3.11.7", "torch": "2.13.0"}))
+    assert "it needs python >=3.12,<3.15, and this is 3.11.7; the module torch_neuronx is not installed" in (
+        device.reason
+    )
+    assert "use Python 3.12" in device.hint
+    assert "torch-neuronx" in device.hint
+
+
+def test_hardware_without_its_software_is_told_from_no_hardware() -> None:
+    bare = look("hpu", LINUX)
+    assert bare.reason.endswith("no hardware is seen either (/dev/accel/accel[0-9]*)")
+    card = look("hpu", replace(LINUX, device_files={"/dev/accel/accel[0-9]*": 8}))
+    assert card.reason.endswith("; the hardware is there (/dev/accel/accel[0-9]*)")
+    assert "habanalabs-installer.sh" in card.hint
+
+
+def test_software_that_fails_is_quoted() -> None:
+    machine = replace(LINUX, modules=frozenset({"torch_npu"}))
+    device = look("npu", machine, "ImportError: libhccl.so: cannot open shared object file")
+    assert (
+        device.reason == "its software is installed and fails: ImportError: libhccl.so: cannot open shared object file"
+    )
+    assert not device.available
+
+
+def test_devices_that_a_variable_may_hide() -> None:
+    device = look("npu", replace(LINUX, modules=frozenset({"torch_npu"})))
+    assert "ASCEND_RT_VISIBLE_DEVICES" in device.hint
+
+
+def test_a_server_of_eight() -> None:
+    device = look("hpu", replace(LINUX, modules=frozenset({"habana_frameworks.torch"})), ("GAUDI2",) * 8)
+    assert device.available
+    assert device.reason == "found: 8 × GAUDI2"
+    assert device.count == 8
+
+
+@pytest.mark.parametrize(("build", "name"), [("cuda", "cuda"), ("hip", "rocm")])
+def test_rocm_is_told_apart_by_the_build_of_torch(build: str, name: str) -> None:
+    machine = replace(LINUX, torch_builds={build: "7.0"})
+    sheet = REGISTRY.backend("cuda").sheet_on(machine)
+    assert sheet.name == name
+    assert examine(sheet, machine, ("a card",)).available
+    assert sheet.torch_name == "cuda"
+
+
+def test_rocm_asked_for_on_a_build_for_cuda() -> None:
+    machine = replace(LINUX, torch_builds={"cuda": "13.0"})
+    (rocm,) = REGISTRY.backend("rocm").variants
+    assert examine(rocm, machine, ()).reason.startswith("it needs a torch built for ROCm, and this is 2.13.0")
+
+
+def test_no_torch_at_all() -> None:
+    machine = Machine(system="Linux", architecture="x86_64", versions={"python": "3.12.4"})
+    assert look("cpu", machine).reason == "it needs torch >=2.6, and none is installed"
+    assert "none is installed" in look("cuda", machine).reason
+
+
+@pytest.mark.parametrize("sheet", ALL_SHEETS, ids=lambda sheet: sheet.name)
+@pytest.mark.parametrize("machine", [LINUX, MAC, Machine(system="Windows", architecture="AMD64")])
+def test_what_is_not_there_always_says_why_and_what_would_help(machine: Machine, sheet: object) -> None:
+    backend = next(backend for backend in REGISTRY.backends.values() if sheet in backend.sheets)
+    device = examine(backend.sheet_on(machine), machine, ())
+    assert not device.available
+    assert device.reason
+    assert device.hint
+
+
+def test_a_broken_plugin_is_shown_with_its_error() -> None:
+    device = describe_broken(BrokenPlugin("quantum", "quantum-accel", "ImportError: no qubits"))
+    assert not device.available
+    assert "ImportError: no qubits" in device.reason
+    assert "quantum-accel" in device.hint
+
+
+def test_this_machine_is_read_without_torch() -> None:
+    machine = read_machine(ALL_SHEETS)
+    assert machine.system in {"Linux", "Darwin", "Windows"}
+    assert machine.versions["torch"]
+    assert set(machine.device_files) == {pattern for sheet in ALL_SHEETS for pattern in sheet.device_files}
+
+
+def test_the_first_sheet_stands_for_a_backend_that_torch_was_not_built_for() -> None:
+    backend = REGISTRY.backend("cuda")
+    assert isinstance(backend, Backend)
+    assert backend.sheet_on(LINUX) is backend.sheet

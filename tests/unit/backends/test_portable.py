@@ -1,0 +1,121 @@
+"""The functions with one spelling for every device."""
+
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.errors import DeviceUnavailableError, NotMeasurableError, UnknownDtypeError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        (torch.float64, "mps", torch.float32),
+        (torch.float64, torch.device("mps"), torch.float32),
+        (torch.float64, torch.device("mps", 0), torch.float32),
+        ("float64", "neuron:3", torch.float32),
+        ("fp64", "npu", torch.float32),
+        ("torch.float64", "npu", torch.float32),
+        ("double", "npu", torch.float32),
+        (torch.int64, "neuron", torch.int32),
+        (torch.float64, "cuda", torch.float64),
+        (torch.float64, "cpu", torch.float64),
+        (torch.float64, "auto", torch.float64),
+        (torch.int8, "mps", torch.int8),
+        ("bf16", "hpu", torch.bfloat16),
+    ],
+)
+def test_adjust_dtype(
+    dtype: str | torch.dtype, device: str | torch.device, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYACCEL_DEVICE", "cpu")
+    assert anyaccel.adjust_dtype(dtype, device) is expected
+
+
+@pytest.mark.parametrize("dtype", ["float128", "", "Tensor", "flaot32"])
+def test_a_type_that_torch_does_not_have(dtype: str) -> None:
+    with pytest.raises(UnknownDtypeError, match="torch has no number type") as caught:
+        anyaccel.adjust_dtype(dtype, "mps")
+    assert "float32" in caught.value.hint
+
+
+def test_randn_honours_one_generator() -> None:
+    drawn = anyaccel.randn((2, 3), generator=torch.Generator().manual_seed(7), device="cpu")
+    assert torch.equal(drawn, torch.randn((2, 3), generator=torch.Generator().manual_seed(7)))
+
+
+def test_randn_draws_one_image_a_generator() -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
+    batch = anyaccel.randn((3, 4, 8, 8), generator=generators)
+    alone = anyaccel.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(batch[1:2], alone)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16])
+def test_randn_gives_one_noise_in_every_type(dtype: str | torch.dtype) -> None:
+    full = anyaccel.randn((4, 16), generator=torch.Generator().manual_seed(7), dtype="float32")
+    half = anyaccel.randn((4, 16), generator=torch.Generator().manual_seed(7), dtype=dtype)
+    assert half.dtype == anyaccel.adjust_dtype(dtype, "cpu")
+    assert torch.equal(half, full.to(half.dtype))
+
+
+@pytest.mark.parametrize("shape", [(-1, 4), (2.5, 4), (True, 4)])
+def test_randn_refuses_what_is_no_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="a shape is made of whole numbers"):
+        anyaccel.randn(shape)
+
+
+def test_randn_refuses_a_wrong_number_of_generators() -> None:
+    with pytest.raises(UsageError, match=r"2 generators were given for a shape \(3, 4\)"):
+        anyaccel.randn((3, 4), generator=[torch.Generator(), torch.Generator()])
+    with pytest.raises(UsageError, match="0 generators"):
+        anyaccel.randn((3, 4), generator=[])
+
+
+def test_manual_seed_determines_what_is_drawn() -> None:
+    anyaccel.manual_seed("cpu", 7)
+    first = anyaccel.randn((4,))
+    anyaccel.manual_seed("cpu", 7)
+    assert torch.equal(first, anyaccel.randn((4,)))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True, None])
+def test_manual_seed_refuses_what_is_no_seed(seed: int) -> None:
+    with pytest.raises(UsageError, match="a seed is a whole number"):
+        anyaccel.manual_seed("cpu", seed)
+
+
+def test_counting_devices_that_are_not_here_gives_none() -> None:
+    assert anyaccel.device_count("cpu") == 1
+    assert anyaccel.device_count("mlu") == 0
+    with pytest.raises(UsageError, match="there is no device"):
+        anyaccel.device_count("tpu")
+
+
+def test_memory_of_the_host() -> None:
+    memory = anyaccel.memory("cpu")
+    assert 0 < memory.used_bytes < memory.total_bytes
+    assert 0 < memory.free_bytes <= memory.total_bytes
+
+
+def test_the_peak_of_the_host_follows_an_allocation() -> None:
+    try:
+        anyaccel.reset_peak_memory("cpu")
+    except NotMeasurableError as error:
+        pytest.skip(f"the host does not keep it: {error.message}")
+    before = anyaccel.max_memory("cpu")
+    block = torch.ones(64 * 2**20 // 4)
+    assert anyaccel.max_memory("cpu") - before > 48 * 2**20
+    del block
+
+
+def test_waiting_and_releasing_work_on_the_host() -> None:
+    anyaccel.synchronize("cpu")
+    anyaccel.empty_cache("cpu")
+
+
+@pytest.mark.parametrize("function", ["synchronize", "empty_cache", "memory", "max_memory", "reset_peak_memory"])
+def test_a_device_that_is_not_here_is_an_error_with_a_hint(function: str) -> None:
+    with pytest.raises(DeviceUnavailableError, match="mlu is not available") as caught:
+        getattr(anyaccel, function)("mlu")
+    assert caught.value.hint
