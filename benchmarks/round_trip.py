@@ -1,6 +1,6 @@
 """What reading one value back from a device costs, beside the same on the host.
 
-    python benchmarks/round_trip.py cuda
+    python benchmarks/round_trip.py cuda [COMMIT]
 
 Writes benchmarks/results/round_trip_DEVICE.json: medians in microseconds, with the machine, the versions and the
 commit. A host round trip in a denoising loop costs at least this much a step, and empties the device's queue.
@@ -51,10 +51,16 @@ def measure(device: str) -> dict[str, Any]:
     }
 
 
+def read_commit() -> str:
+    """The commit that is checked out."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Measure the device that the command line names, and keep the result."""
     device = sys.argv[1] if len(sys.argv) > 1 else "auto"
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = sys.argv[2] if len(sys.argv) > 2 else read_commit()  # a copy without .git is told its commit
     machine = this_machine()
     result = measure(device) | {
         "evidence": "hardware",

@@ -32,7 +32,7 @@ def pin(name: str, version: str, needs_python: str) -> str:
 def main() -> None:
     """Freeze the environment that this runs in."""
     pins = {
-        name: pin(name, found.version, found.metadata.get("Requires-Python", ""))
+        name: pin(name, found.version, str(found.metadata.json.get("requires_python", "")))
         for found in distributions()
         if (name := canonicalize_name(found.metadata["Name"])) not in NOT_OURS
     }

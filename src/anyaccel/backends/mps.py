@@ -62,13 +62,10 @@ SHEET = Sheet(
             becomes="float16",
             only_if=("macos<14",),
         ),
-        complex64=DtypeLimit(
-            says="Partial: matrix products work, a few operations still refuse it.",
+        complex64=Yes(
+            says="Most operations take it, matrix products since torch 2.4; a few still refuse it, such as dropout.",
             source=TORCH_SOURCE + "torch/testing/_internal/common_mps.py",
             evidence="documented",
-            effect="error",
-            hint="use rotary embeddings in real numbers",
-            contradicted_by=PYTORCH + "127241",
         ),
         complex128=DtypeLimit(
             says="Moving it there succeeds, then operations raise: Undefined type ComplexDouble.",

@@ -58,13 +58,7 @@ SHEET = Sheet(
             becomes="int32",
             contradicted_by=_DIFFUSERS_FLOAT64,  # the list of types in its error has DT_INT64
         ),
-        float32=DtypeLimit(
-            says="Convolutions run in HF32, a shorter float32, unless allow_hf32 is off.",
-            source=_ASCEND + "Pytorch/700/apiref/apilist/ptaoplist_000238.html",
-            evidence="documented",
-            effect="narrowed",
-            hint="set torch_npu.npu.conv.allow_hf32 = False where the last digits matter",
-        ),
+        float32=Yes(says="In the kernels' lists of types.", source=_KERNEL_TYPES, evidence="hardware"),
         float16=DtypeLimit(
             says="On series before A2 an overflow saturates: inf becomes 65504 and NaN 0, and it cannot be turned off.",
             source="https://hiascend.com/document/detail/zh/Pytorch/600/apiref/Envvariables/Envir_004.html",
@@ -148,6 +142,14 @@ SHEET = Sheet(
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
     quirks=(
+        Quirk(
+            name="float32_convolutions_in_hf32",
+            says="Convolutions run in HF32, a shorter float32, unless allow_hf32 is off.",
+            source=_ASCEND + "Pytorch/700/apiref/apilist/ptaoplist_000238.html",
+            evidence="documented",
+            effect="narrowed",
+            hint="set torch_npu.npu.conv.allow_hf32 = False where the last digits matter",
+        ),
         Quirk(
             name="visible_devices_with_spaces",
             says="A space in ASCEND_RT_VISIBLE_DEVICES ('1, 2,3') silently drops what follows.",

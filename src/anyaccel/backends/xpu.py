@@ -70,13 +70,10 @@ SHEET = Sheet(
             source=_XPU,
             evidence="documented",
         ),
-        complex64=DtypeLimit(
-            says="Matrix products need a build with oneMKL: 'Complex datatype matmul is not supported in oneDNN'.",
-            source="https://github.com/intel/torch-xpu-ops/pull/2786",
-            evidence="hardware",
-            effect="error",
-            hint="use rotary embeddings in real numbers",
-            contradicted_by=_OPS + "1210",
+        complex64=Yes(
+            says="Fourier transforms are native; for products see the quirk complex_products_need_onemkl.",
+            source=_OPS + "1210",
+            evidence="documented",
         ),
         complex128=DtypeLimit(
             says="Fails as float64 does where the hardware lacks it.",
@@ -134,6 +131,14 @@ SHEET = Sheet(
         ),
     ),
     quirks=(
+        Quirk(
+            name="complex_products_need_onemkl",
+            says="In a build without oneMKL: 'Complex datatype matmul is not supported in oneDNN'.",
+            source="https://github.com/intel/torch-xpu-ops/pull/2786",
+            evidence="hardware",
+            effect="error",
+            hint="use rotary embeddings in real numbers",
+        ),
         Quirk(
             name="float64_inside_kernels",
             says="Kernels with float64 hidden inside (logcumsumexp, tril_indices, pdist) fail for any type.",

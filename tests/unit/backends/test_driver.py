@@ -3,6 +3,7 @@
 The stand-ins below have the vendors' functions under the vendors' names and signatures, and nothing else.
 """
 
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -47,12 +48,17 @@ def test_mps_memory_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_neuron_waits_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
+
+    def count(index: int) -> int:
+        calls.append("count")
+        return 9
+
     driver = attach(
         neuron.BACKEND,
         monkeypatch,
         synchronize=lambda: calls.append("synchronize"),
         get_device_properties=lambda index: SimpleNamespace(total_memory=24),
-        memory_reserved=lambda index: calls.append("count") or 9,
+        memory_reserved=count,
         memory_allocated=lambda index: 5,
     )
     assert driver.memory(3) == Memory(used_bytes=5, free_bytes=15, total_bytes=24)
@@ -106,7 +112,7 @@ class NarrowTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         moved = func is torch.Tensor.to and isinstance(args[1], torch.device)
         return result.to(torch.float32).to(torch.float64) if moved and result.dtype == torch.float64 else result
 
@@ -139,8 +145,6 @@ def test_a_device_settles_what_its_sheet_leaves_in_doubt() -> None:
     doubted = DtypeLimit(
         says="Refused.", source="https://x", evidence="documented", effect="error", contradicted_by="https://y"
     )
-    from dataclasses import replace
-
     certain = replace(doubted, contradicted_by="")
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted, int64=certain))
     settled = Driver(sheet).settle(HOST)

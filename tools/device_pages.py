@@ -1,0 +1,77 @@
+"""A hook of mkdocs: one page a device, written from its sheet, so that the documentation cannot disagree with it."""
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from anyaccel.backends.describe import Row, describe_sheet
+from anyaccel.backends.registry import build_registry
+from anyaccel.backends.sheet import Sheet
+
+PLACEHOLDER = "devices"
+_WIDE = ["---", "hide: [toc]", "---", ""]
+
+
+def sheets() -> list[Sheet]:
+    """The built-in sheets, the best device first; plugins document themselves."""
+    return [sheet for backend in build_registry([]).backends.values() for sheet in backend.sheets]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages where the navigation says `devices`."""
+    pages: list[dict[str, str] | str] = [{"All devices": "devices/index.md"}]
+    pages += [{sheet.title: f"devices/{sheet.name}.md"} for sheet in sheets()]
+    config.nav = [{"Devices": pages} if item == {"Devices": PLACEHOLDER} else item for item in config.nav or []]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Write the pages."""
+    for sheet in sheets():
+        files.append(File.generated(config, f"devices/{sheet.name}.md", content=write_page(sheet)))
+    files.append(File.generated(config, "devices/index.md", content=write_index(sheets())))
+    return files
+
+
+def write_index(all_sheets: list[Sheet]) -> str:
+    """Every device and number type in one table."""
+    dtypes = ["float64", "int64", "float32", "float16", "bfloat16", "complex64", "float8_e4m3fn"]
+    lines = [
+        *_WIDE,
+        "# Devices",
+        "",
+        "What each device does with a number type: taken, or the *effect* of asking for it. `error` raises, `wrong` is",
+        "silently wrong, `narrowed` silently keeps a smaller type, `slow` costs time. A page a device has the sources.",
+        "",
+        f"| device | {' | '.join(dtypes)} | random numbers | batches |",
+        f"|---|{'---|' * (len(dtypes) + 2)}",
+    ]
+    for sheet in all_sheets:
+        verdicts = {row.matter: row.verdict for section in describe_sheet(sheet) for row in section.rows}
+        cells = [verdicts[name] for name in [*dtypes, "random numbers", "batches"]]
+        lines.append(f"| [{sheet.title}]({sheet.name}.md) | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_page(sheet: Sheet) -> str:
+    """One device: everything on its sheet, with sources."""
+    lines = [
+        *_WIDE,
+        f"# {sheet.title}",
+        "",
+        f'`torch.device("{sheet.torch_name}")`, by {sheet.vendor}. [Documentation]({sheet.documentation}).',
+        "",
+        "Written from the sheet in the code. *hardware* means that somebody saw it there, *documented* that a document",
+        "says so, *inferred* that it follows from something else. What is not known is said to be not known.",
+    ]
+    for section in describe_sheet(sheet):
+        lines += ["", f"## {section.title}", "", "| matter | answer | what is known |", "|---|---|---|"]
+        lines += [_write_row(row) for row in section.rows]
+    return "\n".join(lines) + "\n"
+
+
+def _write_row(row: Row) -> str:
+    linked = row.source.startswith("http")
+    source = f" [{row.evidence}]({row.source})" if linked else f" {row.evidence}: {row.source}" if row.source else ""
+    against = f" **[contradicted]({row.contradicted_by})**" if row.contradicted_by else ""
+    cells = (f"`{row.matter}`", row.verdict, f"{row.says}{source}{against}")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
