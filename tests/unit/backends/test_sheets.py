@@ -1,5 +1,6 @@
 """Every sheet: complete, sourced, and in agreement with diffusers."""
 
+import json
 import pickle
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -9,7 +10,8 @@ import torch
 from diffusers.utils import torch_utils
 
 import anyaccel
-from anyaccel.backends.claim import Claim, DtypeLimit, Effect, Evidence, Limit, SizeLimit, Unknown, Yes
+from anyaccel.backends.claim import Claim, DtypeLimit, Effect, Evidence, Limit, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.registry import build_registry
 from anyaccel.backends.requirement import Requirement
 from anyaccel.backends.sheet import Compiler, Distributed, Sheet
 from anyaccel.errors import UnknownProductError
@@ -152,6 +154,14 @@ def test_distributed_backends(device: str, backend: str) -> None:
     distributed = anyaccel.sheet(device).distributed
     assert isinstance(distributed, Distributed)
     assert distributed.backend == backend
+
+
+def test_our_own_measurements_stand_on_the_sheet_as_they_were_made() -> None:
+    cuda = build_registry([]).backend("cuda").sheet
+    measured = json.loads((ROOT / cuda.host_round_trip.source).read_text())  # type: ignore[union-attr]
+    assert measured["evidence"] == "hardware"
+    assert cuda.limits(RoundTrip)["host_round_trip"].cost_us == measured["round_trip_us"]
+    assert cuda.product("h200").memory_bytes == measured["total_bytes"]
 
 
 def test_a_sheet_read_for_a_product_settles_its_conditions() -> None:
