@@ -114,7 +114,7 @@ CUDA = Sheet(
     ),
     new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
     host_round_trip=RoundTrip(
-        says="7.6 to 9.7 µs on an idle H200, and the queue drains: a scheduler's `nonzero().item()` does it every step.",
+        says="7.6 to 9.7 µs on an idle H200, and the queue drains: `nonzero().item()` in a scheduler does it a step.",
         source=_OUR_H200,
         evidence="hardware",
         effect="slow",
