@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from anyaccel.backends.portable import reset_peak_memory as reset_peak_memory
     from anyaccel.backends.portable import supports_training as supports_training
     from anyaccel.backends.portable import synchronize as synchronize
+    from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
 
 _HOMES = {
@@ -51,6 +52,7 @@ _HOMES = {
     "sheet": "anyaccel.backends.device",
     "supports_training": "anyaccel.backends.portable",
     "synchronize": "anyaccel.backends.portable",
+    "virtual": "anyaccel.emulator.activation",
 }
 
 __all__ = ["__version__", *_HOMES]

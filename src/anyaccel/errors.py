@@ -6,6 +6,9 @@
     │   ├── UnknownDtypeError     torch has no such number type
     │   └── UnknownProductError   no sheet lists that product
     ├── DeviceUnavailableError    exit status 1: the device is known, and not here (also a RuntimeError)
+    ├── LimitError                exit status 1: a virtual device refuses what the real one cannot do (a RuntimeError)
+    │   └── LimitTypeError        the same where the real device raises a TypeError
+    ├── VirtualDeviceError        a virtual device cannot be had here, or not beside another
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
@@ -21,12 +24,15 @@ from typing import ClassVar
 __all__ = [
     "AnyaccelError",
     "DeviceUnavailableError",
+    "LimitError",
+    "LimitTypeError",
     "NotMeasurableError",
     "PluginError",
     "UnknownDeviceError",
     "UnknownDtypeError",
     "UnknownProductError",
     "UsageError",
+    "VirtualDeviceError",
     "nearest",
 ]
 
@@ -75,6 +81,20 @@ class DeviceUnavailableError(AnyaccelError, RuntimeError):
     """The device is known, and this machine does not have it."""
 
     exit_status = 1
+
+
+class LimitError(AnyaccelError, RuntimeError):
+    """A virtual device in strict mode refuses what the real one cannot do."""
+
+    exit_status = 1
+
+
+class LimitTypeError(LimitError, TypeError):
+    """The same, where the real device raises a TypeError."""
+
+
+class VirtualDeviceError(AnyaccelError, RuntimeError):
+    """A virtual device cannot be had in this process."""
 
 
 class NotMeasurableError(AnyaccelError, RuntimeError):

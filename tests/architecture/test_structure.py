@@ -98,6 +98,7 @@ def test_the_public_names_are_these() -> None:
         "sheet",
         "supports_training",
         "synchronize",
+        "virtual",
     ]
     for name in anyaccel.__all__:
         assert getattr(anyaccel, name) is not None

@@ -62,6 +62,8 @@ class Limit(Claim):
     """The versions it holds for, all of them: `("macos<14", "torch<2.8")`; empty means any."""
     contradicted_by: str = ""
     """The address of a source that says otherwise; the device is asked where it can be."""
+    raises: Literal["RuntimeError", "TypeError"] = "RuntimeError"
+    """The kind of error that the device raises, where the effect is one."""
 
     @property
     def conditional(self) -> bool:
@@ -120,6 +122,12 @@ class OperationLimit(Limit):
 
     name: str
     operations: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
+    """The number types it holds for; empty means any."""
+    past_elements: int | None = None
+    """The size of an argument or result past which it holds; None means any."""
+    reads_ignored_input: bool = False
+    """Whether the fault is that a first argument which a factor of 0 should silence is read all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ SHEET = Sheet(
     vendor="any",
     documentation="https://docs.pytorch.org/docs/stable/cpu.html",
     preference=0,
+    can_be_virtual=False,
     unified_memory=True,
     dtypes=Dtypes(
         float64=Yes(says="Every operation takes float64.", source=TENSORS, evidence="documented"),

@@ -69,6 +69,7 @@ CUDA = Sheet(
     documentation="https://docs.pytorch.org/docs/stable/notes/cuda.html",
     torch_build="cuda",
     preference=90,
+    can_be_virtual=False,
     dtypes=Dtypes(
         float64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
         int64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
@@ -148,6 +149,7 @@ CUDA = Sheet(
             effect="error",
             hint="tile the VAE",
             operations=("convolution",),
+            past_elements=2**31,
         ),
         OperationLimit(
             name="channels_last_interpolate_past_int32",
@@ -157,6 +159,7 @@ CUDA = Sheet(
             effect="wrong",
             hint="call .contiguous() first, or tile the VAE",
             operations=("upsample_nearest2d",),
+            past_elements=2**31,
         ),
     ),
     compiler=Compiler(

@@ -38,6 +38,7 @@ SHEET = Sheet(
             source=PYTORCH + "122602",
             evidence="hardware",
             effect="error",
+            raises="TypeError",
             hint="cast to float32 before moving to the device, NumPy schedules included",
             becomes="float32",
         ),
@@ -58,6 +59,7 @@ SHEET = Sheet(
             source="https://github.com/pytorch/torchchat/issues/616",
             evidence="hardware",
             effect="error",
+            raises="TypeError",
             hint="use float16, or update macOS",
             becomes="float16",
             only_if=("macos<14",),
@@ -80,6 +82,7 @@ SHEET = Sheet(
             source=PYTORCH + "148420",
             evidence="hardware",
             effect="error",
+            raises="TypeError",
             hint="cast the weights to float16 on the host",
         ),
         float8_e5m2=DtypeLimit(
@@ -87,6 +90,7 @@ SHEET = Sheet(
             source=PYTORCH + "132624",
             evidence="hardware",
             effect="error",
+            raises="TypeError",
             hint="cast the weights to float16 on the host",
         ),
     ),
@@ -164,6 +168,7 @@ SHEET = Sheet(
             effect="wrong",
             hint="pass torch.zeros, or slice around scaled_dot_product_attention",
             operations=("baddbmm",),
+            reads_ignored_input=True,
         ),
         OperationLimit(
             name="bmm_past_2_32",
@@ -173,6 +178,7 @@ SHEET = Sheet(
             effect="wrong",
             hint="split the batch",
             operations=("bmm",),
+            past_elements=2**32,
         ),
         OperationLimit(
             name="conv_transpose3d_half",
@@ -182,6 +188,7 @@ SHEET = Sheet(
             effect="error",
             hint="run the video VAE in float32",
             operations=("conv_transpose3d",),
+            dtypes=("float16", "bfloat16"),
         ),
         OperationLimit(
             name="int_mm",

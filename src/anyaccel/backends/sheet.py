@@ -112,6 +112,8 @@ class Sheet:
     """The key in `torch.version` that a build for this device sets: `hip`; empty where any build does."""
     preference: int
     """`auto` takes the available device with the highest number."""
+    can_be_virtual: bool = True
+    """Whether a virtual one makes sense: not where the CPU itself is the device, or the vendor's code is everywhere."""
     unified_memory: bool = False
     """Whether the device and the host share one memory, so that moving to the host frees nothing."""
 

@@ -1,0 +1,1 @@
+"""Virtual accelerators: any CPU, enforcing what a device's sheet says it cannot do."""

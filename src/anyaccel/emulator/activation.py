@@ -1,0 +1,123 @@
+"""Turning a virtual accelerator on: `with anyaccel.virtual("neuron") as v:`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.device import this_machine
+from anyaccel.backends.registry import load_registry
+from anyaccel.backends.sheet import Sheet
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.generator import install_generator
+from anyaccel.emulator.memory import parse_size
+from anyaccel.emulator.ordinal import install_ordinal_devices
+from anyaccel.emulator.registration import register_device
+from anyaccel.emulator.seams import install_seams
+from anyaccel.emulator.tensor import activate
+from anyaccel.emulator.vendor import install_vendor_packages, make_device_module
+from anyaccel.errors import UsageError, VirtualDeviceError
+
+__all__ = ["parse_request", "start", "virtual"]
+
+_STARTED: list[VirtualAccelerator] = []
+_REQUEST = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(:(?P<count>[0-9]{1,3}))?(?P<options>(,[^,]+)*)")
+
+
+@contextmanager
+def virtual(
+    name: str, count: int = 1, memory: str | int | None = None, strict: bool = False
+) -> Iterator[VirtualAccelerator]:
+    """Give this process a virtual accelerator: `with anyaccel.virtual("hpu", memory="gaudi2") as v: print(v.ledger)`.
+
+    `memory` is a size (`"16GiB"`, bytes) or a product of the sheet. Leaving ends the enforcement; the device's name
+    stays until the process ends. In `strict`, a limit whose effect is an error raises.
+    """
+    accelerator = start(name, count=count, memory=memory, strict=strict)
+    try:
+        yield accelerator
+    finally:
+        accelerator.enforcing = False
+
+
+def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
+    """The same without an end."""
+    if count < 1:
+        raise UsageError(f"a virtual accelerator has at least one device, not {count}", hint="count=1")
+    sheet, capacity = _read_product(find_sheet(name), memory)
+    if not sheet.can_be_virtual:
+        raise UsageError(f"there is no virtual {name}", hint=f"take one of {', '.join(_offer())}")
+    if not _STARTED:
+        _STARTED.append(_install(VirtualAccelerator(sheet, count, capacity, strict)))
+        return _STARTED[0]
+    return _restart(_STARTED[0], sheet, count, capacity, strict)
+
+
+def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
+    module = make_device_module(accelerator)
+    register_device(accelerator.name, module)
+    activate(accelerator)
+    install_vendor_packages(accelerator, module)
+    install_generator(accelerator)
+    install_seams(accelerator)
+    install_ordinal_devices(accelerator)
+    return accelerator
+
+
+def _restart(
+    running: VirtualAccelerator, sheet: Sheet, count: int, capacity: int | None, strict: bool
+) -> VirtualAccelerator:
+    """One a process: the same name may be asked for again, with new options and an empty ledger."""
+    if running.name != sheet.torch_name:
+        raise VirtualDeviceError(
+            f"this process has a virtual {running.name} already, and a second name cannot be added",
+            hint=f"run {sheet.torch_name} in a process of its own",
+        )
+    if running.enforcing:
+        raise VirtualDeviceError(
+            f"a virtual {running.name} is running already", hint="leave its context before you enter another"
+        )
+    if count > running.count:
+        raise VirtualDeviceError(
+            f"this process began with {running.count} virtual devices, and {count} are asked for",
+            hint="ask for the larger number first",
+        )
+    running.restart(sheet, capacity, strict)
+    return running
+
+
+def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | None]:
+    """The sheet as it reads for the product that `memory` may name, and the capacity in bytes."""
+    versions = this_machine().versions
+    if memory is None:
+        return sheet.on(versions=versions), None
+    if isinstance(memory, int):
+        return sheet.on(versions=versions), parse_size(str(memory))
+    if memory.lower() in {product.name for product in sheet.products}:
+        product = sheet.product(memory)
+        return sheet.on(product=product.name, versions=versions), product.memory_bytes
+    return sheet.on(versions=versions), parse_size(memory)
+
+
+def parse_request(text: str) -> tuple[str, int, str | None, bool]:
+    """`NAME[:COUNT][,memory=SIZE][,strict]` as name, count, memory and strict."""
+    match = _REQUEST.fullmatch(text)
+    form = "NAME[:COUNT][,memory=SIZE][,strict]"
+    problem = UsageError(f"ANYACCEL_VIRTUAL={text!r} cannot be read", hint=f"write {form}: mps,memory=16GiB,strict")
+    if match is None:
+        raise problem
+    memory, strict = None, False
+    for option in filter(None, match["options"].split(",")):
+        if option == "strict":
+            strict = True
+        elif option.startswith("memory="):
+            memory = option.removeprefix("memory=")
+        else:
+            raise problem
+    return match["name"], int(match["count"] or 1), memory, strict
+
+
+def _offer() -> list[str]:
+    return [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]

@@ -1,0 +1,220 @@
+"""One operation on virtual tensors: unwrap, run it on the CPU, hold it against the limits, wrap again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.limits import OperationFacts, read_operation
+from anyaccel.emulator.tensor import VirtualTensor, active, wrap
+
+__all__ = ["dispatch"]
+
+_FACTS: dict[Any, OperationFacts] = {}
+_HOST = torch.device("cpu")
+# Operations that may take tensors of the host beside those of the device.
+_MAY_MIX = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_"}
+_ATTENTION = "scaled_dot_product_attention"
+_SCORES = {"bmm", "baddbmm"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+class _Call:
+    """The arguments of one operation without their wrappers, and what was learned on the way."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.device: torch.device | None = None
+        self.wrappers: dict[int, VirtualTensor] = {}
+        self.host_tensors: list[torch.Tensor] = []
+
+    def unwrap(self, value: Any) -> Any:
+        if isinstance(value, VirtualTensor):
+            inner = value._inner
+            if self.device is None:
+                self.device = value.device
+            elif self.device != value.device and self.name not in _MAY_MIX and inner.dim() > 0:
+                raise _mixed(self.device, value.device, self.name)
+            self.wrappers[id(inner)] = value
+            return inner
+        if isinstance(value, torch.Tensor):
+            self.host_tensors.append(value)
+            return value
+        if isinstance(value, list | tuple):
+            return type(value)([self.unwrap(item) for item in value])
+        return value
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operation that has a virtual tensor, or the virtual device, among its arguments."""
+    accelerator = active()
+    facts = _FACTS.get(func)
+    if facts is None:
+        facts = _FACTS[func] = read_operation(func)
+    call = _Call(facts.name)
+    plain_args = [call.unwrap(value) for value in args]
+    plain_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
+    target = _choose_target(accelerator, call, kwargs)
+    _refuse_mixture(call, facts)
+    if "device" in plain_kwargs:
+        plain_kwargs["device"] = _HOST
+    if facts.is_random:
+        _use_own_generator(accelerator, func, plain_kwargs, target)
+    result = func(*plain_args, **plain_kwargs)
+    tracing = _is_fake(result) or any(isinstance(inner, FakeTensor) for inner in plain_args)
+    if accelerator.enforcing and not tracing:
+        result = _enforce(accelerator, facts, plain_args, plain_kwargs, result, target, call)
+    return _wrap_result(result, target, call, facts)
+
+
+def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[str, Any]) -> torch.device:
+    """Where the result lies: where `device=` says, else where the arguments are."""
+    asked = kwargs.get("device")
+    if asked is not None:
+        return asked if asked.index is not None or asked.type == "cpu" else accelerator.device()
+    return call.device or accelerator.device()
+
+
+def _refuse_mixture(call: _Call, facts: OperationFacts) -> None:
+    """A tensor of the host in an operation of the device is an error on every device; a number is not."""
+    if call.device is None or facts.name in _MAY_MIX:
+        return
+    for tensor in call.host_tensors:
+        if tensor.dim() > 0 and tensor.device.type == "cpu":
+            raise _mixed(call.device, tensor.device, facts.name)
+
+
+def _mixed(first: torch.device, second: torch.device, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
+        f"(when checking the arguments of {name})"
+    )
+
+
+def _use_own_generator(
+    accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
+) -> None:
+    """A draw on the device comes from the device's generator, and leaves the host's alone."""
+    takes = any(argument.name == "generator" for argument in func._schema.arguments)
+    if takes and kwargs.get("generator") is None and target.type != "cpu":
+        kwargs["generator"] = accelerator.generators[target.index or 0]
+
+
+def _enforce(
+    accelerator: VirtualAccelerator,
+    facts: OperationFacts,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    result: Any,
+    target: torch.device,
+    call: _Call,
+) -> Any:
+    """Hold one operation against the sheet; gives the result as the device would, NaN and narrowing included."""
+    limits = accelerator.limits
+    if facts.reads_on_host or _goes_to_host(facts, call, target, args):
+        accelerator.read_on_host(facts.label)
+    if target.type == "cpu":
+        return result
+    if facts.is_random and limits.random is not None:
+        accelerator.meet("random_numbers", limits.random, facts.label)
+    if limits.shapes is not None and (facts.has_data_dependent_shape or _indexes_by_mask(facts, args)):
+        accelerator.meet("data_dependent_shapes", limits.shapes, facts.label)
+    if facts.name == _ATTENTION:
+        _enforce_on_scores(accelerator, facts, args)
+    if facts.name in limits.operations:
+        for name, limit in limits.met_by_operation(facts, args, result):
+            accelerator.meet(name, limit, facts.label)
+        result = _read_ignored_input(accelerator, facts, args, kwargs, result)
+    if not facts.mutates and not facts.is_view:  # what is written or seen again was held against them when it was made
+        for tensor in _tensors(result):
+            _enforce_on_result(accelerator, facts, tensor)
+    return result
+
+
+def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, tensor: torch.Tensor) -> None:
+    limits = accelerator.limits
+    met = limits.dtypes.get(tensor.dtype)
+    if met is not None:
+        name, limit = met
+        accelerator.meet(name, limit, facts.label)
+        if limit.effect == "narrowed" and limit.becomes and not limit.contradicted_by:
+            tensor.copy_(tensor.to(getattr(torch, limit.becomes)))
+    if limits.tensor_sizes or limits.score_sizes:
+        for name, size in limits.met_by_size(tensor.numel(), tensor.element_size(), facts.name in _SCORES):
+            accelerator.meet(name, size, facts.label)
+    if limits.nan_in_empty and facts.name in _EMPTY and tensor.is_floating_point() and tensor.itemsize > 1:
+        tensor.fill_(float("nan"))
+
+
+def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any]) -> None:
+    """The scores that attention would hold, by the shapes of query and key alone: they are never made here."""
+    query, key = args[0], args[1]
+    elements = math.prod(query.shape[:-1]) * key.shape[-2]
+    for name, limit in accelerator.limits.met_by_size(elements, query.element_size(), scores=True):
+        accelerator.meet(name, limit, facts.label)
+
+
+def _read_ignored_input(
+    accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """Where the device reads an argument that a factor of 0 should silence, its NaN goes into the result."""
+    for name, limit in accelerator.limits.operations.get(facts.name, ()):
+        if limit.reads_ignored_input and kwargs.get("beta", 1) == 0 and not torch.isfinite(args[0]).all():
+            accelerator.meet(name, limit, facts.label)
+            result = result + args[0] * 0
+    return result
+
+
+def _goes_to_host(facts: OperationFacts, call: _Call, target: torch.device, args: list[Any]) -> bool:
+    if facts.name == "_to_copy":
+        return target.type == "cpu" and call.device is not None
+    return facts.name == "copy_" and id(args[0]) not in call.wrappers and call.device is not None
+
+
+def _indexes_by_mask(facts: OperationFacts, args: list[Any]) -> bool:
+    if facts.name != "index":
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _wrap_result(result: Any, target: torch.device, call: _Call, facts: OperationFacts) -> Any:
+    if isinstance(result, torch.Tensor):
+        if facts.mutates:
+            written = call.wrappers.get(id(result))
+            if written is not None:
+                return _keep_shape(written)
+            if target.type == "cpu" or any(result is host for host in call.host_tensors):
+                return result
+        return result if target.type == "cpu" else wrap(result, target)
+    if isinstance(result, list | tuple):
+        return type(result)([_wrap_result(item, target, call, facts) for item in result])
+    if facts.mutates and result is None:
+        for written in call.wrappers.values():
+            _keep_shape(written)
+    return result
+
+
+def _keep_shape(written: VirtualTensor) -> VirtualTensor:
+    """After an operation in place: the wrapper takes on the shape that the data inside has now."""
+    inner = written._inner
+    if written.shape != inner.shape or written.stride() != inner.stride():
+        active().book.add(inner, written.device.index or 0)
+        with torch.no_grad():
+            written.data = VirtualTensor(inner, written.device)
+    return written
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, list | tuple):
+        return [item for item in result if isinstance(item, torch.Tensor)]
+    return []
+
+
+def _is_fake(result: Any) -> bool:
+    return any(isinstance(tensor, FakeTensor) for tensor in _tensors(result))

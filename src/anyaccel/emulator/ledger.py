@@ -1,0 +1,140 @@
+"""The ledger: what a program asked of a virtual accelerator that the real one cannot do, and where.
+
+One row a site: the limit, its effect, the operation, the line of the pipeline's or model's own code, how often.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+from anyaccel.backends.claim import Effect
+
+__all__ = ["Ledger", "Row"]
+
+_EMULATOR = str(Path(__file__).parent) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
+
+
+@dataclass(frozen=True)
+class Row:
+    """One site that met one limit."""
+
+    limit: str
+    """The name on the sheet: `dtypes.float64`."""
+    effect: Effect
+    operation: str
+    """As torch names it: `aten::arange`."""
+    file: str
+    line: int
+    count: int
+    step: int | None
+    """The denoising step at which it was first seen; None outside the loop."""
+
+
+class Ledger:
+    """The rows of one virtual accelerator; safe to write from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, Effect, str, str, int]] = Counter()
+        self._first_steps: dict[tuple[str, Effect, str, str, int], int | None] = {}
+        self._round_trips: Counter[int | None] = Counter()
+
+    def record(self, limit: str, effect: Effect, operation: str) -> tuple[str, int]:
+        """Add one event at the line of code that caused it; gives that file and line."""
+        file, line, step = _find_site(sys._getframe(1))
+        key = (limit, effect, operation, file, line)
+        with self._lock:
+            self._counts[key] += 1
+            self._first_steps.setdefault(key, step)
+            if limit == "host_round_trip":
+                self._round_trips[step] += 1
+        return file, line
+
+    def rows(self, effect: Effect | None = None) -> list[Row]:
+        """All rows, or those of one effect, the worst effect first and the most frequent within it."""
+        order: dict[Effect, int] = {"error": 0, "wrong": 1, "narrowed": 2, "slow": 3}
+        with self._lock:
+            rows = [Row(*key, count=count, step=self._first_steps[key]) for key, count in self._counts.items()]
+        chosen = [row for row in rows if effect is None or row.effect == effect]
+        return sorted(chosen, key=lambda row: (order[row.effect], -row.count, row.file, row.line))
+
+    def round_trips(self) -> dict[int | None, int]:
+        """How often the host read from the device, by denoising step; None stands for outside the loop."""
+        with self._lock:
+            return dict(self._round_trips)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._counts.clear()
+            self._first_steps.clear()
+            self._round_trips.clear()
+
+    def to_json(self) -> str:
+        """The rows as a JSON list of objects."""
+        return json.dumps([asdict(row) for row in self.rows()], indent=2)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows as JSON, whole or not at all."""
+        target = Path(path)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        draft.write_text(self.to_json() + "\n")
+        draft.replace(target)
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        if not rows:
+            return "the ledger is empty: no limit was met"
+        lines = [
+            f"{row.effect:9}{row.count:6} × {row.limit:28} {row.operation:32} {row.file}:{row.line}" for row in rows
+        ]
+        return "\n".join(lines)
+
+
+def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
+    """The innermost line that is nobody's but the pipeline's or the model's, and the denoising step around it."""
+    site: tuple[str, int] | None = None
+    while frame is not None:
+        code = frame.f_code
+        if site is None and not _is_machinery(code.co_filename):
+            site = (_shorten(code.co_filename), frame.f_lineno)
+        if code.co_name == "__call__":
+            step = _read_step(frame)
+            if step is not None:
+                return (*(site or ("", 0)), step)
+        frame = frame.f_back
+    return (*(site or ("", 0)), None)
+
+
+def _read_step(frame: FrameType) -> int | None:
+    """The loop variable of a denoising loop: every pipeline of diffusers counts its timesteps in `i`."""
+    step = frame.f_locals.get("i")
+    owner = frame.f_locals.get("self")
+    return step if isinstance(step, int) and owner is not None and "t" in frame.f_locals else None
+
+
+@lru_cache(maxsize=4096)
+def _is_machinery(filename: str) -> bool:
+    """Whether a file is torch's, ours or the interpreter's, and so never where a fault lies."""
+    if filename.startswith(("<", _EMULATOR)):
+        return True
+    if filename.startswith(_SITE_PACKAGES):
+        return filename[len(_SITE_PACKAGES) :].startswith(("torch" + os.sep, "accelerate" + os.sep))
+    return filename.startswith(_STANDARD_LIBRARY)
+
+
+@lru_cache(maxsize=4096)
+def _shorten(filename: str) -> str:
+    """`diffusers/models/embeddings.py` rather than where the environment happens to lie."""
+    return filename[len(_SITE_PACKAGES) :] if filename.startswith(_SITE_PACKAGES) else filename

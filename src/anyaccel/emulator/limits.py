@@ -1,0 +1,103 @@
+"""Which limits of a sheet an operation meets: the sheet, made ready to be asked a million times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, SizeLimit
+from anyaccel.backends.sheet import Sheet
+
+__all__ = ["LimitBook", "OperationFacts", "read_operation"]
+
+_RANDOM = {
+    "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout",
+    "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_",
+    "randperm", "uniform_",
+}  # fmt: skip
+_DATA_DEPENDENT = {"_unique2", "bincount", "masked_select", "nonzero", "repeat_interleave", "unique_dim"}
+_HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero"}
+
+
+@dataclass(frozen=True)
+class OperationFacts:
+    """What must be known of an operation of torch's, read from its schema once."""
+
+    name: str
+    """`baddbmm`."""
+    label: str
+    """`aten::baddbmm`."""
+    mutates: bool
+    is_view: bool
+    is_random: bool
+    has_data_dependent_shape: bool
+    reads_on_host: bool
+
+
+def read_operation(func: torch._ops.OpOverload) -> OperationFacts:
+    """The facts of one operation."""
+    name = func._schema.name.split("::")[-1]
+    by_counts = name != "repeat_interleave" or func._overloadname == "Tensor"
+    return OperationFacts(
+        name=name,
+        label=func._schema.name,
+        mutates=func._schema.is_mutable,
+        is_view=any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable,
+        is_random=name in _RANDOM,
+        has_data_dependent_shape=name in _DATA_DEPENDENT and by_counts,
+        reads_on_host=name in _HOST_READS,
+    )
+
+
+@dataclass
+class LimitBook:
+    """A sheet's limits by what triggers them; what cannot be decided without a product or version is left out."""
+
+    sheet: Sheet
+    dtypes: dict[torch.dtype, tuple[str, DtypeLimit]] = field(default_factory=dict)
+    operations: dict[str, list[tuple[str, OperationLimit]]] = field(default_factory=dict)
+    tensor_sizes: list[tuple[str, SizeLimit]] = field(default_factory=list)
+    score_sizes: list[tuple[str, SizeLimit]] = field(default_factory=list)
+    random: Limit | None = None
+    shapes: Limit | None = None
+    round_trip: Limit | None = None
+    nan_in_empty: bool = False
+
+    def __post_init__(self) -> None:
+        certain = {name: limit for name, limit in self.sheet.limits(Limit).items() if not limit.conditional}
+        for name, limit in certain.items():
+            if isinstance(limit, DtypeLimit) and limit.effect != "slow":
+                self.dtypes[getattr(torch, name.removeprefix("dtypes."))] = (name, limit)
+            elif isinstance(limit, OperationLimit):
+                for operation in limit.operations:
+                    self.operations.setdefault(operation, []).append((name, limit))
+            elif isinstance(limit, SizeLimit):
+                (self.tensor_sizes if limit.of == "tensor" else self.score_sizes).append((name, limit))
+        self.random = certain.get("random_numbers")
+        self.shapes = certain.get("data_dependent_shapes")
+        self.round_trip = certain.get("host_round_trip")
+        self.nan_in_empty = "quirks.uninitialised_memory_is_nan" in certain
+
+    def met_by_size(self, elements: int, element_bytes: int, scores: bool) -> list[tuple[str, Limit]]:
+        """The size limits that a tensor, or an attention call's scores, would pass."""
+        limits = [*self.tensor_sizes, *self.score_sizes] if scores else self.tensor_sizes
+        return [
+            (name, limit)
+            for name, limit in limits
+            if (elements if limit.unit == "elements" else elements * element_bytes) > limit.amount
+        ]
+
+    def met_by_operation(self, facts: OperationFacts, args: Any, result: Any) -> list[tuple[str, Limit]]:
+        """The limits on this operation that this call meets."""
+        return [(name, limit) for name, limit in self.operations.get(facts.name, ()) if _is_met(limit, args, result)]
+
+
+def _is_met(limit: OperationLimit, args: Any, result: Any) -> bool:
+    tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
+    if limit.dtypes and not any(str(tensor.dtype).removeprefix("torch.") in limit.dtypes for tensor in tensors):
+        return False
+    if limit.past_elements is not None and not any(tensor.numel() > limit.past_elements for tensor in tensors):
+        return False
+    return not limit.reads_ignored_input

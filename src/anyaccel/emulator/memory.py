@@ -1,0 +1,90 @@
+"""The memory of the virtual devices: what is alive is counted by storage, exactly."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from anyaccel.errors import UsageError
+
+__all__ = ["MemoryBook", "parse_size"]
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class MemoryBook:
+    """Bytes alive and at the peak of each device; views share a storage and count once."""
+
+    def __init__(self, count: int, capacity_bytes: int | None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._lock = threading.RLock()  # a storage may die, and call back, while the lock is held
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._used = [0] * count
+        self._peak = [0] * count
+
+    def add(self, tensor: torch.Tensor, index: int) -> None:
+        """Count a tensor's storage on a device; past the capacity torch's own error is raised."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        with self._lock:
+            known = self._alive.get(key)
+            if known is not None and known[0]() is not None:
+                if known[2] != size:  # resized in place
+                    self._used[known[1]] += size - known[2]
+                    self._alive[key] = (known[0], known[1], size)
+                    self._peak[known[1]] = max(self._peak[known[1]], self._used[known[1]])
+                return
+            if self.capacity_bytes is not None and self._used[index] + size > self.capacity_bytes:
+                raise self._out_of_memory(size, index)
+            self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), index, size)
+            self._used[index] += size
+            self._peak[index] = max(self._peak[index], self._used[index])
+
+    def used(self, index: int) -> int:
+        """Bytes alive on a device."""
+        return self._used[index]
+
+    def peak(self, index: int) -> int:
+        """The most bytes alive at once since the last reset."""
+        return self._peak[index]
+
+    def reset_peak(self, index: int) -> None:
+        """Start counting the peak anew."""
+        with self._lock:
+            self._peak[index] = self._used[index]
+
+    def _drop(self, key: int) -> None:
+        with self._lock:
+            known = self._alive.pop(key, None)
+            if known is not None:
+                self._used[known[1]] -= known[2]
+
+    def _out_of_memory(self, size: int, index: int) -> torch.OutOfMemoryError:
+        used, capacity = self._used[index], self.capacity_bytes or 0
+        return torch.OutOfMemoryError(
+            f"virtual device {index} out of memory. Tried to allocate {_readable(size)}. It has a total capacity of "
+            f"{_readable(capacity)}, of which {_readable(capacity - used)} is free and {_readable(used)} is in use."
+        )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size as people write it: `16GiB`, `512MB`, `1000`."""
+    trimmed = text.strip().upper()
+    digits = trimmed.rstrip("KMGIB")
+    unit = trimmed[len(digits) :] or "B"
+    try:
+        amount = float(digits)
+    except ValueError:
+        amount = -1.0
+    if unit not in _UNITS or not 0 < amount < float("inf"):
+        raise UsageError(f"{text!r} is no size of a memory", hint="write it as 16GiB, 96GB or 512MiB")
+    return int(amount * _UNITS[unit])
+
+
+def _readable(size: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} bytes"

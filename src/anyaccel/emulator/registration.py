@@ -1,0 +1,162 @@
+"""Make a device's name real to torch, to Python and to C++ alike, on a machine that has no such device.
+
+A name that torch does not know becomes its `PrivateUse1`. A name that it knows (mps, hpu, xpu) has no device guard in
+a build without it: a guard written in Python is put in its slot of libc10's table. Both last until the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from anyaccel.emulator.dispatch import dispatch
+from anyaccel.errors import VirtualDeviceError
+
+__all__ = ["register_device"]
+
+_FREE = "privateuseone"
+_GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+_KEPT: list[object] = []
+"""What C++ holds no reference to and must live as long as the process."""
+
+
+def register_device(name: str, module: ModuleType) -> None:
+    """Teach torch a device: its guard, its module `torch.NAME`, and what to do with an operation on it."""
+    if _is_known(name):
+        key = name.upper()
+        _fill_guard_slot(name)
+        _attach_module(name, module)
+    else:
+        key = "PrivateUse1"
+        _claim_private_use(name, module)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_run_factory, key)
+    # Attention picks a kernel by device before it dispatches; with a kernel of its own here it arrives whole.
+    attention = torch.library.Library("aten", "IMPL")
+    attention.impl("scaled_dot_product_attention", _attend, key)
+    _KEPT.extend([library, attention, *_pass_autocast(key)])
+
+
+def _run_factory(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(func, args, kwargs)
+
+
+def _attend(*args: Any, **kwargs: Any) -> Any:
+    return dispatch(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
+
+
+_LOWERED = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "scaled_dot_product_attention",
+)
+"""The operations that autocast runs in the lower type, as on other devices."""
+
+
+def _pass_autocast(key: str) -> list[torch.library.Library]:
+    """`torch.autocast` on the device: products are cast, everything else goes through."""
+    if torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, f"Autocast{key}")):
+        return []
+    through = torch.library.Library("_", "IMPL")
+    through.fallback(torch.library.fallthrough_kernel, f"Autocast{key}")
+    casting = torch.library.Library("aten", "IMPL")
+    for name in _LOWERED:
+        casting.impl(name, _make_cast(getattr(torch.ops.aten, name).default, f"Autocast{key}"), f"Autocast{key}")
+    return [through, casting]
+
+
+def _make_cast(func: Any, key: str) -> Any:
+    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type != "cpu":
+            return value.to(torch.get_autocast_dtype(value.device.type))
+        return value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return func(*[cast(value) for value in args], **{name: cast(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _is_known(name: str) -> bool:
+    """Whether this torch has the name of its own, as a device type that is not the free one."""
+    kinds: Any = torch._C._autograd.DeviceType
+    return hasattr(kinds, name.upper())
+
+
+def _claim_private_use(name: str, module: ModuleType) -> None:
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != _FREE:
+        raise VirtualDeviceError(
+            f"torch has one free slot for a device's name, and {taken!r} holds it already",
+            hint=f"use an environment without the package that brings {taken!r}, or a process of its own",
+        )
+    _setup_privateuseone_for_python_backend(rename=name, backend_module=module)
+    _make_importable(name, module)
+
+
+def _attach_module(name: str, module: ModuleType) -> None:
+    """Put the stand-in's functions into `torch.NAME`, which torch may have already."""
+    existing = getattr(torch, name, None)
+    if existing is None:
+        torch._register_device_module(name, module)
+        _make_importable(name, module)
+        return
+    for attribute, value in vars(module).items():
+        # A module of torch's own knows whether it was compiled, and what else in torch was left out if it was not.
+        if not attribute.startswith("__") and attribute != "_is_compiled":
+            setattr(existing, attribute, value)
+
+
+def _make_importable(name: str, module: ModuleType) -> None:
+    sys.modules[f"torch.{name}"] = module
+
+
+def _fill_guard_slot(name: str) -> None:
+    """Copy a guard written in Python to the device's slot: C++ asks that table before it touches a device."""
+    kinds: Any = torch._C._autograd.DeviceType
+    kind = getattr(kinds, name.upper())
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            return kind
+
+    table = _find_guard_table(int(kinds.PrivateUse1) + 1)
+    slot, private_use = int(kind), int(kinds.PrivateUse1)
+    if table[slot] is not None:
+        raise VirtualDeviceError(
+            f"this torch drives real {name} devices, and a virtual one cannot stand beside them",
+            hint=f"use {name} itself, or a build of torch without it",
+        )
+    before = table[private_use]
+    guard = Guard()
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    table[slot] = table[private_use]
+    table[private_use] = before
+    _KEPT.append(guard)
+
+
+def _find_guard_table(length: int) -> Any:
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
+    except (OSError, ValueError) as error:
+        raise VirtualDeviceError(
+            f"this build of torch ({torch.__version__}) does not show its table of device guards: {error}",
+            hint="virtual mps, hpu and xpu need torch for Linux; neuron, npu and mlu work everywhere",
+        ) from error

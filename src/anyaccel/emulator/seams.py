@@ -1,0 +1,132 @@
+"""What reaches a device before torch dispatches, answered in Python: each is one function of torch's or a library's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.tensor import VirtualTensor
+
+__all__ = ["install_seams"]
+
+
+def install_seams(accelerator: VirtualAccelerator) -> None:
+    """Put every seam in place; they stay until the process ends and leave other devices alone."""
+    for name in ("tensor", "as_tensor", "asarray"):
+        setattr(torch, name, _build_on_host(getattr(torch, name), accelerator))
+    torch.nn.Module._apply = _free_computed_weights(torch.nn.Module._apply)  # type: ignore[method-assign]
+    _answer_for_accelerator(accelerator)
+    _load_safetensors(accelerator)
+
+
+def _is_ours(device: Any, accelerator: VirtualAccelerator) -> bool:
+    return device is not None and str(device).split(":")[0] == accelerator.name
+
+
+def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
+    """`torch.tensor([1], device=…)` writes the data before it dispatches: build it here and move it."""
+
+    @functools.wraps(build)
+    def build_and_move(*args: Any, **kwargs: Any) -> torch.Tensor:
+        data = args[0] if args else kwargs.get("data")
+        device = kwargs.get("device")
+        if isinstance(data, VirtualTensor):
+            copied = data if build.__name__ != "tensor" else data.detach().clone()
+            return copied.to(device=device or data.device, dtype=kwargs.get("dtype") or data.dtype)
+        if args and isinstance(data, list | tuple):
+            args = (_read_numbers(data), *args[1:])
+        if device is None:
+            device = torch.get_default_device()
+        if not _is_ours(device, accelerator):
+            return build(*args, **kwargs)
+        wants_gradient = kwargs.pop("requires_grad", False)
+        kwargs["device"] = "cpu"
+        return build(*args, **kwargs).to(device).requires_grad_(wants_gradient)
+
+    return build_and_move
+
+
+def _read_numbers(data: Any) -> Any:
+    """A list with single numbers of the device in it: each is read by the host, as on hardware."""
+    if isinstance(data, VirtualTensor):
+        return data.item() if data.dim() == 0 else data.tolist()
+    return [_read_numbers(item) for item in data] if isinstance(data, list | tuple) else data
+
+
+def _free_computed_weights(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A weight that `weight_norm` computed holds its sources in a graph and keeps them from moving: let go of it."""
+
+    @functools.wraps(apply)
+    def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for hook in self._forward_pre_hooks.values():
+            name = getattr(hook, "name", "")
+            if type(hook).__name__ in ("WeightNorm", "SpectralNorm") and isinstance(
+                getattr(self, name, None), torch.Tensor
+            ):
+                setattr(self, name, getattr(self, name).detach())
+        return apply(self, *args, **kwargs)
+
+    return apply_to_all
+
+
+def _answer_for_accelerator(accelerator: VirtualAccelerator) -> None:
+    """`torch.accelerator` speaks of the virtual device."""
+    module = torch.get_device_module(accelerator.name)
+    answers: dict[str, Any] = {
+        "current_accelerator": lambda check_available=False: torch.device(accelerator.name),
+        "is_available": lambda: True,
+        "device_count": lambda: accelerator.count,
+        "current_device_index": lambda: accelerator.current_index,
+        "set_device_index": module.set_device,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "current_stream": module.current_stream,
+        "get_memory_info": module.mem_get_info,
+        "memory_allocated": module.memory_allocated,
+        "max_memory_allocated": module.max_memory_allocated,
+        "memory_reserved": module.memory_reserved,
+        "max_memory_reserved": module.max_memory_reserved,
+        "memory_stats": module.memory_stats,
+        "reset_peak_memory_stats": module.reset_peak_memory_stats,
+    }
+    for name, answer in answers.items():
+        setattr(torch.accelerator, name, answer)
+
+
+def _load_safetensors(accelerator: VirtualAccelerator) -> None:
+    """The library safetensors knows a fixed list of devices: read to the host, then move."""
+    import safetensors
+    import safetensors.torch
+
+    original = safetensors.safe_open
+
+    class SafeOpen:
+        """safetensors.safe_open, which reads to the host where the device is virtual."""
+
+        def __init__(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> None:
+            self._target = device if _is_ours(device, accelerator) else None
+            self._file = original(filename, framework=framework, device="cpu" if self._target else device, **options)
+
+        def __enter__(self) -> SafeOpen:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_tensor(self, name: str) -> Any:
+            tensor = self._file.get_tensor(name)
+            return tensor.to(self._target) if self._target else tensor
+
+        def get_tensors(self) -> dict[str, Any]:
+            return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118 - it is no mapping
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    for module in (safetensors, safetensors.torch):
+        vars(module)["safe_open"] = SafeOpen

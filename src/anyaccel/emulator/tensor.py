@@ -1,0 +1,142 @@
+"""Tensors of a virtual accelerator: their data lies in a CPU tensor inside, their device is the virtual one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from anyaccel.emulator.accelerator import VirtualAccelerator
+
+__all__ = ["VirtualTensor", "activate", "active", "wrap"]
+
+_ACTIVE: list[VirtualAccelerator] = []
+
+
+def active() -> VirtualAccelerator:
+    """The virtual accelerator of this process; there is one as soon as there is a tensor of its."""
+    return _ACTIVE[0]
+
+
+def activate(accelerator: VirtualAccelerator) -> None:
+    """Make this the one that new operations answer to."""
+    _ACTIVE[:] = [accelerator]
+
+
+class VirtualTensor(torch.Tensor):
+    """A tensor on a virtual device."""
+
+    _inner: torch.Tensor
+    # What a real device's tensor does before dispatch, by type alone, is answered below; the rest needs no seam.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: torch.device, requires_grad: bool = False) -> VirtualTensor:
+        """Wrap a CPU tensor; its storage is shared, so that views alias."""
+        wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        wrapper._inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        from anyaccel.emulator.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        return ["_inner"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, torch.Tensor], device: torch.device, outer_size: Any, outer_stride: Any
+    ) -> VirtualTensor:
+        return VirtualTensor(inner_tensors["_inner"], device)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused, as on hardware: the data is not where NumPy could read it."""
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+            "memory first."
+        )
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        """The values, by way of the host."""
+        active().read_on_host("aten::tolist")
+        return self._inner.tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        active().read_on_host("aten::print")
+        shown = repr(self._inner.detach())
+        return f"{shown[:-1]}, device='{self.device}')"
+
+    def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        """A tensor from data, by default of this one's type and on its device."""
+        chosen: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return torch.tensor(data, **chosen | {name: value for name, value in options.items() if value is not None})
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(_index_on_host(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(_index_on_host(key), value)
+
+    def data_ptr(self) -> int:
+        """The address of the data; only good for telling tensors apart."""
+        return self._inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage; tensors that share memory share it."""
+        return self._inner.untyped_storage()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as torch pickles other devices' tensors: the data on the host, and where it belongs."""
+        values = (self._inner.detach(), self.dtype, str(self.device), self.requires_grad)
+        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        if isinstance(self, torch.nn.Parameter):
+            plain = VirtualTensor(self._inner.detach(), self.device)
+            return torch._utils._rebuild_parameter, (plain, self.requires_grad, OrderedDict())
+        return rebuild, values
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copy = wrap(self._inner.detach().clone(), self.device)
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            memo[id(self)] = (
+                torch.nn.Parameter(copy, self.requires_grad)
+                if is_parameter
+                else copy.requires_grad_(self.requires_grad)
+            )
+        return memo[id(self)]
+
+
+def _index_on_host(key: Any) -> Any:
+    """`x[[0, 2]]` makes an index tensor before it dispatches: make it on the host, which every device takes."""
+    if isinstance(key, list):
+        return torch.tensor(key) if key else key
+    if isinstance(key, tuple) and any(isinstance(part, list) for part in key):
+        return tuple(_index_on_host(part) if isinstance(part, list) else part for part in key)
+    return key
+
+
+def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
+    """A CPU tensor's data as a tensor of the device, its memory counted."""
+    if inner.layout is torch.strided and type(inner) is torch.Tensor:
+        active().book.add(inner, device.index or 0)
+    return VirtualTensor(inner, device)
