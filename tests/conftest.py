@@ -1,6 +1,10 @@
 """What every test can use."""
 
 import os
+
+# Tests fork processes for virtual devices: torch must not have started threads before.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import subprocess
 import sys
 from collections.abc import Callable

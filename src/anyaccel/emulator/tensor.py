@@ -29,12 +29,12 @@ class VirtualTensor(torch.Tensor):
 
     _inner: torch.Tensor
     # What a real device's tensor does before dispatch, by type alone, is answered below; the rest needs no seam.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device, requires_grad: bool = False) -> VirtualTensor:
         """Wrap a CPU tensor; its storage is shared, so that views alias."""
-        wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),

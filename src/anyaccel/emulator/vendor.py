@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anyaccel.emulator.ascend import ASCEND_KERNELS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from anyaccel.emulator.accelerator import VirtualAccelerator
 
 __all__ = ["install_vendor_packages", "make_device_module"]
+
+_KERNELS: dict[str, dict[str, Any]] = {"torch_npu": ASCEND_KERNELS}
+"""What a package has beside the device's module, where programs call it by name."""
 
 UNLIMITED_BYTES = 64 * 2**30
 """What a device without a named capacity says that it has."""
@@ -200,6 +205,7 @@ def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType)
         for attribute, value in vars(module).items():
             if not attribute.startswith("__"):
                 setattr(package, attribute, value)
+        vars(package).update(_KERNELS.get(dotted, {}))
         _install(f"{dotted}.{accelerator.name}", module)
 
 
