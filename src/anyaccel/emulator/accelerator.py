@@ -8,6 +8,7 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
+from anyaccel.emulator.compiler import CompilerBook
 from anyaccel.emulator.ledger import Ledger
 from anyaccel.emulator.limits import LimitBook
 from anyaccel.emulator.memory import MemoryBook
@@ -25,6 +26,7 @@ class VirtualAccelerator:
     capacity_bytes: int | None = None
     strict: bool = False
     ledger: Ledger = field(default_factory=Ledger)
+    compiler: CompilerBook = field(default_factory=CompilerBook)
     enforcing: bool = True
     current_index: int = 0
 
@@ -40,6 +42,8 @@ class VirtualAccelerator:
         self.limits = LimitBook(sheet)
         self.book.capacity_bytes = capacity_bytes
         self.ledger.clear()
+        self.compiler.graphs.clear()
+        self.compiler.breaks.clear()
         self.round_trips = 0
         self.enforcing = True
 

@@ -11,6 +11,7 @@ from anyaccel.backends.device import this_machine
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.compiler import install_compiler
 from anyaccel.emulator.generator import install_generator
 from anyaccel.emulator.memory import parse_size
 from anyaccel.emulator.ordinal import install_ordinal_devices
@@ -63,6 +64,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     install_generator(accelerator)
     install_seams(accelerator)
     install_ordinal_devices(accelerator)
+    install_compiler(accelerator)
     return accelerator
 
 

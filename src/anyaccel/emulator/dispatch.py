@@ -42,11 +42,19 @@ class _Call:
             self.wrappers[id(inner)] = value
             return inner
         if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor) and value.device.type == active().name:
+                return self._take_traced(value)
             self.host_tensors.append(value)
             return value
         if isinstance(value, list | tuple):
             return type(value)([self.unwrap(item) for item in value])
         return value
+
+    def _take_traced(self, value: FakeTensor) -> torch.Tensor:
+        """A tensor that a factory made while a graph is traced is a plain fake one on the device: one on the host."""
+        self.device = self.device or value.device
+        with value.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_HOST)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

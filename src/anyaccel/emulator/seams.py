@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
@@ -45,7 +46,11 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
             return build(*args, **kwargs)
         wants_gradient = kwargs.pop("requires_grad", False)
         kwargs["device"] = "cpu"
-        return build(*args, **kwargs).to(device).requires_grad_(wants_gradient)
+        host = build(*args, **kwargs)
+        if isinstance(host, FakeTensor):  # while a graph is traced its values do not matter
+            return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        moved = host.to(device)
+        return moved.requires_grad_() if wants_gradient else moved
 
     return build_and_move
 

@@ -102,7 +102,9 @@ class VirtualTensor(torch.Tensor):
         return self._inner.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage; tensors that share memory share it."""
+        """The storage; tensors that share memory share it. A tracer gets the wrapper's own, which is empty."""
+        if torch._guards.TracingContext.try_get() is not None:
+            return super().untyped_storage()
         return self._inner.untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -29,8 +29,8 @@ UNLIMITED_BYTES = 64 * 2**30
 class _Stream:
     """Work is done when it is asked for, so that there is nothing to order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = None
+    def __init__(self, device: Any = None, **options: Any) -> None:
+        self.device = device
 
     def synchronize(self) -> None: ...
 
@@ -120,8 +120,8 @@ def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "Stream": _Stream,
         "Event": _Event,
-        "current_stream": lambda device=None: _Stream(),
-        "default_stream": lambda device=None: _Stream(),
+        "current_stream": lambda device=None: _Stream(accelerator.device(index_of(device))),
+        "default_stream": lambda device=None: _Stream(accelerator.device(index_of(device))),
         "stream": lambda stream: stream,
     }
 
