@@ -174,7 +174,7 @@ def _read_artefact(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _listen_for_breaks(book: CompilerBook) -> None:
-    """torch tells of graph breaks in its log alone: listen there, and keep the log as quiet as it was."""
+    """Torch tells of graph breaks in its log alone: listen there, and keep the log as quiet as it was."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

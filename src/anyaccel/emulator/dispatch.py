@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.limits import OperationFacts, read_operation
+from anyaccel.emulator.limits import LimitBook, OperationFacts, read_operation
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
 
 __all__ = ["dispatch"]
@@ -122,11 +122,23 @@ def _enforce(
     call: _Call,
 ) -> Any:
     """Hold one operation against the sheet; gives the result as the device would, NaN and narrowing included."""
-    limits = accelerator.limits
     if facts.reads_on_host or _goes_to_host(facts, call, target, args):
         accelerator.read_on_host(facts.label)
     if target.type == "cpu":
         return result
+    _enforce_on_call(accelerator, facts, args, result)
+    if facts.name in accelerator.limits.operations:
+        result = _read_ignored_input(accelerator, facts, args, kwargs, result)
+    if not facts.is_view:
+        for tensor in _tensors(result):
+            if not facts.mutates:  # what is written in place was held against the limits when it was made
+                _enforce_on_result(accelerator, facts, tensor)
+            _narrow(accelerator.limits, tensor)
+    return result
+
+
+def _enforce_on_call(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], result: Any) -> None:
+    limits = accelerator.limits
     if facts.is_random and limits.random is not None:
         accelerator.meet("random_numbers", limits.random, facts.label)
     if limits.shapes is not None and (facts.has_data_dependent_shape or _indexes_by_mask(facts, args)):
@@ -136,11 +148,6 @@ def _enforce(
     if facts.name in limits.operations:
         for name, limit in limits.met_by_operation(facts, args, result):
             accelerator.meet(name, limit, facts.label)
-        result = _read_ignored_input(accelerator, facts, args, kwargs, result)
-    if not facts.mutates and not facts.is_view:  # what is written or seen again was held against them when it was made
-        for tensor in _tensors(result):
-            _enforce_on_result(accelerator, facts, tensor)
-    return result
 
 
 def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, tensor: torch.Tensor) -> None:
@@ -149,13 +156,18 @@ def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, t
     if met is not None:
         name, limit = met
         accelerator.meet(name, limit, facts.label)
-        if limit.effect == "narrowed" and limit.becomes and not limit.contradicted_by:
-            tensor.copy_(tensor.to(getattr(torch, limit.becomes)))
     if limits.tensor_sizes or limits.score_sizes:
         for name, size in limits.met_by_size(tensor.numel(), tensor.element_size(), facts.name in _SCORES):
             accelerator.meet(name, size, facts.label)
     if limits.nan_in_empty and facts.name in _EMPTY and tensor.is_floating_point() and tensor.itemsize > 1:
         tensor.fill_(float("nan"))
+
+
+def _narrow(limits: LimitBook, tensor: torch.Tensor) -> None:
+    """A type that the device keeps as a smaller one loses its digits, while torch still sees the larger."""
+    met = limits.dtypes.get(tensor.dtype)
+    if met is not None and met[1].effect == "narrowed" and met[1].becomes and not met[1].contradicted_by:
+        tensor.copy_(tensor.to(getattr(torch, met[1].becomes)))
 
 
 def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any]) -> None:

@@ -1,0 +1,191 @@
+"""Turning a virtual accelerator on: by the context manager, and by the environment for any program."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.activation import parse_request
+from anyaccel.emulator.memory import parse_size
+from anyaccel.emulator.process import run_forked
+from anyaccel.errors import LimitError, LimitTypeError, UnknownDeviceError, UsageError, VirtualDeviceError
+
+DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]
+
+
+def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_program_gets_the_device_by_the_environment_alone(device: str, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger.json"
+    code = f"""
+        import torch
+        x = torch.ones(2, 3, device="{device}:1")
+        assert torch.{device}.is_available() and torch.accelerator.device_count() == 2
+        print(x.device, (x @ x.T).sum().item(), torch.device(1))
+    """
+    done = run_program(code, ANYACCEL_VIRTUAL=f"{device}:2", ANYACCEL_VIRTUAL_LEDGER=str(ledger))
+    assert done.stdout == f"{device}:1 12.0 {device}:1\n", done.stderr
+    rows = json.loads(ledger.read_text())
+    assert [(row["limit"], row["effect"], row["count"]) for row in rows] == [("host_round_trip", "slow", 1)]
+    assert set(rows[0]) == {"limit", "effect", "operation", "file", "line", "count", "step"}
+
+
+def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: Path) -> None:
+    """The script knows diffusers alone."""
+    ledger = tmp_path / "ledger.json"
+    code = """
+        import torch
+        from diffusers import DDIMScheduler, DDPMPipeline, UNet2DModel
+        unet = UNet2DModel(sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, norm_num_groups=4,
+                           block_out_channels=(8, 8), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                           up_block_types=("AttnUpBlock2D", "UpBlock2D"))
+        pipe = DDPMPipeline(unet.eval(), DDIMScheduler()).to("neuron")
+        pipe.set_progress_bar_config(disable=True)
+        print(pipe(num_inference_steps=2, output_type="np", generator=torch.Generator().manual_seed(0)).images.shape)
+    """
+    done = run_program(code, ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=str(ledger), HF_HUB_OFFLINE="1")
+    assert done.stdout.endswith("(1, 8, 8, 3)\n"), done.stderr
+    rows = json.loads(ledger.read_text())
+    assert any(row["file"].startswith("diffusers/") for row in rows)
+    assert {row["step"] for row in rows} & {None, 0, 1}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("nueron", "there is no device 'nueron'; hint: did you mean neuron?"),
+        ("neuron,strit", "ANYACCEL_VIRTUAL='neuron,strit' cannot be read; hint: write NAME[:COUNT]"),
+        ("neuron:", "cannot be read"),
+        ("neuron:0", "at least one device"),
+        ("hpu,memory=lots", "'lots' is no size of a memory"),
+        ("cuda", "there is no virtual cuda; hint: take one of"),
+    ],
+)
+def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> None:
+    done = run_program("import torch; print('not reached')", ANYACCEL_VIRTUAL=value)
+    assert done.returncode == 2
+    assert done.stderr.startswith("anyaccel: ")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_without_the_variable_torch_loads_nothing_of_ours_but_a_few_lines() -> None:
+    code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('anyaccel')))"
+    done = run_program(code)
+    assert done.stdout == "['anyaccel', 'anyaccel.emulator', 'anyaccel.emulator.autoload']\n"
+
+
+def test_leaving_the_context_ends_the_enforcement_and_keeps_the_name() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[int, int, str]:
+        x = torch.ones(2, device="mps")
+        x.double()
+        inside = len(accelerator.ledger.rows("error"))
+        accelerator.enforcing = False  # what leaving the context does
+        x.double()
+        return inside, len(accelerator.ledger.rows("error")), str(x.device)
+
+    assert run_forked("mps", use, strict=False) == (1, 1, "mps:0")
+
+
+def test_one_name_a_process_and_one_context_at_a_time() -> None:
+    def ask_again(accelerator: VirtualAccelerator) -> list[str]:
+        words = []
+        for name in ("hpu", "neuron"):
+            try:
+                with anyaccel.virtual(name):
+                    words.append("taken")
+            except VirtualDeviceError as error:
+                words.append(error.message)
+        accelerator.enforcing = False
+        with anyaccel.virtual("hpu", strict=True) as again:
+            words.append(f"again: {again.strict}")
+        return words
+
+    assert run_forked("hpu", ask_again) == [
+        "a virtual hpu is running already",
+        "this process has a virtual hpu already, and a second name cannot be added",
+        "again: True",
+    ]
+
+
+def test_a_slot_that_a_vendor_holds_is_refused_with_the_reason() -> None:
+    code = """
+        import torch
+        torch.utils.rename_privateuse1_backend("npu")
+        import anyaccel
+        try:
+            with anyaccel.virtual("neuron"): pass
+        except anyaccel.AnyaccelError as error: print(error.message)
+    """
+    assert "'npu' holds it already" in run_program(code).stdout
+
+
+def test_strict_raises_what_the_device_raises() -> None:
+    def ask_for_float64(accelerator: VirtualAccelerator) -> None:
+        torch.ones(2, device=accelerator.device()).double()
+
+    with pytest.raises(LimitTypeError, match=r"float64.*https://github.com/pytorch/pytorch/issues/122602"):
+        run_forked("mps", ask_for_float64, strict=True)
+    with pytest.raises(LimitError) as caught:
+        run_forked("npu", ask_for_float64, strict=True)
+    assert not isinstance(caught.value, TypeError)
+    assert caught.value.hint
+
+
+def test_errors_of_a_call() -> None:
+    for arguments, kind in [
+        ({"name": "toaster"}, UnknownDeviceError),
+        ({"name": "cpu"}, UsageError),
+        ({"name": "hpu", "count": 0}, UsageError),
+        ({"name": "hpu", "memory": "-1GiB"}, UsageError),
+    ]:
+        with pytest.raises(kind), anyaccel.virtual(**arguments):  # type: ignore[arg-type]
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("neuron", ("neuron", 1, None, False)),
+        ("hpu:8", ("hpu", 8, None, False)),
+        ("mps,memory=16GiB,strict", ("mps", 1, "16GiB", True)),
+        ("hpu:2,strict,memory=gaudi2", ("hpu", 2, "gaudi2", True)),
+    ],
+)
+def test_how_the_variable_reads(text: str, request_: tuple[str, int, str | None, bool]) -> None:
+    assert parse_request(text) == request_
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GiB", 16 * 2**30), ("96GB", 96 * 10**9), ("1.5 MiB", 3 * 2**19), ("512", 512), ("2kb", 2000)]
+)
+def test_how_a_size_reads(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_a_product_settles_its_own_limits() -> None:
+    def ask(accelerator: VirtualAccelerator) -> tuple[int | None, list[str]]:
+        torch.ones(2, device=accelerator.device(), dtype=torch.float16)
+        return accelerator.capacity_bytes, [row.limit for row in accelerator.ledger.rows()]
+
+    assert run_forked("hpu", ask, memory="gaudi1") == (32 * 10**9, ["dtypes.float16"])
+    assert run_forked("hpu", ask, memory="gaudi2") == (96 * 10**9, [])

@@ -1,0 +1,154 @@
+"""The stand-in for the vendors' compilers: graphs, recompilations, breaks, artefacts that outlive the process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.process import run_forked
+from anyaccel.errors import LimitError, VirtualDeviceError
+
+BACKENDS = [("neuron", "neuron"), ("hpu", "hpu_backend")]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rotary = torch.arange(8, device=x.device, dtype=torch.float32)
+        hidden = self.project(x) + rotary * x.new_tensor([0.5])
+        heads = hidden.view(1, -1, 2, 4).transpose(1, 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        joined: torch.Tensor = mixed.transpose(1, 2).reshape(x.shape)
+        return joined[[0, 1]] + hidden[0]
+
+
+class Branching(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.project(x)
+        if hidden.sum() > 0:
+            hidden = hidden + 1
+        return hidden
+
+
+Report = tuple[int, int, list[str], float]
+
+
+def compile_two_shapes(backend: str) -> Callable[[VirtualAccelerator], Report]:
+    def use(accelerator: VirtualAccelerator) -> Report:
+        place = accelerator.device()
+        block = Block().to(place)
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            small, large = torch.ones(5, 8).to(place), torch.ones(6, 8).to(place)
+            difference = (compiled(small) - block(small)).abs().max().item()
+            compiled(small), compiled(large), compiled(large)
+        book = accelerator.compiler
+        weights = {"float32[8, 8]", "float32[8]"}
+        shapes = [shape for graph in book.recompilations for shape in graph.inputs if shape not in weights]
+        return len(book.graphs), book.compiled, shapes, difference
+
+    return use
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_a_graph_a_shape_and_none_for_a_shape_seen_before(device: str, backend: str) -> None:
+    graphs, compiled, shapes, difference = run_forked(device, compile_two_shapes(backend))
+    assert (graphs, compiled) == (2, 2)
+    assert shapes == ["float32[6, 8]"]
+    assert difference < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "variable", "value"),
+    [
+        ("neuron", "neuron", "TORCH_NEURONX_NEFF_CACHE_DIR", "{}"),
+        ("hpu", "hpu_backend", "PT_HPU_RECIPE_CACHE_CONFIG", "{},false,1024,false"),
+    ],
+)
+def test_a_second_process_compiles_nothing(
+    device: str, backend: str, variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value.format(tmp_path / "cache"))
+    assert run_forked(device, compile_two_shapes(backend))[:2] == (2, 2)
+    assert run_forked(device, compile_two_shapes(backend))[:2] == (2, 0)
+    assert len(list((tmp_path / "cache").glob("*.json"))) == 2
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_NEURONX_NEFF_CACHE_DIR", str(tmp_path))
+    run_forked("neuron", compile_two_shapes("neuron"))
+    return tmp_path
+
+
+def test_an_artefact_of_another_version_is_refused_with_its_name(cache: Path) -> None:
+    for artefact in cache.glob("*.json"):
+        content = json.loads(artefact.read_text())
+        artefact.write_text(json.dumps(content | {"compiler": "0"}))
+    with pytest.raises(Exception, match=r"was made by version 0 of the compiler, and this is 1") as caught:
+        run_forked("neuron", compile_two_shapes("neuron"))
+    assert str(cache) in str(caught.value)
+    assert VirtualDeviceError.__name__ in str(caught.value) or isinstance(caught.value, VirtualDeviceError)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"graph": "other", "compiler": "1"}'])
+def test_a_damaged_artefact_is_made_anew(cache: Path, damage: str) -> None:
+    for artefact in cache.glob("*.json"):
+        artefact.write_text(damage)
+    assert run_forked("neuron", compile_two_shapes("neuron"))[:2] == (2, 2)
+    assert run_forked("neuron", compile_two_shapes("neuron"))[:2] == (2, 0)
+
+
+def test_dynamic_shapes_are_refused_where_the_sheet_says_so() -> None:
+    def ask(backend: str) -> Callable[[VirtualAccelerator], int]:
+        def use(accelerator: VirtualAccelerator) -> int:
+            place = accelerator.device()
+            compiled = torch.compile(Block().to(place), backend=backend, dynamic=True)
+            return len(compiled(torch.ones(5, 8).to(place)))
+
+        return use
+
+    with pytest.raises(LimitError, match="dynamic=True"):
+        run_forked("neuron", ask("neuron"))
+    assert run_forked("hpu", ask("hpu_backend")) == 2
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_breaks_are_named_by_line_and_never_in_our_own_code(device: str, backend: str) -> None:
+    def use(accelerator: VirtualAccelerator) -> list[tuple[str, int]]:
+        place = accelerator.device()
+        with torch.no_grad():
+            torch.compile(Branching().to(place), backend=backend)(torch.ones(5, 8).to(place))
+        return [(found.file, found.line) for found in accelerator.compiler.breaks]
+
+    breaks = run_forked(device, use)
+    lines = Path(__file__).read_text().splitlines()
+    assert [(Path(file).name, lines[line - 1].strip()) for file, line in breaks] == [
+        ("test_compiler.py", "if hidden.sum() > 0:")
+    ]
+
+
+def test_the_ledger_is_silent_while_a_graph_is_traced_and_speaks_when_it_runs() -> None:
+    class Careless(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.arange(8, device=x.device, dtype=torch.float64).float()
+
+    def use(accelerator: VirtualAccelerator) -> list[int]:
+        place = accelerator.device()
+        compiled = torch.compile(Careless().to(place), backend="neuron", fullgraph=True)
+        counts = []
+        for _ in range(2):
+            compiled(torch.ones(5, 8).to(place))
+            counts.append(sum(row.count for row in accelerator.ledger.rows("error")))
+        return counts
+
+    first, second = run_forked("neuron", use)
+    assert first > 0
+    assert second == 2 * first, "tracing itself added rows"

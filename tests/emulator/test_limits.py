@@ -1,0 +1,217 @@
+"""Each kind of limit, on the devices that have it and on no other; and the ledger that tells of it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from anyaccel.emulator import dispatch
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.ledger import Row
+from anyaccel.emulator.limits import read_operation
+from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.tensor import active
+
+DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]
+HERE = Path(__file__).name
+
+
+def observe(device: str, program: Callable[[torch.device], object], memory: str | None = None) -> list[Row]:
+    """The rows that a program leaves on a virtual device."""
+
+    def use(accelerator: VirtualAccelerator) -> list[Row]:
+        program(accelerator.device())
+        return accelerator.ledger.rows()
+
+    return run_forked(device, use, memory=memory)
+
+
+def effects(rows: list[Row], limit: str) -> set[str]:
+    return {row.effect for row in rows if row.limit == limit}
+
+
+@pytest.mark.parametrize(
+    ("device", "effect"),
+    [("mps", "error"), ("npu", "error"), ("neuron", "error"), ("hpu", "narrowed"), ("mlu", "narrowed"), ("xpu", None)],
+)
+def test_float64(device: str, effect: str | None) -> None:
+    rows = observe(device, lambda place: torch.linspace(0, 1, 4, dtype=torch.float64).to(place))
+    assert effects(rows, "dtypes.float64") == ({effect} if effect else set())
+
+
+def test_a_narrowed_type_loses_its_digits_as_on_the_device() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[float, torch.dtype]:
+        there = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64, device=accelerator.device())
+        return float(there.cpu()[0]), there.dtype
+
+    assert run_forked("hpu", use) == (1.0, torch.float64)
+    assert run_forked("xpu", use) == (1.0 + 2.0**-40, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("device", "effect"), [("neuron", "error"), ("hpu", "wrong"), ("mps", None), ("xpu", None), ("npu", None)]
+)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda place: torch.randn(2, device=place),
+        lambda place: torch.rand_like(torch.ones(2, device=place)),
+        lambda place: torch.ones(2, device=place).normal_(),
+        lambda place: torch.randint(0, 5, (2,), device=place),
+        lambda place: functional.dropout(torch.ones(8, device=place), training=True),
+    ],
+    ids=["randn", "rand_like", "normal_", "randint", "dropout"],
+)
+def test_random_numbers(device: str, effect: str | None, draw: Callable[[torch.device], object]) -> None:
+    assert effects(observe(device, draw), "random_numbers") == ({effect} if effect else set())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_noise_drawn_on_the_host_meets_no_limit(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert observe(device, lambda place: torch.randn(2, generator=generator).to(place)) == []
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.where(x > 0),
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.unique(x),
+    ],
+    ids=["nonzero", "mask", "where", "masked_select", "unique"],
+)
+def test_shapes_that_depend_on_data(look_up: Callable[[torch.Tensor], object]) -> None:
+    def program(place: torch.device) -> object:
+        return look_up(torch.ones(4).to(place))
+
+    assert effects(observe("neuron", program), "data_dependent_shapes") == {"error"}
+    assert effects(observe("hpu", program), "data_dependent_shapes") == {"slow"}
+    assert effects(observe("xpu", program), "data_dependent_shapes") == set()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        lambda x: repr(x),
+        lambda x: bool(x[0] > 0),
+        lambda x: torch.empty(4).copy_(x),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([x[0]]),
+    ],
+    ids=["item", "cpu", "tolist", "repr", "bool", "copy_", "equal", "tensor"],
+)
+def test_host_round_trips(read: Callable[[torch.Tensor], object]) -> None:
+    rows = observe("xpu", lambda place: read(torch.ones(4).to(place)))
+    assert [(row.limit, row.effect, row.count, Path(row.file).name) for row in rows] == [
+        ("host_round_trip", "slow", 1, HERE)
+    ]
+
+
+@pytest.mark.parametrize(("heads", "effects_"), [(8, set()), (2**11, {"wrong"}), (2**12 + 1, {"wrong", "error"})])
+def test_attention_scores_are_measured_by_shape_and_never_made(heads: int, effects_: set[str]) -> None:
+    """1024 by 1024 scores a head: 2**31 at 2048 heads, 2**32 at 4096."""
+
+    def program(place: torch.device) -> object:
+        parts = torch.zeros(1, 1, 1, 2).to(place).expand(1, heads, 1024 + (heads > 8), 2)
+        if heads == 8:
+            return torch.ops.aten.scaled_dot_product_attention(parts, parts, parts)
+        measure(parts)
+        return None
+
+    def measure(parts: torch.Tensor) -> None:
+        facts = read_operation(torch.ops.aten.scaled_dot_product_attention.default)
+        dispatch._enforce_on_scores(active(), facts, [parts, parts])
+
+    rows = observe("mps", program)
+    assert {row.effect for row in rows if row.limit.startswith("largest_tensor")} == effects_
+
+
+def test_a_buffer_of_four_gib_on_an_arc_a770_alone() -> None:
+    def program(place: torch.device) -> None:
+        huge = torch.empty(1).expand(2**30)  # 4 GiB by its shape, four bytes in truth
+        dispatch._enforce_on_result(active(), read_operation(torch.ops.aten.add.Tensor), huge)
+
+    assert effects(observe("xpu", program, memory="arc-a770"), "largest_tensor.tensor") == {"error"}
+    assert effects(observe("xpu", program, memory="arc-b580"), "largest_tensor.tensor") == set()
+
+
+def test_memory_that_was_never_written_turns_sliced_attention_black_on_mps_alone() -> None:
+    """See diffusers #14438: baddbmm(beta=0) should ignore its first argument, and on MPS does not."""
+
+    def use(accelerator: VirtualAccelerator) -> tuple[bool, list[str]]:
+        left, right = (torch.ones(1, 2, 2).to(accelerator.device()) for _ in range(2))
+        unwritten = torch.empty(1, 2, 2, device=accelerator.device())
+        scores = torch.baddbmm(unwritten, left, right, beta=0, alpha=1.0).cpu()
+        return bool(scores.isnan().any()), [row.limit for row in accelerator.ledger.rows("wrong")]
+
+    assert run_forked("mps", use) == (True, ["operations.baddbmm_reads_ignored_input"])
+    assert run_forked("xpu", use) == (False, [])
+
+
+def test_written_memory_is_clean_on_mps() -> None:
+    def use(accelerator: VirtualAccelerator) -> bool:
+        place = accelerator.device()
+        made = [torch.zeros(2, device=place), torch.full((2,), 3.0, device=place), torch.ones(2, device=place) * 2]
+        return all(bool(torch.isfinite(tensor.cpu()).all()) for tensor in made)
+
+    assert run_forked("mps", use)
+
+
+def test_missing_operations_hold_for_their_types_alone() -> None:
+    def program(place: torch.device) -> None:
+        counts = torch.tensor([1, 2]).to(place)
+        torch.arange(2).to(place).repeat_interleave(counts)
+
+    assert effects(observe("neuron", program), "operations.repeat_interleave_by_tensor") == {"error"}
+    by_number = observe("neuron", lambda place: torch.arange(2).to(place).repeat_interleave(2))
+    assert effects(by_number, "operations.repeat_interleave_by_tensor") == set()
+
+
+def test_the_ledger_names_the_line_and_counts_by_site() -> None:
+    def program(place: torch.device) -> None:
+        x = torch.ones(2).to(place)
+        for _ in range(3):
+            x.double()
+        x.double()
+
+    rows = [row for row in observe("mps", program) if row.limit == "dtypes.float64"]
+    assert sorted(row.count for row in rows) == [1, 3]
+    lines = Path(__file__).read_text().splitlines()
+    assert all(re.search(r"x\.double\(\)", lines[row.line - 1]) for row in rows)
+
+
+def test_the_ledger_knows_the_denoising_step() -> None:
+    class Pipeline:
+        scheduler = None
+
+        def __call__(self, x: torch.Tensor) -> None:
+            x.sum().item()
+            for i, t in enumerate([999, 500, 1]):
+                (x * t * i).sum().item()
+
+    def use(accelerator: VirtualAccelerator) -> dict[int | None, int]:
+        Pipeline()(torch.ones(2).to(accelerator.device()))
+        return accelerator.ledger.round_trips()
+
+    assert run_forked("hpu", use) == {None: 1, 0: 1, 1: 1, 2: 1}
+
+
+def test_the_ledger_prints_itself() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
+        empty = str(accelerator.ledger)
+        torch.ones(2).to(accelerator.device()).double()
+        return empty, str(accelerator.ledger)
+
+    empty, full = run_forked("mps", use)
+    assert empty == "the ledger is empty: no limit was met"
+    assert "dtypes.float64" in full
+    assert HERE in full
