@@ -1,0 +1,115 @@
+"""Tiny real pipelines of plain diffusers on the virtual devices: they run, and give the CPU's picture.
+
+Here every recipe runs on one device; `make test-slow` and `make sweep` run all of them on all six.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import EulerDiscreteScheduler
+
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.ledger import Row
+from anyaccel.emulator.process import run_forked
+from anyaccel.errors import LimitError
+from anyaccel.recipes import recipes, run
+from benchmarks.sweep import Outcome, describe, sweep, virtual_devices
+
+DEVICES = virtual_devices()
+
+
+def show_failures(outcomes: list[Outcome]) -> list[str]:
+    return [describe(outcome) for outcome in outcomes if not outcome.passes]
+
+
+def test_the_six_devices() -> None:
+    assert sorted(DEVICES) == ["hpu", "mlu", "mps", "neuron", "npu", "xpu"]
+    assert len({recipe.pipeline for recipe in recipes().values()}) >= 40
+
+
+@pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
+def test_every_pipeline_runs_on_a_device_and_gives_the_picture_of_the_cpu(turn: int, device: str) -> None:
+    outcomes = sweep(device, list(recipes())[turn :: len(DEVICES)])
+    assert show_failures(outcomes) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_pipeline_runs_on_every_device(device: str) -> None:
+    assert show_failures(sweep(device, list(recipes()))) == []
+
+
+@pytest.mark.parametrize("name", ["stable-diffusion-xl", "pixart-alpha", "flux-2-klein"])
+def test_what_was_validated_on_neuron_is_free_of_errors(name: str) -> None:
+    """The pull request that brought Neuron to diffusers ran these three on the hardware."""
+
+    def use(accelerator: VirtualAccelerator) -> list[Row]:
+        recipe = recipes()[name]
+        pipe: Any = recipe.make()
+        pipe.to(accelerator.device())
+        run(recipe, pipe)
+        return accelerator.ledger.rows("error")
+
+    assert run_forked("neuron", use) == []
+
+
+def embed_in_float64(place: torch.device) -> torch.Tensor:
+    """Rotary and timestep embeddings, as they were before diffusers asked the device what it takes."""
+    exponents = torch.arange(0, 8, 2, dtype=torch.float64, device=place) / 8
+    return (1.0 / 10000**exponents).float()
+
+
+def draw_on_device(place: torch.device) -> torch.Tensor:
+    """randn_tensor without a generator, as it was."""
+    return torch.randn((1, 4, 8, 8), device=place, dtype=torch.bfloat16)
+
+
+def look_a_timestep_up(place: torch.device) -> torch.Tensor:
+    """A scheduler whose timesteps lie on the device and whose begin index is not set."""
+    scheduler: Any = EulerDiscreteScheduler()
+    scheduler.set_timesteps(2, device=place)
+    sample = torch.ones(1, 4, 8, 8).to(place)
+    stepped: torch.Tensor = scheduler.step(sample, scheduler.timesteps[0], sample).prev_sample
+    return stepped
+
+
+@pytest.mark.parametrize(
+    ("program", "limit"),
+    [
+        (embed_in_float64, "dtypes.float64"),
+        (draw_on_device, "random_numbers"),
+        (look_a_timestep_up, "data_dependent_shapes"),
+    ],
+)
+def test_what_failed_on_neuron_before_fails_here(program: object, limit: str) -> None:
+    assert callable(program)
+
+    def use(accelerator: VirtualAccelerator) -> set[str]:
+        program(accelerator.device())
+        return {row.limit for row in accelerator.ledger.rows("error")}
+
+    assert limit in run_forked("neuron", use)
+    with pytest.raises(LimitError, match=limit):
+        run_forked("neuron", use, strict=True)
+
+
+def test_diffusers_own_path_to_gaudi_runs() -> None:
+    """`.to("hpu")` sets the migration switch, imports habana_frameworks.torch and asks for the device."""
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str, str]:
+        import os
+
+        import habana_frameworks.torch as vendor  # type: ignore[import-not-found]
+
+        recipe = recipes()["flux"]
+        pipe: Any = recipe.make()
+        pipe.to("hpu")
+        run(recipe, pipe)
+        return (
+            os.environ["PT_HPU_GPU_MIGRATION"],
+            os.environ["PT_HPU_MAX_COMPOUND_OP_SIZE"],
+            vendor.hpu.get_device_name(),
+        )
+
+    assert run_forked("hpu", use) == ("1", "1", "virtual Intel Gaudi (HPU)")
