@@ -9,6 +9,7 @@
     ├── LimitError                exit status 1: a virtual device refuses what the real one cannot do (a RuntimeError)
     │   └── LimitTypeError        the same where the real device raises a TypeError
     ├── VirtualDeviceError        a virtual device cannot be had here, or not beside another
+    │   └── RealDeviceError       the real one is here, and wins
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
@@ -28,6 +29,7 @@ __all__ = [
     "LimitTypeError",
     "NotMeasurableError",
     "PluginError",
+    "RealDeviceError",
     "UnknownDeviceError",
     "UnknownDtypeError",
     "UnknownProductError",
@@ -95,6 +97,10 @@ class LimitTypeError(LimitError, TypeError):
 
 class VirtualDeviceError(AnyaccelError, RuntimeError):
     """A virtual device cannot be had in this process."""
+
+
+class RealDeviceError(VirtualDeviceError):
+    """The real device, or its software, is here, and wins over a virtual one."""
 
 
 class NotMeasurableError(AnyaccelError, RuntimeError):

@@ -139,6 +139,39 @@ def test_a_slot_that_a_vendor_holds_is_refused_with_the_reason() -> None:
     assert "'npu' holds it already" in run_program(code).stdout
 
 
+def test_the_real_device_wins_where_its_software_is_here() -> None:
+    code = """
+        import torch
+        torch.utils.rename_privateuse1_backend("neuron")
+        import os
+        os.environ["ANYACCEL_VIRTUAL"] = "neuron"
+        from anyaccel.emulator.autoload import autoload
+        autoload()
+        print("the program goes on")
+    """
+    done = run_program(code)
+    assert done.stdout == "the program goes on\n"
+    assert done.stderr.startswith("anyaccel: the real device is used: ")
+
+
+def test_a_virtual_device_is_shown_as_virtual_and_works_like_a_device() -> None:
+    code = """
+        import anyaccel, torch
+        device = next(device for device in anyaccel.devices() if device.name == "neuron")
+        print(device.available, device.virtual, device.reason, device.count)
+        opened = anyaccel.open_device("neuron:1")
+        print(opened.torch_device, anyaccel.device_count("neuron"), anyaccel.memory("neuron").total_bytes)
+        anyaccel.manual_seed("neuron", 7)
+        print(anyaccel.randn((2,), device="neuron").device, anyaccel.adjust_dtype("float64", "neuron"))
+    """
+    done = run_program(code, ANYACCEL_VIRTUAL="neuron:2,memory=1GiB,strict")
+    assert done.stdout.splitlines() == [
+        "True True virtual: 2 on the CPU, enforcing the documented limits 2",
+        "neuron:1 2 1073741824",
+        "neuron:0 torch.float32",
+    ], done.stderr
+
+
 def test_strict_raises_what_the_device_raises() -> None:
     def ask_for_float64(accelerator: VirtualAccelerator) -> None:
         torch.ones(2, device=accelerator.device()).double()

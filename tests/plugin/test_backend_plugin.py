@@ -62,6 +62,7 @@ def test_an_installed_plugin_is_a_device_like_the_others(site: Path) -> None:
         "count": 0,
         "names": [],
         "origin": "anyaccel-abacus",
+        "virtual": False,
     }
 
 

@@ -10,7 +10,7 @@ from anyaccel.backends.registry import BUILT_IN, BrokenPlugin
 from anyaccel.backends.requirement import Requirement, SystemIs
 from anyaccel.backends.sheet import Sheet
 
-__all__ = ["Device", "describe_broken", "examine", "find_unmet"]
+__all__ = ["Device", "describe_broken", "describe_virtual", "examine", "find_unmet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,8 @@ class Device:
     """`anyaccel`, or the distribution of the plugin."""
     sheet: Sheet | None = None
     """None for a plugin that could not be loaded."""
+    virtual: bool = False
+    """Whether it is a virtual one: the CPU, enforcing the documented limits."""
 
     @property
     def count(self) -> int:
@@ -63,6 +65,20 @@ def examine(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin:
         names=names,
         origin=origin,
         sheet=sheet,
+    )
+
+
+def describe_virtual(sheet: Sheet, count: int) -> Device:
+    """A virtual device, which is never mistaken for a real one."""
+    return Device(
+        name=sheet.torch_name,
+        title=f"{sheet.title}, virtual",
+        available=True,
+        reason=f"virtual: {count} on the CPU, enforcing the documented limits",
+        hint="",
+        names=(f"virtual {sheet.title}",) * count,
+        sheet=sheet,
+        virtual=True,
     )
 
 

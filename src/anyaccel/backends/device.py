@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from anyaccel.backends.availability import Device, describe_broken, examine, find_unmet
+from anyaccel.backends.availability import Device, describe_broken, describe_virtual, examine, find_unmet
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.machine import Machine, read_machine
 from anyaccel.backends.registry import load_registry
@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 DEVICE_VARIABLE = "ANYACCEL_DEVICE"
+VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
+_VIRTUAL: dict[str, tuple[Sheet, int]] = {}
 _SPELLING = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(:(?P<index>[0-9]{1,4}))?")
 
 
@@ -60,8 +62,16 @@ def devices() -> list[Device]:
     """Every backend that anyaccel knows, with whether it is here and why, the best first."""
     registry = load_registry()
     registry.refuse_conflicts()
+    if os.environ.get(VIRTUAL_VARIABLE):
+        import torch  # noqa: F401 - loads the virtual device that the variable asks for
     found = [find_device(name) for name in registry.backends]
     return [*found, *(describe_broken(plugin) for plugin in registry.broken)]
+
+
+def announce_virtual(sheet: Sheet, count: int) -> None:
+    """From now on this process has a virtual device of that name; the emulator says so."""
+    _VIRTUAL[sheet.torch_name] = (sheet, count)
+    _settle.cache_clear()
 
 
 def sheet(name: str) -> Sheet:
@@ -78,6 +88,8 @@ def sheet(name: str) -> Sheet:
 def find_device(name: str) -> Device:
     """Whether one kind of device is here, and why or why not."""
     asked, _ = _split(name)
+    if asked in _VIRTUAL:
+        return describe_virtual(*_VIRTUAL[asked])
     return examine(sheet(asked), this_machine(), _see(asked), load_registry().backend(asked).origin)
 
 
@@ -114,6 +126,9 @@ def open_device(device: str | torch.device = "auto") -> OpenDevice:
 def _settle(name: str, index: int) -> OpenDevice:
     """An available device with what its sheet leaves open settled: by version and product, then by the device."""
     make_driver = load_registry().backend(name).driver
+    if name in _VIRTUAL:
+        settled = _VIRTUAL[name][0]
+        return OpenDevice(sheet=settled, driver=make_driver(settled), index=index)
     product = make_driver(sheet(name)).product(index)
     read = make_driver(sheet(name).on(product=product, versions=this_machine().versions))
     device = OpenDevice(sheet=read.sheet, driver=read, index=index)

@@ -50,6 +50,7 @@ def _device_as_json(device: Device) -> dict[str, Any]:
         "count": device.count,
         "names": list(device.names),
         "origin": device.origin,
+        "virtual": device.virtual,
     }
 
 

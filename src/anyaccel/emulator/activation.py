@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from anyaccel.backends.device import announce_virtual, this_machine
 from anyaccel.backends.device import sheet as find_sheet
-from anyaccel.backends.device import this_machine
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -65,6 +65,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     install_seams(accelerator)
     install_ordinal_devices(accelerator)
     install_compiler(accelerator)
+    announce_virtual(accelerator.sheet, accelerator.count)
     return accelerator
 
 
@@ -87,6 +88,7 @@ def _restart(
             hint="ask for the larger number first",
         )
     running.restart(sheet, capacity, strict)
+    announce_virtual(sheet, running.count)
     return running
 
 

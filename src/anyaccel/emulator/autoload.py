@@ -20,10 +20,12 @@ def autoload() -> None:
     request = os.environ.get(VARIABLE)
     if not request:
         return
-    from anyaccel.errors import AnyaccelError
+    from anyaccel.errors import AnyaccelError, RealDeviceError
 
     try:
         _start(request)
+    except RealDeviceError as error:
+        sys.stderr.write(f"anyaccel: the real device is used: {error.message}\n")
     except AnyaccelError as error:
         sys.stderr.write(f"anyaccel: {error.message}; hint: {error.hint}\n")
         sys.stderr.flush()

@@ -16,7 +16,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from anyaccel.emulator.dispatch import dispatch
-from anyaccel.errors import VirtualDeviceError
+from anyaccel.errors import RealDeviceError, VirtualDeviceError
 
 __all__ = ["register_device"]
 
@@ -28,6 +28,10 @@ _KEPT: list[object] = []
 
 def register_device(name: str, module: ModuleType) -> None:
     """Teach torch a device: its guard, its module `torch.NAME`, and what to do with an operation on it."""
+    if torch._C._get_privateuse1_backend_name() == name:
+        raise RealDeviceError(
+            f"the software of real {name} devices is loaded already", hint=f"use {name}, or an environment without it"
+        )
     if _is_known(name):
         key = name.upper()
         _fill_guard_slot(name)
@@ -139,7 +143,7 @@ def _fill_guard_slot(name: str) -> None:
     table = _find_guard_table(int(kinds.PrivateUse1) + 1)
     slot, private_use = int(kind), int(kinds.PrivateUse1)
     if table[slot] is not None:
-        raise VirtualDeviceError(
+        raise RealDeviceError(
             f"this torch drives real {name} devices, and a virtual one cannot stand beside them",
             hint=f"use {name} itself, or a build of torch without it",
         )
