@@ -100,3 +100,18 @@ def test_a_fault_of_ours_is_one_line_and_status_three() -> None:
     assert "ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
     assert "hint:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}, {"NO_COLOR": "1", "COLUMNS": "40"}]
+)
+def test_a_poor_terminal_is_served_too(run_cli: RunCli, variables: dict[str, str]) -> None:
+    for arguments in (["devices"], ["devices", "mps"]):
+        done = run_cli(*arguments, **variables)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_a_closed_output_is_no_fault() -> None:
+    command = f"{sys.executable} -m anyaccel devices >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], check=False, timeout=60).returncode == 0

@@ -103,3 +103,38 @@ def test_two_plugins_of_one_name_are_an_error(site: Path, plugin: Path, tmp_path
     assert "rival-abacus" in done.stderr
     assert "pip uninstall" in done.stderr
     assert devices(both, "cpu").returncode == 0, "other names are not affected"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise SystemExit('no licence')", "SystemExit: no licence"),
+        ("BACKEND = 7", "anyaccel_abacus:BACKEND is a int, not an anyaccel.backends.Backend"),
+        (
+            "from dataclasses import replace\nfrom anyaccel.backends.cpu import BACKEND as CPU\n"
+            "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='My Device'))",
+            "'My Device' is no name for a device",
+        ),
+        (
+            "from dataclasses import replace\nfrom anyaccel.backends.cpu import BACKEND as CPU, CpuDriver\n"
+            "class Many(CpuDriver):\n    def count(self): return -3\n"
+            "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='abacus'), driver=Many)",
+            "it counts -3 devices",
+        ),
+        (
+            "from dataclasses import replace\nfrom anyaccel.backends.cpu import BACKEND as CPU, CpuDriver\n"
+            "class Loud(CpuDriver):\n    def count(self): print('hello'); raise OSError('no driver')\n"
+            "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='abacus'), driver=Loud)",
+            "OSError: no driver",
+        ),
+    ],
+)
+def test_a_plugin_may_do_its_worst(site: Path, tmp_path: Path, code: str, reason: str) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "anyaccel_abacus" / "__init__.py").write_text(code)
+    done = devices(broken, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert reason in rows["abacus"]["reason"]
+    assert rows["cpu"]["available"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anyaccel.backends.availability import Device, describe_broken, describe_virtual, examine, find_unmet
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.machine import Machine, read_machine
-from anyaccel.backends.registry import load_registry
+from anyaccel.backends.registry import NAME, load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DeviceUnavailableError, UsageError
 
@@ -32,7 +34,9 @@ __all__ = [
 DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
-_SPELLING = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(:(?P<index>[0-9]{1,4}))?")
+_SPELLING = re.compile(rf"(?P<name>{NAME.pattern})(:(?P<index>[0-9]{{1,4}}))?")
+_MOST = 1024
+"""More devices than this in one process is a fault of the driver's."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,12 @@ def _see(name: str) -> tuple[str, ...] | str:
         return ()
     driver = load_registry().backend(name).driver(asked)
     try:
-        return tuple(driver.device_name(index) for index in range(driver.count()))
-    except Exception as error:  # noqa: BLE001 - a vendor's import may raise anything; its words are the reason
+        with redirect_stdout(sys.stderr):  # what a vendor's import prints is no result of ours
+            count = driver.count()
+            if not 0 <= count <= _MOST:
+                return f"it counts {count} devices"
+            return tuple(driver.device_name(index) for index in range(count))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may raise anything; its words are the reason
         return f"{type(error).__name__}: {error}"
 
 

@@ -6,7 +6,7 @@ import glob
 import importlib.metadata
 import importlib.util
 import platform
-import runpy
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -87,8 +87,8 @@ def _read_torch_builds() -> dict[str, str]:
     version_file = Path(spec.origin).with_name("version.py")
     if not version_file.is_file():
         return {}
-    values = runpy.run_path(str(version_file))
-    return {name: str(values[name]) for name in ("cuda", "hip", "xpu") if values.get(name)}
+    built_for = re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", version_file.read_text(), re.MULTILINE)
+    return dict(built_for)
 
 
 def _can_find(module: str) -> bool:

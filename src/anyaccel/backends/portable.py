@@ -131,13 +131,19 @@ def _draw(
 
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    size = tuple(shape)
-    if any(isinstance(length, bool) or not isinstance(length, int) or length < 0 for length in size):
-        raise UsageError(f"a shape is made of whole numbers from 0 up, not {size}", hint="for example (1, 4, 64, 64)")
+    size = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+    if isinstance(shape, int) or any(
+        isinstance(length, bool) or not isinstance(length, int) or length < 0 for length in size
+    ):
+        raise UsageError(f"a shape is a list of whole numbers from 0 up, not {shape!r}", hint="try (1, 4, 64, 64)")
     return size
 
 
 def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generator]) -> None:
+    if not isinstance(generators, Sequence) or any(not hasattr(one, "manual_seed") for one in generators):
+        raise UsageError(
+            f"{generators!r} is no generator, and no list of them", hint="torch.Generator().manual_seed(7)"
+        )
     if not size or len(generators) != size[0]:
         raise UsageError(
             f"{len(generators)} generators were given for a shape {size}",

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import pkgutil
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ from anyaccel.errors import PluginError, UnknownDeviceError, nearest
 __all__ = ["GROUP", "Backend", "BrokenPlugin", "Registry", "load_registry"]
 
 GROUP = "anyaccel.backends"
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+"""How the name of a device is written."""
 BUILT_IN = "anyaccel"
 
 
@@ -139,9 +142,13 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | Broken
     origin = entry_point.dist.name if entry_point.dist else entry_point.value
     try:
         loaded = entry_point.load()
-    except Exception as error:  # noqa: BLE001 - a plugin may raise anything; its error is shown, not hidden
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything; its error is shown
         return BrokenPlugin(name=entry_point.name, origin=origin, error=f"{type(error).__name__}: {error}")
     if not isinstance(loaded, Backend):
         problem = f"{entry_point.value} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
+        return BrokenPlugin(name=entry_point.name, origin=origin, error=problem)
+    unusable = [sheet.name for sheet in loaded.sheets if NAME.fullmatch(sheet.name) is None]
+    if unusable:
+        problem = f"{unusable[0]!r} is no name for a device: small letters, digits and _, a letter first"
         return BrokenPlugin(name=entry_point.name, origin=origin, error=problem)
     return Backend(sheet=loaded.sheet, driver=loaded.driver, variants=loaded.variants, origin=origin)

@@ -47,8 +47,11 @@ def _root(
 
 def main() -> NoReturn:
     """Run the command line and turn every error into a message and an exit status."""
+    _prepare_output()
     try:
         app()
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
     except AnyaccelError as error:
         _end(f"error: {error}", error.exit_status)
     except BrokenPipeError:
@@ -65,6 +68,16 @@ def main() -> NoReturn:
             3,
         )
     sys.exit(0)
+
+
+def _prepare_output() -> None:
+    """A terminal that cannot show a character shows a ? instead, and a closed output swallows what is written."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lasts as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _end(message: str, status: int) -> NoReturn:

@@ -59,9 +59,9 @@ def test_randn_gives_one_noise_in_every_type(dtype: str | torch.dtype) -> None:
     assert torch.equal(half, full.to(half.dtype))
 
 
-@pytest.mark.parametrize("shape", [(-1, 4), (2.5, 4), (True, 4)])
+@pytest.mark.parametrize("shape", [(-1, 4), (2.5, 4), (True, 4), 5, None, "12"])
 def test_randn_refuses_what_is_no_shape(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UsageError, match="a shape is made of whole numbers"):
+    with pytest.raises(UsageError, match="a shape is a list of whole numbers"):
         anyaccel.randn(shape)
 
 
@@ -70,6 +70,9 @@ def test_randn_refuses_a_wrong_number_of_generators() -> None:
         anyaccel.randn((3, 4), generator=[torch.Generator(), torch.Generator()])
     with pytest.raises(UsageError, match="0 generators"):
         anyaccel.randn((3, 4), generator=[])
+    for wrong in (7, "7", [7, 8, 9]):
+        with pytest.raises(UsageError, match="is no generator"):
+            anyaccel.randn((3, 4), generator=wrong)  # type: ignore[arg-type]
 
 
 def test_manual_seed_determines_what_is_drawn() -> None:
