@@ -52,7 +52,8 @@ clean: ## Remove the environment and everything that was built
 # The exact versions that the tests ran on. pip is asked, not uv: it also finds wheels that lie on the machine.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "anyaccel needs Python 3.10 or newer, and this is " + sys.version.split()[0] + "\nhint: make PYTHON=python3.12")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
 	  echo "hint: Debian and Ubuntu keep venv in a package of its own: apt install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV): a minute or two, once." >&2
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@

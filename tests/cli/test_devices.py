@@ -1,8 +1,10 @@
 """`anyaccel devices`, as a user runs it."""
 
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +23,7 @@ def test_the_table_names_every_backend(run_cli: RunCli) -> None:
 
 def test_json_lists_the_eight_with_reason_and_hint(run_cli: RunCli) -> None:
     rows = json.loads(run_cli("devices", "--json").stdout)
-    assert {row["name"] for row in rows} == EIGHT
+    assert {row["name"] for row in rows if row["origin"] == "anyaccel"} == EIGHT
     for row in rows:
         assert isinstance(row["available"], bool)
         assert row["reason"]
@@ -82,7 +84,7 @@ def test_the_version(run_cli: RunCli) -> None:
 
 
 def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
-    command = f"{sys.executable} -m anyaccel devices mps | head -n 1"
+    command = f"{shlex.quote(sys.executable)} -m anyaccel devices mps | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
     assert "Apple" in done.stdout
     assert done.stderr == ""
@@ -113,5 +115,27 @@ def test_a_poor_terminal_is_served_too(run_cli: RunCli, variables: dict[str, str
 
 
 def test_a_closed_output_is_no_fault() -> None:
-    command = f"{sys.executable} -m anyaccel devices >&- 2>&-"
+    command = f"{shlex.quote(sys.executable)} -m anyaccel devices >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], check=False, timeout=60).returncode == 0
+
+
+def test_lines_are_left_whole_so_that_addresses_can_be_copied(run_cli: RunCli) -> None:
+    shown = run_cli("devices", "hpu", COLUMNS="40").stdout
+    assert "https://docs.habana.ai/en/latest/PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html\n" in shown
+
+
+def test_the_report_names_no_home_and_keeps_its_fence(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text(f"raise ImportError('{tmp_path}/secret\\n```')")
+    report = run_cli("devices", "--report", PYTHONPATH=str(tmp_path), HOME=str(tmp_path)).stdout
+    assert "npu: not here: its software is installed and fails: ImportError: ~/secret" in report
+    assert report.count("```") == 2
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "print('banner')", "raise OSError('no card')"])
+def test_a_vendor_module_may_do_its_worst(run_cli: RunCli, tmp_path: Path, code: str) -> None:
+    (tmp_path / "torch_npu.py").write_text(code)
+    done = run_cli("devices", "--json", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert not rows["npu"]["available"]
+    assert rows["cpu"]["available"]

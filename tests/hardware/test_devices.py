@@ -55,9 +55,10 @@ def test_a_seed_determines_noise_on_the_device(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "float16", "bfloat16", "complex64", "complex128"])
 def test_the_sheet_tells_the_truth_about_types(device: str, dtype: str) -> None:
+    """The sheet as it was written, not as the device settled it; what is in doubt there may go either way."""
     opened = anyaccel.open_device(device)
-    claimed, seen = opened.sheet.dtype(dtype), probe_dtype(dtype, opened.torch_device)
+    claimed, seen = anyaccel.sheet(device).dtype(dtype), probe_dtype(dtype, opened.torch_device)
     if isinstance(claimed, Yes):
         assert seen is None
-    elif isinstance(claimed, DtypeLimit) and not claimed.conditional:
-        assert seen in (claimed.effect, None), f"the sheet says {claimed.effect}, the device {seen}"
+    elif isinstance(claimed, DtypeLimit) and not claimed.conditional and not claimed.contradicted_by:
+        assert seen == claimed.effect

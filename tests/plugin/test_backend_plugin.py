@@ -138,3 +138,23 @@ def test_a_plugin_may_do_its_worst(site: Path, tmp_path: Path, code: str, reason
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert reason in rows["abacus"]["reason"]
     assert rows["cpu"]["available"]
+
+
+def test_a_plugin_behind_the_device_of_another_is_opened_as_itself(site: Path, tmp_path: Path) -> None:
+    other = tmp_path / "site"
+    shutil.copytree(site, other)
+    (other / "anyaccel_abacus" / "__init__.py").write_text(
+        "from dataclasses import replace\nfrom anyaccel.backends.cpu import BACKEND as CPU\n"
+        "SHEET = replace(CPU.sheet, name='abacus', title='Abacus', device_type='cpu', preference=99)\n"
+        "BACKEND = replace(CPU, sheet=SHEET)"
+    )
+    code = "import anyaccel; print(anyaccel.open_device('auto').sheet.title, [d.name for d in anyaccel.devices()][0])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(other), "ANYACCEL_DEVICE": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "Abacus abacus\n", done.stderr

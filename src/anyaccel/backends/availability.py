@@ -46,7 +46,9 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
     return unmet[:1] if wrong_system else unmet
 
 
-def examine(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin: str = BUILT_IN) -> Device:
+def examine(
+    sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
+) -> Device:
     """Decide whether a device is there, from the machine and from what its software sees: names, or an error."""
     absence = _explain_absence(sheet, machine, seen)
     names = () if absence or isinstance(seen, str) else seen
@@ -57,7 +59,7 @@ def examine(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin:
         reason = "found: " + ", ".join(f"{count} × {name}" for name, count in counted.items())
         hint = "; ".join(text for need in sheet.requirements if (text := need.advice(machine)) is not None)
     return Device(
-        name=sheet.torch_name,
+        name=name or sheet.name,
         title=sheet.title,
         available=not absence,
         reason=reason,
@@ -71,7 +73,7 @@ def examine(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin:
 def describe_virtual(sheet: Sheet, count: int) -> Device:
     """A virtual device, which is never mistaken for a real one."""
     return Device(
-        name=sheet.torch_name,
+        name=sheet.name,
         title=f"{sheet.title}, virtual",
         available=True,
         reason=f"virtual: {count} on the CPU, enforcing the documented limits",

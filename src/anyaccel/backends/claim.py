@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from packaging.requirements import Requirement as VersionCondition
+from packaging.version import InvalidVersion, Version
 
 __all__ = [
     "Answer",
@@ -24,6 +25,7 @@ __all__ = [
     "SizeLimit",
     "Unknown",
     "Yes",
+    "read_version",
 ]
 
 Effect: TypeAlias = Literal["error", "wrong", "narrowed", "slow"]
@@ -83,11 +85,19 @@ class Limit(Claim):
             verdicts.append(None if product is None else product in self.only_on)
         for text in self.only_if:
             condition = VersionCondition(text)
-            version = versions.get(condition.name)
+            version = read_version(versions.get(condition.name))
             verdicts.append(None if version is None else condition.specifier.contains(version, prereleases=True))
         if False in verdicts:
             return False
         return None if None in verdicts else True
+
+
+def read_version(text: str | None) -> Version | None:
+    """A version as it is compared: a build before a release counts as that release; None if it cannot be read."""
+    try:
+        return Version(Version(str(text)).base_version)
+    except InvalidVersion:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,8 +53,8 @@ SHEET = Sheet(
         complex64=Yes(says="Complex numbers are supported.", source=TENSORS, evidence="documented"),
         complex128=Yes(says="Complex numbers are supported.", source=TENSORS, evidence="documented"),
         float8_e4m3fn=DtypeLimit(
-            says="Stored, but operations on it raise, such as indexing.",
-            source=PYTORCH + "169656",
+            says="Stored, but operations on it raise, such as addition.",
+            source=PYTORCH + "107087",
             evidence="hardware",
             effect="error",
             hint="keep weights in it and cast them to float32 for use",
@@ -137,11 +137,20 @@ SHEET = Sheet(
 )
 
 
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
 class CpuDriver(Driver):
     """The host: no caching allocator, nothing to wait for, and memory counted by the system."""
 
     def count(self) -> int:
         return 1
+
+    def current_index(self) -> int:
+        return 0
 
     def device_name(self, index: int) -> str:
         model = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
@@ -151,10 +160,12 @@ class CpuDriver(Driver):
         import psutil
 
         host = psutil.virtual_memory()
-        limit = _read("/sys/fs/cgroup/memory.max").strip()  # a container's share, where it has one
-        total = min(host.total, int(limit)) if limit.isdigit() else host.total
-        used = psutil.Process().memory_info().rss
-        return Memory(used_bytes=used, free_bytes=min(host.available, total), total_bytes=total)
+        total, free = host.total, host.available
+        for limit_file, used_file in _CGROUPS:  # a container's share, where it has one
+            limit, used = _read(limit_file).strip(), _read(used_file).strip()
+            if limit.isdigit() and used.isdigit() and int(limit) < total:
+                total, free = int(limit), min(free, max(0, int(limit) - int(used)))
+        return Memory(used_bytes=psutil.Process().memory_info().rss, free_bytes=free, total_bytes=total)
 
     def max_memory(self, index: int) -> int:
         peak = re.search(r"^VmHWM:\s+(\d+) kB$", _read("/proc/self/status"), re.MULTILINE)
@@ -170,7 +181,7 @@ class CpuDriver(Driver):
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(
-            f"the peak of the host's memory is kept by Linux alone, and this is {platform.system()}",
+            f"this system ({platform.system()}) does not let a process count its peak of memory anew",
             hint='anyaccel.memory("cpu") tells what is used now',
         )
 

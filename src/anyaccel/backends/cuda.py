@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
@@ -115,7 +115,7 @@ CUDA = Sheet(
     ),
     new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
     host_round_trip=RoundTrip(
-        says="7.6 to 9.7 µs on an idle H200, and the queue drains: `nonzero().item()` in a scheduler does it a step.",
+        says="7.7 µs on an idle H200, and the queue drains: `nonzero().item()` in a scheduler does it every step.",
         source=_OUR_H200,
         evidence="hardware",
         effect="slow",
@@ -128,18 +128,7 @@ CUDA = Sheet(
         evidence="documented",
     ),
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
-    largest_tensor=(
-        SizeLimit(
-            says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",
-            source=PYTORCH + "187227",
-            evidence="hardware",
-            effect="wrong",
-            hint="slice the attention, or use another attention kernel",
-            amount=2**32,
-            unit="elements",
-            of="attention_scores",
-        ),
-    ),
+    largest_tensor=(Unknown(says="No limit on every tensor was found; see the operations and quirks."),),
     operations=(
         OperationLimit(
             name="convolution_past_int32",
@@ -160,6 +149,16 @@ CUDA = Sheet(
             hint="call .contiguous() first, or tile the VAE",
             operations=("upsample_nearest2d",),
             past_elements=2**31,
+        ),
+    ),
+    quirks=(
+        Quirk(
+            name="masked_attention_past_2_32",
+            says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",
+            source=PYTORCH + "187227",
+            evidence="hardware",
+            effect="wrong",
+            hint="slice the attention, or use another attention kernel",
         ),
     ),
     compiler=Compiler(

@@ -34,7 +34,7 @@ __all__ = [
 DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
-_SPELLING = re.compile(rf"(?P<name>{NAME.pattern})(:(?P<index>[0-9]{{1,4}}))?")
+_SPELLING = re.compile(rf"(?P<name>{NAME.pattern})(:(?P<index>[0-9]{{1,9}}))?")
 _MOST = 1024
 """More devices than this in one process is a fault of the driver's."""
 
@@ -74,11 +74,11 @@ def devices() -> list[Device]:
 
 def announce_virtual(sheet: Sheet, count: int) -> None:
     """From now on this process has a virtual device of that name; the emulator says so."""
-    _VIRTUAL[sheet.torch_name] = (sheet, count)
+    _VIRTUAL[sheet.name] = (sheet, count)
     _settle.cache_clear()
 
 
-def sheet(name: str) -> Sheet:
+def sheet(name: str | torch.device) -> Sheet:
     """The capability sheet of a device, whether it is here or not: `anyaccel.sheet("neuron")`.
 
     `cuda` gives ROCm's sheet on a machine whose torch was built for it; `rocm` always does.
@@ -94,36 +94,52 @@ def find_device(name: str) -> Device:
     asked, _ = _split(name)
     if asked in _VIRTUAL:
         return describe_virtual(*_VIRTUAL[asked])
-    return examine(sheet(asked), this_machine(), _see(asked), load_registry().backend(asked).origin)
+    origin = load_registry().backend(asked).origin
+    return examine(sheet(asked), this_machine(), _name_all(asked), origin, asked)
 
 
-def is_available(name: str) -> bool:
+def is_available(name: str | torch.device) -> bool:
     """Whether a device of that name is here: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
-    return _split(name)[1] < find_device(name).count
+    asked, index = _split(name)
+    count = _count(asked)
+    return isinstance(count, int) and (index or 0) < count
 
 
 def open_device(device: str | torch.device = "auto") -> OpenDevice:
     """The device to work on: a name, a name with an index, a `torch.device` or `auto`.
 
-    `auto` takes what `ANYACCEL_DEVICE` says, and the best device that is here otherwise.
+    `auto` takes what `ANYACCEL_DEVICE` says, and the best device that is here otherwise. Without an index it is the
+    one that the process has made its current one.
     """
     asked, said_by = str(device), ""
     if asked == "auto":
-        asked, said_by = os.environ.get(DEVICE_VARIABLE, "auto"), f" (from {DEVICE_VARIABLE})"
+        asked, said_by = os.environ.get(DEVICE_VARIABLE) or "auto", f" (from {DEVICE_VARIABLE})"
     if asked == "auto":
-        here = [found for found in devices() if found.available and found.sheet is not None]
-        best = max(here, key=lambda found: found.sheet.preference if found.sheet else 0)
-        return _settle(best.name, 0)
+        return _open_best()
     name, index = _split(asked, said_by)
-    found = find_device(name)
-    if not found.available:
+    if name not in load_registry().names():
+        load_registry().backend(name, said_by)
+    count = _count(name)
+    if isinstance(count, str) or count == 0:
+        found = find_device(name)
         raise DeviceUnavailableError(f"{name} is not available{said_by}: {found.reason}", hint=found.hint)
-    if index >= found.count:
+    if index is not None and index >= count:
         raise DeviceUnavailableError(
-            f"there is no {name}:{index}{said_by}: this process sees {found.count} of them, counted from 0",
-            hint=f"take {name}:{found.count - 1} or lower",
+            f"there is no {name}:{index}{said_by}: this process sees {count} of them, counted from 0",
+            hint=f"take {name}:{count - 1} or lower",
         )
-    return _settle(name, index)
+    return _settle(name, _driver(name).current_index() if index is None else index)
+
+
+def _open_best() -> OpenDevice:
+    registry = load_registry()
+    names = [name for name in registry.backends if name not in registry.conflicts]
+    here = [name for name in names if is_available(name)]
+    if not here:
+        host = find_device("cpu")
+        raise DeviceUnavailableError(f"no device is available, not even cpu: {host.reason}", hint=host.hint)
+    best = max(here, key=lambda name: sheet(name).preference)
+    return _settle(best, _driver(best).current_index())
 
 
 @functools.cache
@@ -140,29 +156,46 @@ def _settle(name: str, index: int) -> OpenDevice:
     return OpenDevice(sheet=asked, driver=make_driver(asked), index=index)
 
 
+def _driver(name: str) -> Driver:
+    return load_registry().backend(name).driver(sheet(name))
+
+
+def _count(name: str) -> int | str:
+    """How many devices there are, or the words of the vendor's software for why it fails."""
+    return _VIRTUAL[name][1] if name in _VIRTUAL else _count_real(name)
+
+
 @functools.cache
-def _see(name: str) -> tuple[str, ...] | str:
-    """The devices that the vendor's software sees, or its own words for why it fails; asked only if it can run."""
-    asked = sheet(name)
-    if find_unmet(asked, this_machine()):
-        return ()
-    driver = load_registry().backend(name).driver(asked)
+def _count_real(name: str) -> int | str:
+    """Asked only if the requirements are met; starts no device, so that a process may still fork."""
+    if find_unmet(sheet(name), this_machine()):
+        return 0
     try:
         with redirect_stdout(sys.stderr):  # what a vendor's import prints is no result of ours
-            count = driver.count()
-            if not 0 <= count <= _MOST:
-                return f"it counts {count} devices"
-            return tuple(driver.device_name(index) for index in range(count))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may raise anything; its words are the reason
+            count = _driver(name).count()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may raise anything: its words are kept
+        return f"{type(error).__name__}: {error}"
+    return count if 0 <= count <= _MOST else f"it counts {count} devices"
+
+
+@functools.cache
+def _name_all(name: str) -> tuple[str, ...] | str:
+    """What each device calls itself, or why that cannot be said."""
+    count = _count(name)
+    if isinstance(count, str):
+        return count
+    try:
+        return tuple(_driver(name).device_name(index) for index in range(count))
+    except Exception as error:  # noqa: BLE001 - a vendor's software may raise anything: its words are kept
         return f"{type(error).__name__}: {error}"
 
 
-def _split(device: str, said_by: str = "") -> tuple[str, int]:
-    """`("hpu", 3)` for `hpu:3`."""
-    match = _SPELLING.fullmatch(device)
+def _split(device: str | torch.device, said_by: str = "") -> tuple[str, int | None]:
+    """`("hpu", 3)` for `hpu:3`; the index is None where none is given."""
+    match = _SPELLING.fullmatch(str(device).lower())
     if match is None:
         raise UsageError(
-            f"{device!r} is not how a device is written{said_by}",
+            f"{str(device)!r} is not how a device is written{said_by}",
             hint=f"write a name, or a name and a number: cuda, hpu:3; known: {', '.join(load_registry().names())}",
         )
-    return match["name"], int(match["index"] or 0)
+    return match["name"], None if match["index"] is None else int(match["index"])

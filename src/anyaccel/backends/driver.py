@@ -28,7 +28,7 @@ class Memory:
     """The memory of one device at one moment."""
 
     used_bytes: int
-    """Held by tensors of this process."""
+    """Held by tensors of this process; on the host, by the process."""
     free_bytes: int
     """What could still be had, by any process."""
     total_bytes: int
@@ -58,6 +58,11 @@ class Driver:
         """How many devices this process sees; 0 where the runtime finds none."""
         module = self.module()
         return int(module.device_count()) if module.is_available() else 0
+
+    def current_index(self) -> int:
+        """The device that this process works on without being told: what `torch.cuda.set_device` set."""
+        current = getattr(self.module(), "current_device", lambda: 0)()
+        return int(getattr(current, "index", current) or 0)
 
     def device_name(self, index: int) -> str:
         """What the device calls itself: `NVIDIA H200`; the sheet's title where it does not say."""
@@ -109,7 +114,8 @@ class Driver:
     def settle(self, device: torch.device) -> Sheet:
         """The sheet with every number type in doubt (contradicted, or conditional) asked of the device itself.
 
-        A type that is only slow is left as it is: a right answer says nothing about time.
+        A type that is only slow is left as it is, since a right answer says nothing about time; so is fp8, which is
+        for storage and for products that need kernels of their own.
         """
         dtypes = self.sheet.dtypes
         changes: dict[str, Answer] = {
@@ -117,6 +123,7 @@ class Driver:
             for field in fields(Dtypes)
             if isinstance(answer := getattr(dtypes, field.name), DtypeLimit)
             and answer.effect != "slow"
+            and not field.name.startswith("float8")
             and (answer.conditional or answer.contradicted_by)
         }
         return replace(self.sheet, dtypes=replace(dtypes, **changes)) if changes else self.sheet
@@ -140,7 +147,12 @@ class Driver:
 
 
 def _measured(dtype: str, doubted: DtypeLimit, device: torch.device) -> Answer:
-    effect = probe_dtype(dtype, device)
+    import torch
+
+    try:
+        effect = probe_dtype(dtype, device)
+    except torch.OutOfMemoryError:
+        return doubted  # a busy device is not one without the type
     says = f"asked of {device} itself, {dtype} gives: {effect or 'the right answer'}"
     if effect is None:
         return Yes(says=says, source=doubted.source, evidence="hardware")

@@ -51,7 +51,7 @@ def _gaudi(name: str, title: str, memory_bytes: int, software: str) -> Product:
         per_server=8,
         software=software,
         reported_as=rf"^{name.upper().removesuffix('1')}$",
-        says="Eight devices a server; torch sees a little less than the label says (94.6 of 96 on Gaudi 2).",
+        says="Eight devices a server; the figure on the label.",
         source=_TRANSFORMERS,
         evidence="documented",
     )
@@ -74,12 +74,12 @@ SHEET = Sheet(
         ),
         int64=DtypeLimit(
             says="Kept as int32 on the first Gaudi, and on every Gaudi in lazy mode unless "
-            "PT_ENABLE_INT64_SUPPORT=1; torch still sees int64.",
+            "PT_ENABLE_INT64_SUPPORT=1, while torch still sees int64; eager mode on Gaudi 2 and 3 keeps it.",
             source=_TENSOR_UTILS,
             evidence="documented",
             effect="narrowed",
             hint="keep values below 2**31",
-            only_on=("gaudi1",),
+            contradicted_by="https://github.com/HabanaAI/gaudi-pytorch-bridge",  # eager mode on Gaudi 2 and 3 keeps it
         ),
         float32=Yes(says="In the vendor's cast test.", source=_CAST_TEST, evidence="documented"),
         float16=DtypeLimit(
@@ -240,6 +240,7 @@ SHEET = Sheet(
         ),
     ),
     device_files=("/dev/accel/accel[0-9]*",),
+    pci_vendor="0x1da3",
     products=(
         _gaudi("gaudi3", "Intel Gaudi 3", 128 * GB, "torch with habana_frameworks.torch"),
         _gaudi("gaudi2", "Intel Gaudi 2", 96 * GB, "torch with habana_frameworks.torch"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import glob
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +56,7 @@ def read_machine(sheets: Iterable[Sheet]) -> Machine:
     """Look at this machine; imports no torch and touches no device."""
     sheets = tuple(sheets)
     vendor_modules = {need.module for sheet in sheets for need in sheet.requirements if isinstance(need, ModuleFound)}
-    patterns = {pattern for sheet in sheets for pattern in sheet.device_files}
+    patterns = {(pattern, sheet.pci_vendor) for sheet in sheets for pattern in sheet.device_files}
     return Machine(
         system=platform.system(),
         architecture=platform.machine(),
@@ -62,7 +64,7 @@ def read_machine(sheets: Iterable[Sheet]) -> Machine:
         versions=_read_versions(),
         torch_builds=_read_torch_builds(),
         modules=frozenset(module for module in vendor_modules if _can_find(module)),
-        device_files={pattern: len(glob.glob(pattern)) for pattern in sorted(patterns)},
+        device_files={pattern: _count_files(pattern, vendor) for pattern, vendor in sorted(patterns)},
     )
 
 
@@ -91,11 +93,26 @@ def _read_torch_builds() -> dict[str, str]:
     return dict(built_for)
 
 
+def _count_files(pattern: str, vendor: str) -> int:
+    """How many files of a pattern there are; of one vendor, where the kernel uses the name for several."""
+    names = [Path(path).name for path in glob.glob(pattern)]
+    if not vendor:
+        return len(names)
+    ids = [path for name in names for path in glob.glob(f"/sys/class/*/{name}/device/vendor")]
+    return sum(Path(path).read_text().strip() == vendor for path in ids)
+
+
 def _can_find(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name is not there
-        return False
+    """Whether a module is installed, without importing anything of it: a parent package may do what it likes."""
+    if module in sys.modules:
+        return True
+    parts, places = module.split("."), None
+    for depth in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), places)
+        if spec is None:
+            return False
+        places = spec.submodule_search_locations
+    return True
 
 
 def _is_translated() -> bool:

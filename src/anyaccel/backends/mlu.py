@@ -88,7 +88,6 @@ SHEET = Sheet(
             evidence="documented",
             effect="narrowed",
             hint="use rotary embeddings in real numbers",
-            becomes="complex64",
         ),
         float8_e4m3fn=_FP8,
         float8_e5m2=_FP8,

@@ -10,7 +10,6 @@ from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, P
 from anyaccel.backends.sources import (
     COMFYUI,
     DIFFUSERS,
-    DIFFUSERS_SOURCE,
     DIFFUSERS_TORCH_UTILS,
     PYTORCH,
     TORCH_DISTRIBUTED,
@@ -101,7 +100,8 @@ SHEET = Sheet(
         order=("float16", "bfloat16", "float32"),
     ),
     random_numbers=Yes(
-        says="torch.mps has a generator of its own; its numbers differ from the host's for one seed.",
+        says="torch.mps has a generator of its own; its numbers differ from the host's for one seed, and diffusers "
+        "draws on the host there.",
         source=TORCH_SOURCE + "torch/mps/__init__.py",
         evidence="documented",
     ),
@@ -227,14 +227,6 @@ SHEET = Sheet(
             hint="use torch.zeros",
         ),
         Quirk(
-            name="random_not_reproducible",
-            says="diffusers draws on the host since 'randn does not work reproducibly on mps'.",
-            source=DIFFUSERS_SOURCE + "pipelines/ddpm/pipeline_ddpm.py",
-            evidence="documented",
-            effect="wrong",
-            hint="draw noise on the host",
-        ),
-        Quirk(
             name="swaps_before_it_fails",
             says="The default limit (1.7 times the recommended size) exceeds the memory: a job swaps and never fails.",
             source=_WATERMARKS,
@@ -288,8 +280,7 @@ SHEET = Sheet(
     requirements=(
         SystemIs(
             systems=("Darwin",),
-            hint="use a Mac with Apple silicon; to try a pipeline against the limits of one, read its sheet: "
-            "anyaccel devices mps",
+            hint="use a Mac with Apple silicon, or a virtual one on any machine: ANYACCEL_VIRTUAL=mps",
             says="Metal is part of macOS.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",

@@ -6,8 +6,10 @@ Each function takes a name (`"hpu"`, `"cuda:1"`, `"auto"`) or a `torch.device`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, SupportsIndex
 
+from anyaccel.backends.claim import DtypeLimit
 from anyaccel.backends.device import is_available, open_device, sheet
 from anyaccel.backends.driver import Memory
 from anyaccel.errors import UnknownDtypeError, UsageError, nearest
@@ -34,12 +36,15 @@ _SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16":
 def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
     """The number type to use on a device instead of one that it lacks: float32 for float64 on `mps`.
 
-    Answers for devices that are not here too, from their sheets; a device that is here settles what sheets leave open.
+    Answers for devices that are not here too, from their sheets; a device that is here is asked where its sheet leaves
+    the type in doubt. A type that nothing can stand in for, such as fp8, comes back as it is.
     """
     name = _dtype_name(dtype)
-    asked = str(device)
-    here = asked == "auto" or is_available(asked)
-    known = open_device(asked).sheet if here else sheet(asked)
+    known = open_device(device).sheet if str(device) == "auto" else sheet(device)
+    answer = known.dtype(name)
+    doubted = isinstance(answer, DtypeLimit) and (answer.conditional or answer.contradicted_by)
+    if doubted and is_available(known.name):
+        known = open_device(device).sheet
     return _dtype_of(known.adjusted_dtype(name))
 
 
@@ -52,38 +57,40 @@ def randn(
 ) -> torch.Tensor:
     """Normal noise on a device, drawn on the host where the device has no random numbers.
 
-    A generator is honoured and decides where the noise is drawn; a list of them draws one image each. float16 and
-    bfloat16 are drawn in float32 and cast, so that one seed gives one noise in every type.
+    A generator is honoured and decides where the noise is drawn; a list of them draws one image each. Every type is
+    drawn in float32 and cast, so that one seed gives one noise; a type that the device lacks becomes what
+    `adjust_dtype` gives.
     """
     import torch
 
     size = _check_shape(shape)
     opened = open_device(device)
-    target, kind = opened.torch_device, _dtype_of(_dtype_name(dtype)) if dtype else torch.get_default_dtype()
-    drawn_as = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+    asked = torch.get_default_dtype() if dtype is None else _dtype_of(_dtype_name(dtype))
+    if not asked.is_floating_point:
+        raise UsageError(f"noise has a floating type, not {asked}", hint="for example float32 or bfloat16")
+    kind, target = _dtype_of(opened.sheet.adjusted_dtype(_dtype_name(asked))), opened.torch_device
     place = target if opened.sheet.rng_on_device else torch.device("cpu")
     if generator is None or isinstance(generator, torch.Generator):
-        noise = _draw(size, generator, place, drawn_as)
+        noise = _draw(size, generator, place)
     else:
         _check_generators(size, generator)
-        noise = torch.cat([_draw((1, *size[1:]), one, place, drawn_as) for one in generator])
+        noise = torch.cat([_draw((1, *size[1:]), one, place) for one in generator])
     return noise.to(kind).to(target)
 
 
 def manual_seed(device: str | torch.device, seed: int) -> None:
     """Seed the host and all devices of that kind: `anyaccel.manual_seed("xpu", 7)`."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or not 0 <= index(seed) < 2**64:
         raise UsageError(f"a seed is a whole number from 0 to 2**64 - 1, not {seed!r}", hint="for example seed=7")
-    open_device(device).driver.manual_seed(seed)
+    open_device(device).driver.manual_seed(index(seed))
 
 
 def device_count(device: str | torch.device = "auto") -> int:
     """How many devices of that kind this process sees; 0 where there are none."""
-    asked = str(device)
-    if asked != "auto" and not is_available(asked):
-        sheet(asked)  # an unknown name is an error, an absent device is none
-        return 0
-    return open_device(asked).driver.count()
+    if str(device) == "auto":
+        return open_device().driver.count()
+    name = sheet(device).name
+    return open_device(name).driver.count() if is_available(name) else 0
 
 
 def synchronize(device: str | torch.device = "auto") -> None:
@@ -117,26 +124,23 @@ def reset_peak_memory(device: str | torch.device = "auto") -> None:
 
 def supports_training(device: str | torch.device) -> bool:
     """Whether models can be trained on that kind of device, by its sheet."""
-    return sheet(str(device)).trains
+    return (open_device().sheet if str(device) == "auto" else sheet(device)).trains
 
 
-def _draw(
-    size: tuple[int, ...], generator: torch.Generator | None, place: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def _draw(size: tuple[int, ...], generator: torch.Generator | None, place: torch.device) -> torch.Tensor:
     import torch
 
     # A generator draws only on its own device, whatever the sheet would choose.
     place = place if generator is None else generator.device
-    return torch.randn(size, generator=generator, device=place, dtype=dtype)
+    return torch.randn(size, generator=generator, device=place, dtype=torch.float32)
 
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    size = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
-    if isinstance(shape, int) or any(
-        isinstance(length, bool) or not isinstance(length, int) or length < 0 for length in size
-    ):
+    listed = isinstance(shape, Sequence) and not isinstance(shape, str)
+    right = listed and all(isinstance(n, SupportsIndex) and not isinstance(n, bool) and index(n) >= 0 for n in shape)
+    if not right:
         raise UsageError(f"a shape is a list of whole numbers from 0 up, not {shape!r}", hint="try (1, 4, 64, 64)")
-    return size
+    return tuple(index(length) for length in shape)
 
 
 def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generator]) -> None:

@@ -77,7 +77,7 @@ class Registry:
         """Every name that `backend` answers to, variants included."""
         return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
 
-    def backend(self, name: str) -> Backend:
+    def backend(self, name: str, said_by: str = "") -> Backend:
         """The backend of that name, or of a variant's: `rocm` is `cuda`'s."""
         self._refuse_conflict(name)
         if name in self.backends:
@@ -91,7 +91,7 @@ class Registry:
                     f"the backend {name!r} of {plugin.origin} could not be loaded: {plugin.error}",
                     hint=f"update or uninstall {plugin.origin}",
                 )
-        raise UnknownDeviceError(f"there is no device {name!r}", hint=nearest(name, self.names()))
+        raise UnknownDeviceError(f"there is no device {name!r}{said_by}", hint=nearest(name, self.names()))
 
     def refuse_conflicts(self) -> None:
         """Raise if two plugins claim one name."""
@@ -126,6 +126,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
             plugins.setdefault(loaded.name, []).append(loaded)
     conflicts = {name: tuple(rival.origin for rival in rivals) for name, rivals in plugins.items() if len(rivals) > 1}
     backends |= {name: rivals[0] for name, rivals in plugins.items()}
+    backends = dict(sorted(backends.items(), key=lambda item: (-item[1].sheet.preference, item[0])))
     return Registry(backends=backends, broken=tuple(broken), conflicts=conflicts)
 
 
@@ -134,8 +135,7 @@ def _find_built_in() -> list[Backend]:
     modules = [
         importlib.import_module(f"{__package__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
     ]
-    backends = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
-    return sorted(backends, key=lambda backend: (-backend.sheet.preference, backend.name))
+    return [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:
@@ -144,11 +144,34 @@ def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | Broken
         loaded = entry_point.load()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything; its error is shown
         return BrokenPlugin(name=entry_point.name, origin=origin, error=f"{type(error).__name__}: {error}")
-    if not isinstance(loaded, Backend):
-        problem = f"{entry_point.value} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
-        return BrokenPlugin(name=entry_point.name, origin=origin, error=problem)
-    unusable = [sheet.name for sheet in loaded.sheets if NAME.fullmatch(sheet.name) is None]
-    if unusable:
-        problem = f"{unusable[0]!r} is no name for a device: small letters, digits and _, a letter first"
+    problem = _find_fault(loaded, entry_point.value)
+    if problem:
         return BrokenPlugin(name=entry_point.name, origin=origin, error=problem)
     return Backend(sheet=loaded.sheet, driver=loaded.driver, variants=loaded.variants, origin=origin)
+
+
+def _find_fault(loaded: object, where: str) -> str:
+    """What is wrong with what a plugin gave; empty where nothing is. One plugin must not spoil the others."""
+    if not isinstance(loaded, Backend):
+        return f"{where} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
+    try:
+        for sheet in loaded.sheets:
+            if NAME.fullmatch(sheet.name) is None:
+                return f"{sheet.name!r} is no name for a device: small letters, digits and _, a letter first"
+            probe_sheet(sheet)
+        loaded.driver(loaded.sheet)
+    except Exception as error:  # noqa: BLE001 - whatever a plugin's data does, its error is shown
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def probe_sheet(sheet: Sheet) -> None:
+    """Ask a sheet everything that is asked of one, so that a fault in it shows at once."""
+    nowhere = Machine(system="", architecture="", versions={"torch": "1.0", "python": "1.0", "macos": "1.0"})
+    sheet.on(versions=nowhere.versions)
+    for requirement in sheet.requirements:
+        requirement.unmet(nowhere)
+    for product in sheet.products:
+        re.compile(product.reported_as)
+    if not isinstance(sheet.preference, int):
+        raise TypeError(f"the preference of {sheet.name} is {sheet.preference!r}, not a whole number")

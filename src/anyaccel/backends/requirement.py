@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 
-from anyaccel.backends.claim import Claim
+from anyaccel.backends.claim import Claim, read_version
 
 if TYPE_CHECKING:
     from anyaccel.backends.machine import Machine
@@ -93,18 +93,17 @@ class VersionIs(Requirement):
         return f"{self.subject} {self.wanted}"
 
     def unmet(self, machine: Machine) -> str | None:
-        version = machine.versions.get(self.subject)
-        if version is None:
+        text = machine.versions.get(self.subject)
+        if text is None:
             return f"it needs {self.wants}, and none is installed"
-        if SpecifierSet(self.wanted).contains(version, prereleases=True):
+        version = read_version(text)
+        if version is not None and SpecifierSet(self.wanted).contains(version, prereleases=True):
             return None
-        return f"it needs {self.wants}, and this is {version}"
+        return f"it needs {self.wants}, and this is {text}"
 
     def advice(self, machine: Machine) -> str | None:
-        version = machine.versions.get(self.subject)
-        if not self.recommended or version is None:
-            return None
-        if SpecifierSet(self.recommended).contains(version, prereleases=True):
+        version = read_version(machine.versions.get(self.subject))
+        if not self.recommended or version is None or SpecifierSet(self.recommended).contains(version):
             return None
         return f"{self.subject} {self.recommended} is recommended, and this is {version}"
 

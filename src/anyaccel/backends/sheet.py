@@ -64,7 +64,7 @@ class Variable(Claim):
 
     name: str
     value: str
-    """What anyaccel sets it to; empty where it is left to the user."""
+    """The value that diffusion needs; empty where it is left to the user."""
     when: Literal["before_import", "before_run", "by_user"]
 
 
@@ -144,6 +144,8 @@ class Sheet:
     requirements: tuple[Requirement, ...] = ()
     device_files: tuple[str, ...] = ()
     """Where Linux shows that the hardware is there, as patterns: `/dev/neuron*`."""
+    pci_vendor: str = ""
+    """The vendor of those files' hardware where other vendors' have files of that name: `0x1da3`."""
     products: tuple[Product, ...] = ()
 
     @property
@@ -190,11 +192,11 @@ class Sheet:
     def product(self, name: str) -> Product:
         """The product of that name: `gaudi2`."""
         for product in self.products:
-            if product.name == name.lower():
+            if product.name.lower() == str(name).lower():
                 return product
         known = [product.name for product in self.products]
         raise UnknownProductError(
-            f"{self.title} ({self.name}) has no product {name!r} on its sheet", hint=nearest(name, known)
+            f"{self.title} ({self.name}) has no product {name!r} on its sheet", hint=nearest(str(name), known)
         )
 
     def claims(self) -> Iterator[tuple[str, Claim | Unknown]]:
@@ -219,8 +221,8 @@ class Sheet:
 
 
 def _lacks(answer: Answer) -> bool:
-    """Whether a limit holds for certain: an open question or an open condition is not one."""
-    return isinstance(answer, Limit) and not answer.conditional
+    """Whether it fails for certain: an open question or condition does not, and what is only slow works."""
+    return isinstance(answer, Limit) and not answer.conditional and answer.effect != "slow"
 
 
 def _walk(path: str, value: object) -> Iterator[tuple[str, Claim | Unknown]]:
@@ -247,7 +249,7 @@ def _settle(value: Any, product: str | None, versions: Mapping[str, str]) -> Any
             return value
         if verdict:
             return replace(value, only_on=(), only_if=())
-        return Yes(says=f"Not here: {value.says}", source=value.source, evidence=value.evidence)
+        return Yes(says=f"Not here: {value.says}", source=value.source, evidence="inferred")
     if isinstance(value, Dtypes):
         return Dtypes(**{f.name: _settle(getattr(value, f.name), product, versions) for f in fields(value)})
     return value

@@ -224,6 +224,7 @@ SHEET = Sheet(
         ),
     ),
     device_files=("/dev/dri/renderD*",),
+    pci_vendor="0x8086",
     products=(
         _product("max-1550", "Data Center GPU Max 1550 (a tile)", 65520 * _MIB, _AS_SEEN, _OPS + "3888", "Max 1550"),
         _product("arc-pro-b60", "Arc Pro B60", 24480 * _MIB, _AS_SEEN, _OPS + "5258", r"\bB60\b"),

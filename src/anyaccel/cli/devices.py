@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from anyaccel.backends.availability import Device
 from anyaccel.backends.describe import describe_sheet, sheet_as_json
@@ -55,48 +55,41 @@ def _device_as_json(device: Device) -> dict[str, Any]:
 
 
 def _print_json(document: object) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    print(json.dumps(document, indent=2, ensure_ascii=True))
 
 
 def _console() -> Console:
-    # A pipe or a file gets lines that are not cut to the width of a terminal.
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    """Lines are left whole: a terminal wraps them itself, and an address can be copied."""
+    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def _print_devices(found: list[Device]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 1, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for device in sorted(found, key=lambda device: not device.available):
-        mark = "[green]here[/green]" if device.available else "[dim]not here[/dim]"
-        words = escape(device.reason) + (f"\n[dim]hint:[/dim] {escape(device.hint)}" if device.hint else "")
-        table.add_row(f"[bold]{escape(device.name)}[/bold]", mark, escape(device.title), words)
     console = _console()
-    console.print(table)
-    console.print("[dim]anyaccel devices NAME shows what one can do, with sources.[/dim]")
+    for device in sorted(found, key=lambda device: not device.available):
+        mark = "[green]here[/green]    " if device.available else "[dim]not here[/dim]"
+        console.print(f"[bold]{escape(device.name):8}[/bold] {mark}  {escape(device.title)}")
+        console.print(f"         {escape(device.reason)}")
+        if device.hint:
+            console.print(f"         [dim]hint:[/dim] {escape(device.hint)}")
+    console.print("\n[dim]anyaccel devices NAME shows what one can do, with sources.[/dim]")
 
 
 def _print_sheet(asked: Sheet, found: Device) -> None:
     console = _console()
-    console.print(f"[bold]{escape(asked.title)}[/bold]  torch.device({asked.torch_name!r})", highlight=False)
-    console.print(escape(asked.documentation), style="dim", highlight=False)
-    console.print(f"{'here' if found.available else 'not here'}: {escape(found.reason)}", highlight=False)
+    console.print(f"[bold]{escape(asked.title)}[/bold]  torch.device({asked.torch_name!r})")
+    console.print(escape(asked.documentation), style="dim")
+    console.print(f"{'here' if found.available else 'not here'}: {escape(found.reason)}")
     if found.hint:
-        console.print(f"hint: {escape(found.hint)}", highlight=False)
+        console.print(f"hint: {escape(found.hint)}")
     for section in describe_sheet(asked):
         console.print(f"\n[bold]{section.title}[/bold]")
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-        table.add_column(max_width=26, overflow="fold")
-        table.add_column(max_width=34, overflow="fold")
-        table.add_column(overflow="fold")
         for row in section.rows:
-            where = f"[dim]{row.evidence}: {escape(row.source)}[/dim]" if row.source else ""
-            against = f"\n[yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]"
-            words = f"{escape(row.says)}\n{where}{against if row.contradicted_by else ''}".rstrip()
-            table.add_row(escape(row.matter), _colour(row.verdict), words)
-        console.print(table, highlight=False)
+            console.print(f"  [bold]{escape(row.matter)}[/bold]: {_colour(row.verdict)}")
+            console.print(f"      {escape(row.says)}")
+            if row.source:
+                console.print(f"      [dim]{row.evidence}: {escape(row.source)}[/dim]")
+            if row.contradicted_by:
+                console.print(f"      [yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]")
 
 
 def _colour(verdict: str) -> str:
@@ -115,4 +108,6 @@ def _report(machine: Machine, found: list[Device]) -> str:
     lines += [f"module: {module}" for module in sorted(machine.modules)]
     lines += [f"{pattern}: {count}" for pattern, count in machine.device_files.items() if count]
     lines += [f"{device.name}: {'here' if device.available else 'not here'}: {device.reason}" for device in found]
-    return "\n".join([*lines, "```"])
+    home = os.path.expanduser("~")
+    safe = [" ".join(line.split()).replace(home, "~").replace("```", "'''") for line in lines[1:]]
+    return "\n".join([lines[0], *safe, "```"])

@@ -54,10 +54,6 @@ def main() -> NoReturn:
         _end("interrupted", 130)
     except AnyaccelError as error:
         _end(f"error: {error}", error.exit_status)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): leave without a word, and keep Python from flushing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except Exception as error:
         if os.environ.get("ANYACCEL_TRACEBACK"):
             raise

@@ -1,12 +1,17 @@
 """Is it there, and if not why: for machines that nobody here has."""
 
+import importlib.machinery
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from anyaccel.backends import machine as machine_module
 from anyaccel.backends.availability import Device, describe_broken, examine
 from anyaccel.backends.machine import Machine, read_machine
 from anyaccel.backends.registry import Backend, BrokenPlugin, build_registry
+from anyaccel.backends.sheet import Sheet
 from tests.conftest import ALL_SHEETS
 
 REGISTRY = build_registry([])
@@ -130,9 +135,8 @@ def test_no_torch_at_all() -> None:
 
 @pytest.mark.parametrize("sheet", ALL_SHEETS, ids=lambda sheet: sheet.name)
 @pytest.mark.parametrize("machine", [LINUX, MAC, Machine(system="Windows", architecture="AMD64")])
-def test_what_is_not_there_always_says_why_and_what_would_help(machine: Machine, sheet: object) -> None:
-    backend = next(backend for backend in REGISTRY.backends.values() if sheet in backend.sheets)
-    device = examine(backend.sheet_on(machine), machine, ())
+def test_what_is_not_there_always_says_why_and_what_would_help(machine: Machine, sheet: Sheet) -> None:
+    device = examine(sheet, machine, ())
     assert not device.available
     assert device.reason
     assert device.hint
@@ -145,7 +149,7 @@ def test_a_broken_plugin_is_shown_with_its_error() -> None:
     assert "quantum-accel" in device.hint
 
 
-def test_this_machine_is_read_without_torch() -> None:
+def test_this_machine_is_read() -> None:
     machine = read_machine(ALL_SHEETS)
     assert machine.system in {"Linux", "Darwin", "Windows"}
     assert machine.versions["torch"]
@@ -156,3 +160,56 @@ def test_the_first_sheet_stands_for_a_backend_that_torch_was_not_built_for() -> 
     backend = REGISTRY.backend("cuda")
     assert isinstance(backend, Backend)
     assert backend.sheet_on(LINUX) is backend.sheet
+
+
+def test_a_broken_parent_package_is_not_imported_to_find_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "habana_frameworks"
+    (package / "torch").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('broken')")
+    (package / "torch" / "__init__.py").write_text("raise ImportError('broken')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "habana_frameworks.torch" in read_machine(ALL_SHEETS).modules
+
+
+def test_files_that_several_vendors_use_count_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/accel/accel0 may be a laptop's own NPU."""
+
+    def find(pattern: str) -> list[str]:
+        if pattern.startswith("/sys/class/"):
+            return [str(tmp_path / pattern.split("/")[-3])]
+        return ["/dev/accel/accel0", "/dev/accel/accel1"]
+
+    (tmp_path / "accel0").write_text("0x8086\n")
+    (tmp_path / "accel1").write_text("0x1da3\n")
+    monkeypatch.setattr("glob.glob", find)
+    assert machine_module._count_files("/dev/accel/accel*", "0x1da3") == 1
+    assert machine_module._count_files("/dev/accel/accel*", "") == 2
+
+
+@pytest.mark.parametrize(
+    ("system", "architecture", "answer", "translated"),
+    [
+        ("Darwin", "x86_64", "1", True),
+        ("Darwin", "x86_64", "0", False),
+        ("Darwin", "arm64", "1", False),
+        ("Linux", "x86_64", "1", False),
+    ],
+)
+def test_rosetta_is_told_from_an_intel_mac(
+    system: str, architecture: str, answer: str, translated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: architecture)
+    answered = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: answered)
+    assert machine_module._is_translated() is translated
+
+
+def test_what_torch_was_built_for_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\nraise SystemExit(0)\ncuda_x = (\n"
+    (tmp_path / "version.py").write_text(text)
+    found = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    assert machine_module._read_torch_builds() == {"cuda": "13.0"}

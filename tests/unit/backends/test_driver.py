@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyaccel.backends import hpu, mps, neuron, npu
+from anyaccel.backends import cpu, cuda, hpu, mps, neuron, npu
 from anyaccel.backends.claim import DtypeLimit, Yes
 from anyaccel.backends.cpu import SHEET as CPU
 from anyaccel.backends.driver import Driver, Memory
@@ -19,6 +19,8 @@ from anyaccel.backends.registry import Backend
 from anyaccel.errors import NotMeasurableError
 
 HOST = torch.device("cpu")
+CUDA_FP8 = cuda.CUDA.dtypes.float8_e4m3fn
+assert isinstance(CUDA_FP8, DtypeLimit)
 
 
 def attach(backend: Backend, monkeypatch: pytest.MonkeyPatch, **functions: Any) -> Driver:
@@ -102,7 +104,7 @@ def test_a_product_is_known_by_the_name_the_device_gives_itself(
     assert driver.product(0) == product
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bfloat16", "complex64", "complex128", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bfloat16", "complex64", "complex128"])
 def test_the_host_keeps_every_type(dtype: str) -> None:
     assert probe_dtype(dtype, HOST) is None
 
@@ -139,6 +141,37 @@ def test_the_probe_tells_narrowing_from_refusal(
     if error is not None:
         monkeypatch.setattr(torch.Tensor, "to", refuse)
     assert probe_dtype("float64", HOST) == effect
+
+
+def test_a_busy_device_is_not_one_without_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(self: torch.Tensor, target: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    doubted = DtypeLimit(
+        says="Refused.", source="https://x", evidence="documented", effect="narrowed", contradicted_by="https://y"
+    )
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted))
+    monkeypatch.setattr(torch.Tensor, "to", run_out)
+    assert Driver(sheet).settle(HOST).dtype("float64") == doubted
+
+
+def test_fp8_is_not_asked_for_by_an_addition() -> None:
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float8_e4m3fn=replace(CUDA_FP8, contradicted_by="https://y")))
+    assert Driver(sheet).settle(HOST).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("current", "index"), [(2, 2), (torch.device("xpu", 5), 5), (torch.device("xpu"), 0)])
+def test_the_current_device_may_be_told_as_a_number_or_a_device(
+    current: object, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attach(npu.BACKEND, monkeypatch, current_device=lambda: current).current_index() == index
+
+
+def test_a_container_shares_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/sys/fs/cgroup/memory.max": "2000\n", "/sys/fs/cgroup/memory.current": "1500\n"}
+    monkeypatch.setattr(cpu, "_read", lambda path: files.get(path, ""))
+    memory = cpu.BACKEND.driver(CPU).memory(0)
+    assert (memory.free_bytes, memory.total_bytes) == (500, 2000)
 
 
 def test_a_device_settles_what_its_sheet_leaves_in_doubt() -> None:

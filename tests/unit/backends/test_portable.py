@@ -1,5 +1,6 @@
 """The functions with one spelling for every device."""
 
+import numpy
 import pytest
 import torch
 
@@ -51,12 +52,26 @@ def test_randn_draws_one_image_a_generator() -> None:
     assert torch.equal(batch[1:2], alone)
 
 
-@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16, "float64", "float8_e4m3fn"])
 def test_randn_gives_one_noise_in_every_type(dtype: str | torch.dtype) -> None:
     full = anyaccel.randn((4, 16), generator=torch.Generator().manual_seed(7), dtype="float32")
     half = anyaccel.randn((4, 16), generator=torch.Generator().manual_seed(7), dtype=dtype)
     assert half.dtype == anyaccel.adjust_dtype(dtype, "cpu")
     assert torch.equal(half, full.to(half.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64"])
+def test_noise_has_a_floating_type(dtype: str) -> None:
+    with pytest.raises(UsageError, match="noise has a floating type"):
+        anyaccel.randn((2,), dtype=dtype)
+    with pytest.raises(UnknownDtypeError):
+        anyaccel.randn((2,), dtype="")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert anyaccel.randn((numpy.int64(2), 3)).shape == (2, 3)
+    anyaccel.manual_seed("cpu", numpy.int64(7))  # type: ignore[arg-type]
+    assert torch.initial_seed() == 7
 
 
 @pytest.mark.parametrize("shape", [(-1, 4), (2.5, 4), (True, 4), 5, None, "12"])
@@ -70,7 +85,7 @@ def test_randn_refuses_a_wrong_number_of_generators() -> None:
         anyaccel.randn((3, 4), generator=[torch.Generator(), torch.Generator()])
     with pytest.raises(UsageError, match="0 generators"):
         anyaccel.randn((3, 4), generator=[])
-    for wrong in (7, "7", [7, 8, 9]):
+    for wrong in (7, "7", [7, 8, 9], [None, None, None]):
         with pytest.raises(UsageError, match="is no generator"):
             anyaccel.randn((3, 4), generator=wrong)  # type: ignore[arg-type]
 
@@ -89,7 +104,8 @@ def test_manual_seed_refuses_what_is_no_seed(seed: int) -> None:
 
 
 def test_counting_devices_that_are_not_here_gives_none() -> None:
-    assert anyaccel.device_count("cpu") == 1
+    assert anyaccel.device_count("cpu") == anyaccel.device_count("cpu:7") == 1
+    assert anyaccel.device_count("auto") >= 1
     assert anyaccel.device_count("mlu") == 0
     with pytest.raises(UsageError, match="there is no device"):
         anyaccel.device_count("tpu")
@@ -122,3 +138,7 @@ def test_a_device_that_is_not_here_is_an_error_with_a_hint(function: str) -> Non
     with pytest.raises(DeviceUnavailableError, match="mlu is not available") as caught:
         getattr(anyaccel, function)("mlu")
     assert caught.value.hint
+
+
+def test_training_of_the_best_device() -> None:
+    assert anyaccel.supports_training("auto") == anyaccel.open_device("auto").sheet.trains

@@ -164,6 +164,18 @@ def test_our_own_measurements_stand_on_the_sheet_as_they_were_made() -> None:
     assert cuda.product("h200").memory_bytes == measured["total_bytes"]
 
 
+@pytest.mark.parametrize("version", ["abc", "", None, 13])
+def test_a_version_that_cannot_be_read_decides_nothing(version: Any) -> None:
+    answer = anyaccel.sheet("mps").on(versions={"macos": version}).dtype("bfloat16")
+    assert isinstance(answer, Limit) == (version != 15)
+    assert not isinstance(answer, Yes)
+
+
+def test_what_is_only_slow_still_works() -> None:
+    assert not anyaccel.sheet("hpu").static_shapes
+    assert anyaccel.sheet("neuron").static_shapes
+
+
 def test_a_sheet_read_for_a_product_settles_its_conditions() -> None:
     hpu = anyaccel.sheet("hpu")
     assert isinstance(hpu.on(product="gaudi2").dtype("float16"), Yes)
@@ -191,6 +203,13 @@ DIFFERENCES = {
 }
 
 
+TABLES = pytest.mark.skipif(
+    not hasattr(torch_utils, "maybe_adjust_dtype_for_device"),
+    reason="this diffusers has no such tables; they came with 0.39",
+)
+
+
+@TABLES
 @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "float16", "bfloat16", "int32"])
 @pytest.mark.parametrize("device", sorted({sheet.torch_name for sheet in ALL_SHEETS}))
 def test_types_agree_with_diffusers(device: str, dtype: str) -> None:
@@ -204,6 +223,7 @@ def test_types_agree_with_diffusers(device: str, dtype: str) -> None:
         assert ours == theirs
 
 
+@TABLES
 @pytest.mark.parametrize("device", sorted({sheet.torch_name for sheet in ALL_SHEETS}))
 def test_training_agrees_with_diffusers(device: str) -> None:
     assert anyaccel.supports_training(device) == torch_utils.backend_supports_training(device)
