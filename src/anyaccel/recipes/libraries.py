@@ -1,0 +1,25 @@
+"""The heavy libraries, imported when something of theirs is first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["diffusers", "numpy", "torch", "transformers"]
+
+
+class LazyModule:
+    """A module that is imported on the first look at one of its names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+# Typed as Any: the constructors of the models are untyped, or typed by decorators that hide their arguments.
+diffusers: Any = LazyModule("diffusers")
+numpy: Any = LazyModule("numpy")
+torch: Any = LazyModule("torch")
+transformers: Any = LazyModule("transformers")
