@@ -128,7 +128,7 @@ class RoundTrip(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class OperationLimit(Limit):
-    """Operations of torch that the device lacks or gets wrong, by their names in `torch.ops.aten`."""
+    """Operations that the device lacks or gets wrong, by name in `torch.ops.aten`, with an overload if need be."""
 
     name: str
     operations: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyaccel.backends.claim import DtypeLimit, Limit, Quirk, RoundTrip, Unknown, Yes
+from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
@@ -109,6 +109,7 @@ SHEET = Sheet(
         evidence="inferred",
         effect="wrong",
         hint="draw noise on the host: anyaccel.randn does",
+        contradicted_by="https://github.com/huggingface/diffusers/pull/11328",  # its pipelines drew there
     ),
     data_dependent_shapes=Limit(
         says="Supported in every mode, and compiled anew for the shapes that come out.",
@@ -137,6 +138,19 @@ SHEET = Sheet(
     ),
     training=Yes(says="Supported in both modes.", source=_MATRIX, evidence="documented"),
     largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    operations=(
+        OperationLimit(
+            name="masked_fill_int64",
+            says="masked_fill of int64 fails on the first Gaudi: masked_fill_fwd_i64, synStatus 26.",
+            source="https://github.com/huggingface/transformers/pull/36424",
+            evidence="hardware",
+            effect="error",
+            hint="fill in int32",
+            operations=("masked_fill", "masked_fill_"),
+            dtypes=("int64",),
+            only_on=("gaudi1",),
+        ),
+    ),
     quirks=(
         Quirk(
             name="mode_decides_speed",

@@ -217,6 +217,17 @@ SHEET = Sheet(
             evidence="hardware",
             effect="wrong",
             hint="call .contiguous() on query, key and value",
+            only_if=("torch<2.12",),
+        ),
+        Quirk(
+            name="host_number_offset_ignored",
+            says="Arithmetic with a number of the host that lies inside a larger tensor, such as sigmas[3], silently "
+            "takes that tensor's first element; mended in June 2026, after 2.13 was cut.",
+            source=PYTORCH + "187117",
+            evidence="hardware",
+            effect="wrong",
+            hint="clone the number, or turn it into a Python float, before it meets the device",
+            only_if=("torch>=2.12", "torch<2.14"),
         ),
         Quirk(
             name="uninitialised_memory_is_nan",

@@ -146,7 +146,7 @@ SHEET = Sheet(
             evidence="documented",
             effect="error",
             hint="repeat by a number",
-            operations=("repeat_interleave",),
+            operations=("repeat_interleave.Tensor",),
         ),
     ),
     quirks=(

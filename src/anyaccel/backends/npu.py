@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyaccel.backends.claim import DtypeLimit, Limit, Quirk, RoundTrip, Unknown, Yes
+from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
@@ -76,19 +76,18 @@ SHEET = Sheet(
             becomes="float16",
             only_on=("310p",),
         ),
-        complex64=DtypeLimit(
-            says="Indexing refuses it (aclnnIndex, 910B3, torch_npu 2.10).",
-            source="https://github.com/vllm-project/vllm-omni/issues/4911",
+        complex64=Yes(
+            says="Rotary embeddings in complex64 run; for indexing see the operations.",
+            source="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
             evidence="hardware",
-            effect="error",
-            hint="use rotary embeddings in real numbers",
         ),
         complex128=DtypeLimit(
-            says="Gathering refuses it; where it works it runs on the slow AI CPU.",
-            source="https://github.com/vllm-project/vllm-omni/pull/6571",
+            says="Runs on the slow AI CPU; gathering refuses it, see the operations.",
+            source="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
             evidence="hardware",
-            effect="error",
-            hint="use rotary embeddings in real numbers",
+            effect="slow",
+            hint="use complex64, or rotary embeddings in real numbers",
+            becomes="complex64",
         ),
         float8_e4m3fn=DtypeLimit(
             says="Float8_e4m3fn has not been supported (ERR01007); A2 and A3 have no fp8 products, A5 has.",
@@ -141,6 +140,28 @@ SHEET = Sheet(
     batches=Unknown(says="Nothing was found for or against batches on NPU."),
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    operations=(
+        OperationLimit(
+            name="index_complex64",
+            says="Indexing refuses complex64 (aclnnIndex, 910B3, torch_npu 2.10).",
+            source="https://github.com/vllm-project/vllm-omni/issues/4911",
+            evidence="hardware",
+            effect="error",
+            hint="index the real and the imaginary part",
+            operations=("index",),
+            dtypes=("complex64", "complex128"),
+        ),
+        OperationLimit(
+            name="gather_complex128",
+            says="Gathering refuses complex128 (aclnnGather).",
+            source="https://github.com/vllm-project/vllm-omni/pull/6571",
+            evidence="hardware",
+            effect="error",
+            hint="use complex64, or rotary embeddings in real numbers",
+            operations=("gather", "index_select"),
+            dtypes=("complex128",),
+        ),
+    ),
     quirks=(
         Quirk(
             name="float32_convolutions_in_hf32",

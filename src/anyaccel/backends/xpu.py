@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyaccel.backends.claim import DtypeLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
@@ -84,12 +84,10 @@ SHEET = Sheet(
             becomes="complex64",
             only_on=_WITHOUT_FP64,
         ),
-        float8_e4m3fn=DtypeLimit(
-            says="Addition, comparison and others raise: \"add_xpu\" not implemented for 'Float8_e4m3fn'.",
-            source=_OPS + "1939",
+        float8_e4m3fn=Yes(
+            says="Stored and cast: diffusers' layerwise casting passes its tests; for arithmetic see the operations.",
+            source="https://github.com/huggingface/diffusers/pull/11406",
             evidence="hardware",
-            effect="error",
-            hint="keep weights in it and cast them for use",
         ),
         float8_e5m2=Unknown(says="Nothing was found on e5m2; further fp8 operations are in progress."),
     ),
@@ -128,6 +126,18 @@ SHEET = Sheet(
             amount=4 * 2**30 - 1,
             unit="bytes",
             of="tensor",
+        ),
+    ),
+    operations=(
+        OperationLimit(
+            name="float8_arithmetic",
+            says="Addition, comparison and others raise: \"add_xpu\" not implemented for 'Float8_e4m3fn'.",
+            source=_OPS + "1939",
+            evidence="hardware",
+            effect="error",
+            hint="keep weights in it and cast them for use",
+            operations=("add", "mul", "eq", "ne", "gt", "lt", "where"),
+            dtypes=("float8_e4m3fn",),
         ),
     ),
     quirks=(

@@ -58,7 +58,8 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
 
 def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     module = make_device_module(accelerator)
-    register_device(accelerator.name, module)
+    whole = [name for name in accelerator.limits.operations if "." not in name]
+    register_device(accelerator.name, module, whole)
     activate(accelerator)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)

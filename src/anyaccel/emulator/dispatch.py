@@ -20,14 +20,16 @@ _HOST = torch.device("cpu")
 _MAY_MIX = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_"}
 _ATTENTION = "scaled_dot_product_attention"
 _SCORES = {"bmm", "baddbmm"}
+_ARITHMETIC = {"add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class _Call:
     """The arguments of one operation without their wrappers, and what was learned on the way."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, first_is_ours: bool) -> None:
         self.name = name
+        self.first_is_ours = first_is_ours
         self.device: torch.device | None = None
         self.wrappers: dict[int, VirtualTensor] = {}
         self.host_tensors: list[torch.Tensor] = []
@@ -63,7 +65,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     facts = _FACTS.get(func)
     if facts is None:
         facts = _FACTS[func] = read_operation(func)
-    call = _Call(facts.name)
+    call = _Call(facts.name, bool(args) and isinstance(args[0], VirtualTensor))
     plain_args = [call.unwrap(value) for value in args]
     plain_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
     target = _choose_target(accelerator, call, kwargs)
@@ -72,9 +74,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain_kwargs["device"] = _HOST
     if facts.is_random:
         _use_own_generator(accelerator, func, plain_kwargs, target)
+    traced = any(isinstance(inner, FakeTensor) for inner in plain_args)
+    if facts.name == _ATTENTION and accelerator.enforcing and not traced and target.type != "cpu":
+        _enforce_on_scores(accelerator, facts, plain_args)
     result = func(*plain_args, **plain_kwargs)
-    tracing = _is_fake(result) or any(isinstance(inner, FakeTensor) for inner in plain_args)
-    if accelerator.enforcing and not tracing:
+    if accelerator.enforcing and not traced and not _is_fake(result):
         result = _enforce(accelerator, facts, plain_args, plain_kwargs, result, target, call)
     return _wrap_result(result, target, call, facts)
 
@@ -89,7 +93,11 @@ def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[st
 
 def _refuse_mixture(call: _Call, facts: OperationFacts) -> None:
     """A tensor of the host in an operation of the device is an error on every device; a number is not."""
-    if call.device is None or facts.name in _MAY_MIX:
+    if call.device is None:
+        return
+    if facts.name == "index" and not call.first_is_ours:
+        raise _mixed(_HOST, call.device, facts.name)
+    if facts.name in _MAY_MIX:
         return
     for tensor in call.host_tensors:
         if tensor.dim() > 0 and tensor.device.type == "cpu":
@@ -107,9 +115,15 @@ def _use_own_generator(
     accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
 ) -> None:
     """A draw on the device comes from the device's generator, and leaves the host's alone."""
-    takes = any(argument.name == "generator" for argument in func._schema.arguments)
-    if takes and kwargs.get("generator") is None and target.type != "cpu":
+    if target.type == "cpu" or not any(argument.name == "generator" for argument in func._schema.arguments):
+        return
+    given = kwargs.get("generator")
+    if given is None:
         kwargs["generator"] = accelerator.generators[target.index or 0]
+    elif given.device.type != target.type:
+        raise RuntimeError(
+            f"Expected a '{target.type}' device type for generator but found '{given.device.type}' (in {func})"
+        )
 
 
 def _enforce(
@@ -126,7 +140,7 @@ def _enforce(
         accelerator.read_on_host(facts.label)
     if target.type == "cpu":
         return result
-    _enforce_on_call(accelerator, facts, args, result)
+    _enforce_on_call(accelerator, facts, args, result, call)
     if facts.name in accelerator.limits.operations:
         result = _read_ignored_input(accelerator, facts, args, kwargs, result)
     if not facts.is_view:
@@ -137,17 +151,24 @@ def _enforce(
     return result
 
 
-def _enforce_on_call(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], result: Any) -> None:
+def _enforce_on_call(
+    accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], result: Any, call: _Call
+) -> None:
     limits = accelerator.limits
     if facts.is_random and limits.random is not None:
         accelerator.meet("random_numbers", limits.random, facts.label)
     if limits.shapes is not None and (facts.has_data_dependent_shape or _indexes_by_mask(facts, args)):
         accelerator.meet("data_dependent_shapes", limits.shapes, facts.label)
-    if facts.name == _ATTENTION:
-        _enforce_on_scores(accelerator, facts, args)
-    if facts.name in limits.operations:
+    if limits.host_number is not None and facts.name in _ARITHMETIC and _has_offset_number(call):
+        accelerator.meet(*limits.host_number, facts.label)
+    if facts.name in limits.operations or facts.overload in limits.operations:
         for name, limit in limits.met_by_operation(facts, args, result):
             accelerator.meet(name, limit, facts.label)
+
+
+def _has_offset_number(call: _Call) -> bool:
+    """Whether a number of the host, such as sigmas[3], lies inside a larger tensor."""
+    return any(tensor.dim() == 0 and tensor.storage_offset() for tensor in call.host_tensors)
 
 
 def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, tensor: torch.Tensor) -> None:

@@ -27,6 +27,8 @@ class OperationFacts:
 
     name: str
     """`baddbmm`."""
+    overload: str
+    """`baddbmm.out`; the plain name for the default one."""
     label: str
     """`aten::baddbmm`."""
     mutates: bool
@@ -42,6 +44,7 @@ def read_operation(func: torch._ops.OpOverload) -> OperationFacts:
     by_counts = name != "repeat_interleave" or func._overloadname == "Tensor"
     return OperationFacts(
         name=name,
+        overload=f"{name}.{func._overloadname}" if func._overloadname != "default" else name,
         label=func._schema.name,
         mutates=func._schema.is_mutable,
         is_view=any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable,
@@ -64,11 +67,12 @@ class LimitBook:
     shapes: Limit | None = None
     round_trip: Limit | None = None
     nan_in_empty: bool = False
+    host_number: tuple[str, Limit] | None = None
 
     def __post_init__(self) -> None:
-        certain = {name: limit for name, limit in self.sheet.limits(Limit).items() if not limit.conditional}
+        certain = {name: limit for name, limit in self.sheet.limits(Limit).items() if _is_certain(limit)}
         for name, limit in certain.items():
-            if isinstance(limit, DtypeLimit) and limit.effect != "slow":
+            if isinstance(limit, DtypeLimit):
                 self.dtypes[getattr(torch, name.removeprefix("dtypes."))] = (name, limit)
             elif isinstance(limit, OperationLimit):
                 for operation in limit.operations:
@@ -79,6 +83,8 @@ class LimitBook:
         self.shapes = certain.get("data_dependent_shapes")
         self.round_trip = certain.get("host_round_trip")
         self.nan_in_empty = "quirks.uninitialised_memory_is_nan" in certain
+        offset = "quirks.host_number_offset_ignored"
+        self.host_number = (offset, certain[offset]) if offset in certain else None
 
     def met_by_size(self, elements: int, element_bytes: int, scores: bool) -> list[tuple[str, Limit]]:
         """The size limits that a tensor, or an attention call's scores, would pass."""
@@ -91,7 +97,17 @@ class LimitBook:
 
     def met_by_operation(self, facts: OperationFacts, args: Any, result: Any) -> list[tuple[str, Limit]]:
         """The limits on this operation that this call meets."""
-        return [(name, limit) for name, limit in self.operations.get(facts.name, ()) if _is_met(limit, args, result)]
+        return [
+            (name, limit)
+            for operation in {facts.name, facts.overload}
+            for name, limit in self.operations.get(operation, ())
+            if _is_met(limit, args, result)
+        ]
+
+
+def _is_certain(limit: Limit) -> bool:
+    """Whether a limit is enforced: not while its condition is open, nor if it is inferred and contradicted as well."""
+    return not limit.conditional and not (limit.evidence == "inferred" and limit.contradicted_by)
 
 
 def _is_met(limit: OperationLimit, args: Any, result: Any) -> bool:

@@ -7,7 +7,9 @@ a build without it: a guard written in Python is put in its slot of libc10's tab
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,12 +24,16 @@ __all__ = ["register_device"]
 
 _FREE = "privateuseone"
 _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+_ATTENTION = "scaled_dot_product_attention"
 _KEPT: list[object] = []
 """What C++ holds no reference to and must live as long as the process."""
 
 
-def register_device(name: str, module: ModuleType) -> None:
-    """Teach torch a device: its guard, its module `torch.NAME`, and what to do with an operation on it."""
+def register_device(name: str, module: ModuleType, whole: Iterable[str] = ()) -> None:
+    """Teach torch a device: its guard, its module `torch.NAME`, and what to do with an operation on it.
+
+    Operations in `whole` arrive as they were called, where torch would take them apart before.
+    """
     if torch._C._get_privateuse1_backend_name() == name:
         raise RealDeviceError(
             f"the software of real {name} devices is loaded already", hint=f"use {name}, or an environment without it"
@@ -41,32 +47,34 @@ def register_device(name: str, module: ModuleType) -> None:
         _claim_private_use(name, module)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run_factory, key)
-    # Attention picks a kernel by device before it dispatches; with a kernel of its own here it arrives whole.
-    attention = torch.library.Library("aten", "IMPL")
-    attention.impl("scaled_dot_product_attention", _attend, key)
-    _KEPT.extend([library, attention, *_pass_autocast(key)])
+    _KEPT.extend([library, _keep_whole(key, {_ATTENTION, *whole}), *_pass_autocast(key)])
 
 
 def _run_factory(func: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(func, args, kwargs)
 
 
-def _attend(*args: Any, **kwargs: Any) -> Any:
-    return dispatch(torch.ops.aten.scaled_dot_product_attention.default, args, kwargs)
+def _keep_whole(key: str, names: set[str]) -> torch.library.Library:
+    """Give operations that torch takes apart a kernel here: attention even picks one by device before it dispatches."""
+    library = torch.library.Library("aten", "IMPL")
+    known = set(torch._C._dispatch_get_all_op_names())  # TorchScript's own overloads are not among them
+    for name in sorted(names):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            func = getattr(packet, overload)
+            whole = func.name() in known and torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), "CompositeImplicitAutograd"
+            )
+            if whole:
+                library.impl(func, functools.partial(_run_factory, func), key)
+    return library
 
 
 _LOWERED = (
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "matmul",
-    "linear",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "scaled_dot_product_attention",
-)
+    "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "matmul.default", "linear.default",
+    "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose1d.default", "conv_transpose2d.input",
+    "conv_transpose3d.input", "scaled_dot_product_attention.default",
+)  # fmt: skip
 """The operations that autocast runs in the lower type, as on other devices."""
 
 
@@ -78,7 +86,9 @@ def _pass_autocast(key: str) -> list[torch.library.Library]:
     through.fallback(torch.library.fallthrough_kernel, f"Autocast{key}")
     casting = torch.library.Library("aten", "IMPL")
     for name in _LOWERED:
-        casting.impl(name, _make_cast(getattr(torch.ops.aten, name).default, f"Autocast{key}"), f"Autocast{key}")
+        packet, overload = name.split(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload)
+        casting.impl(func, _make_cast(func, f"Autocast{key}"), f"Autocast{key}")
     return [through, casting]
 
 

@@ -19,7 +19,8 @@ def install_seams(accelerator: VirtualAccelerator) -> None:
     """Put every seam in place; they stay until the process ends and leave other devices alone."""
     for name in ("tensor", "as_tensor", "asarray"):
         setattr(torch, name, _build_on_host(getattr(torch, name), accelerator))
-    torch.nn.Module._apply = _free_computed_weights(torch.nn.Module._apply)  # type: ignore[method-assign]
+    _build_from_device_numbers()
+    torch.nn.Module._apply = _move_modules(torch.nn.Module._apply)  # type: ignore[method-assign]
     _answer_for_accelerator(accelerator)
     _load_safetensors(accelerator)
 
@@ -62,18 +63,39 @@ def _read_numbers(data: Any) -> Any:
     return [_read_numbers(item) for item in data] if isinstance(data, list | tuple) else data
 
 
-def _free_computed_weights(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A weight that `weight_norm` computed holds its sources in a graph and keeps them from moving: let go of it."""
+def _build_from_device_numbers() -> None:
+    """`torch.Tensor([x, y])` with numbers of the device in the list: each is read by the host, as on hardware."""
+    build = torch._C.TensorBase.__new__
+
+    def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind is torch.Tensor and args and isinstance(args[0], list | tuple):
+            args = (_read_numbers(args[0]), *args[1:])
+        return build(kind, *args, **kwargs)
+
+    torch.Tensor.__new__ = new  # type: ignore[method-assign,assignment]
+
+
+def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Let modules come and go: a parameter keeps its identity, so that tied weights stay tied.
+
+    torch would put the data of a host tensor into the wrapper of a device's, where it takes the two for alike; they
+    are swapped instead. A weight that `weight_norm` computed holds its sources in a graph, and lets go of them first.
+    """
 
     @functools.wraps(apply)
     def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         for hook in self._forward_pre_hooks.values():
             name = getattr(hook, "name", "")
-            if type(hook).__name__ in ("WeightNorm", "SpectralNorm") and isinstance(
-                getattr(self, name, None), torch.Tensor
-            ):
-                setattr(self, name, getattr(self, name).detach())
-        return apply(self, *args, **kwargs)
+            computed = getattr(self, name, None) if type(hook).__name__ in ("WeightNorm", "SpectralNorm") else None
+            if isinstance(computed, torch.Tensor):
+                setattr(self, name, computed.detach())
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        ours = any(isinstance(parameter, VirtualTensor) for parameter in self._parameters.values())
+        torch.__future__.set_swap_module_params_on_conversion(before or ours)
+        try:
+            return apply(self, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
 
     return apply_to_all
 

@@ -1,0 +1,97 @@
+"""What failed on Intel's Gaudi and graphics."""
+
+from __future__ import annotations
+
+from tests.calibration import snippets
+from tests.calibration.case import Case
+
+CASES = (
+    Case(
+        name="xpu-wan-rotary",
+        device="xpu",
+        effect="error",
+        thread="https://github.com/kijai/ComfyUI-WanVideoWrapper/issues/711",
+        says="The Wan sampler on Arc: Required aspect fp64 is not supported on the device.",
+        run=snippets.turn_wan_in_complex128,
+        product="arc-a770",
+        strict_error="RuntimeError",
+        limit="float64",
+    ),
+    Case(
+        name="xpu-flux-rotary",
+        device="xpu",
+        effect="error",
+        thread="https://github.com/Comfy-Org/ComfyUI/pull/4210",
+        says="FLUX's rotary embedding is made in float64, and Intel Arc GPUs can't do FP64.",
+        run=snippets.turn_by_linspace_in_float64,
+        product="arc-a770",
+        limit="float64",
+    ),
+    Case(
+        name="xpu-gradient-scaler",
+        device="xpu",
+        effect="error",
+        thread="https://github.com/pytorch/pytorch/issues/147731",
+        says="GradScaler needs float64, which Arc A has not.",
+        run=snippets.scale_gradients,
+        product="arc-a770",
+        limit="float64",
+    ),
+    Case(
+        name="xpu-attention-past-4-gib",
+        device="xpu",
+        effect="error",
+        thread="https://github.com/lllyasviel/stable-diffusion-webui-forge/issues/523",
+        says="Attention of a large picture needs a block of over 4 GB, which Arc A cannot allocate.",
+        run=snippets.attend_at_a_large_size,
+        product="arc-a770",
+        limit="largest_tensor",
+    ),
+    Case(
+        name="xpu-cuda-by-default",
+        device="xpu",
+        effect="error",
+        thread="https://github.com/IamCreateAI/Ruyi-Models/issues/31",
+        says="Ruyi's sampler on an A770: Torch not compiled with CUDA enabled.",
+        run=snippets.make_mask_on_cuda,
+        strict_error="AssertionError",
+    ),
+    Case(
+        name="hpu-complex-rotary",
+        device="hpu",
+        effect="error",
+        thread="https://github.com/vllm-project/vllm-gaudi/pull/1617",
+        says="torch.polar and view_as_complex: Complex datatype is not supported on HPU device.",
+        run=snippets.turn_in_complex64,
+        strict_error="RuntimeError",
+        limit="complex64",
+    ),
+    Case(
+        name="hpu-gaudi1-masked-fill",
+        device="hpu",
+        effect="error",
+        thread="https://github.com/huggingface/transformers/pull/36424",
+        says="On the first Gaudi masked_fill_ of int64 fails: masked_fill_fwd_i64 with synStatus 26.",
+        run=snippets.fill_position_ids,
+        product="gaudi1",
+        limit="int64",
+    ),
+    Case(
+        name="hpu-mixed-devices",
+        device="hpu",
+        effect="error",
+        thread="https://github.com/bytedance/xpu-perf/issues/34",
+        says="GPT-2 on a Gaudi 2: one input is on hpu and another on cpu.",
+        run=snippets.add_host_and_device,
+        strict_error="RuntimeError",
+    ),
+    Case(
+        name="hpu-mask-compiles-anew",
+        device="hpu",
+        effect="slow",
+        thread="https://docs.habana.ai/en/latest/PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html",
+        says="A result whose shape depends on data is compiled anew for each shape.",
+        run=snippets.pick_by_a_mask,
+        limit="data_dependent_shapes",
+    ),
+)

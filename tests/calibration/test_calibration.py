@@ -1,0 +1,56 @@
+"""The virtual devices agree with what people saw on real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.calibration.calibrate import Outcome, calibrate, load_libraries, strict_kinds, summarise
+from tests.calibration.case import Case
+from tests.calibration.failures import FAILURES
+from tests.calibration.known_good import KNOWN_GOOD
+
+DEVICES = {"mps", "hpu", "neuron", "npu", "xpu", "mlu"}
+SHOWN = [case for case in FAILURES if case.strict_error]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return calibrate((*FAILURES, *KNOWN_GOOD))
+
+
+def test_there_are_enough_cases_of_both_kinds_on_every_device() -> None:
+    assert len(FAILURES) >= 40
+    assert len(KNOWN_GOOD) >= 20
+    assert {case.device for case in FAILURES} == DEVICES
+    assert {case.device for case in KNOWN_GOOD} == DEVICES
+    assert all(case.effect for case in FAILURES)
+    assert not any(case.effect for case in KNOWN_GOOD)
+
+
+def test_names_are_unique_and_every_case_has_a_source() -> None:
+    names = [case.name for case in (*FAILURES, *KNOWN_GOOD)]
+    assert len(names) == len(set(names))
+    for case in (*FAILURES, *KNOWN_GOOD):
+        assert case.name.startswith(f"{case.device}-")
+        assert case.thread.startswith("https://")
+        assert case.says
+
+
+def test_nine_failures_in_ten_are_caught(outcomes: list[Outcome]) -> None:
+    summary = summarise(outcomes)
+    missed = [outcome.name for outcome in outcomes if outcome.effect and not outcome.good]
+    assert summary.share >= 0.9, f"{summary}\nmissed: {', '.join(missed)}"
+
+
+def test_nothing_that_runs_right_is_accused(outcomes: list[Outcome]) -> None:
+    accused = {outcome.name: outcome.rows or outcome.raised for outcome in outcomes if not outcome.effect}
+    good = {outcome.name for outcome in outcomes if outcome.good}
+    assert {name: why for name, why in accused.items() if name not in good} == {}
+
+
+@pytest.mark.parametrize("case", SHOWN, ids=lambda case: case.name)
+def test_strict_raises_what_the_thread_shows(case: Case, outcomes: list[Outcome]) -> None:
+    if case.name not in {outcome.name for outcome in outcomes if outcome.good}:
+        pytest.skip("not caught, so that there is nothing to raise")
+    load_libraries()
+    assert case.strict_error in strict_kinds(case)
