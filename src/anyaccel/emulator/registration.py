@@ -24,7 +24,8 @@ __all__ = ["register_device"]
 
 _FREE = "privateuseone"
 _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
-_ATTENTION = "scaled_dot_product_attention"
+_BY_DEVICE = ("scaled_dot_product_attention", "group_norm")
+"""Operations that torch prepares by device before it dispatches: attention picks a kernel, group_norm a layout."""
 _KEPT: list[object] = []
 """What C++ holds no reference to and must live as long as the process."""
 
@@ -47,7 +48,7 @@ def register_device(name: str, module: ModuleType, whole: Iterable[str] = ()) ->
         _claim_private_use(name, module)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run_factory, key)
-    _KEPT.extend([library, _keep_whole(key, {_ATTENTION, *whole}), *_pass_autocast(key)])
+    _KEPT.extend([library, _keep_whole(key, {*_BY_DEVICE, *whole}), *_pass_autocast(key)])
 
 
 def _run_factory(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ def _run_factory(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_whole(key: str, names: set[str]) -> torch.library.Library:
-    """Give operations that torch takes apart a kernel here: attention even picks one by device before it dispatches."""
+    """Give operations that torch takes apart a kernel here, so that they arrive as they were called."""
     library = torch.library.Library("aten", "IMPL")
     known = set(torch._C._dispatch_get_all_op_names())  # TorchScript's own overloads are not among them
     for name in sorted(names):

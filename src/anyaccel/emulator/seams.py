@@ -19,6 +19,8 @@ def install_seams(accelerator: VirtualAccelerator) -> None:
     """Put every seam in place; they stay until the process ends and leave other devices alone."""
     for name in ("tensor", "as_tensor", "asarray"):
         setattr(torch, name, _build_on_host(getattr(torch, name), accelerator))
+    for place in (torch, torch.random):
+        vars(place)["manual_seed"] = _seed_too(torch.random.manual_seed, accelerator)
     _build_from_device_numbers()
     torch.nn.Module._apply = _move_modules(torch.nn.Module._apply)  # type: ignore[method-assign]
     _answer_for_accelerator(accelerator)
@@ -84,11 +86,7 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for hook in self._forward_pre_hooks.values():
-            name = getattr(hook, "name", "")
-            computed = getattr(self, name, None) if type(hook).__name__ in ("WeightNorm", "SpectralNorm") else None
-            if isinstance(computed, torch.Tensor):
-                setattr(self, name, computed.detach())
+        _let_go_of_computed_weights(self)
         before = torch.__future__.get_swap_module_params_on_conversion()
         ours = any(isinstance(parameter, VirtualTensor) for parameter in self._parameters.values())
         torch.__future__.set_swap_module_params_on_conversion(before or ours)
@@ -98,6 +96,26 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
             torch.__future__.set_swap_module_params_on_conversion(before)
 
     return apply_to_all
+
+
+def _let_go_of_computed_weights(module: torch.nn.Module) -> None:
+    for hook in module._forward_pre_hooks.values():
+        name = getattr(hook, "name", "")
+        computed = getattr(module, name, None) if type(hook).__name__ in ("WeightNorm", "SpectralNorm") else None
+        if isinstance(computed, torch.Tensor):
+            setattr(module, name, computed.detach())
+
+
+def _seed_too(seed_host: Callable[[Any], Any], accelerator: VirtualAccelerator) -> Callable[[Any], Any]:
+    """`torch.manual_seed` seeds the host and every device; of some it learns from the vendor's package alone."""
+
+    @functools.wraps(seed_host)
+    def seed_all(seed: Any) -> Any:
+        for generator in accelerator.generators:
+            generator.manual_seed(int(seed))
+        return seed_host(seed)
+
+    return seed_all
 
 
 def _answer_for_accelerator(accelerator: VirtualAccelerator) -> None:

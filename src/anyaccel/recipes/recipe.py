@@ -59,7 +59,7 @@ def assemble(
     The caller's randomness is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(SEED)
+        torch.manual_seed(SEED)
         pipe: Any = getattr(diffusers, pipeline)(**parts())
         if finish:
             finish(pipe)
