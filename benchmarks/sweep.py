@@ -30,6 +30,11 @@ from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import Recipe, recipes, run
 
 TOLERANCE = 1e-4
+EXCUSED = {
+    "easy-animate-inpaint": "hands the host's generator to a draw on the device, which torch refuses on every device",
+    "attend-and-excite": "needs gradients while it denoises, which virtual devices give on some and not through attention",
+}
+"""The recipes that cannot run, each with the reason; one that runs after all is a failure too."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,9 @@ class Outcome:
 
     @property
     def passes(self) -> bool:
-        """Whether it ran to the end and gave the CPU's picture."""
+        """Whether it ran to the end and gave the CPU's picture, or failed as it is known to."""
+        if self.recipe in EXCUSED:
+            return not self.runs
         return self.runs and self.max_difference is not None and self.max_difference <= TOLERANCE
 
 
@@ -104,7 +111,7 @@ def sweep(device: str, names: list[str], show: bool = False) -> list[Outcome]:
 
 def describe(outcome: Outcome) -> str:
     """One line for people."""
-    mark = "ok  " if outcome.passes else "FAIL"
+    mark = ("excused " if outcome.recipe in EXCUSED else "ok  ") if outcome.passes else "FAIL"
     detail = outcome.error or f"{outcome.max_difference:.1e}  {outcome.times_the_cpu:.1f} x cpu  {outcome.rows}"
     return f"{mark} {outcome.device:7} {outcome.recipe:40} {detail}"
 
@@ -117,6 +124,7 @@ def summarise(outcomes: list[Outcome]) -> dict[str, Any]:
         "what": "plain diffusers, not strict, eval mode, float32, one thread, against the CPU in the same process",
         "tolerance": TOLERANCE,
         "passed": sum(outcome.passes for outcome in outcomes),
+        "excused": EXCUSED,
         "tried": len(outcomes),
         "anyaccel": anyaccel.__version__,
         "system": f"{machine.system} {machine.architecture}",

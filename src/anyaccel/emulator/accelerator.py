@@ -56,6 +56,12 @@ class VirtualAccelerator:
         """One of the devices, the current one without an index."""
         return torch.device(self.name, self.current_index if index is None else index)
 
+    def check_index(self, index: int) -> int:
+        """The index, if there is such a device; torch's own kind of error otherwise."""
+        if not 0 <= index < self.count:
+            raise RuntimeError(f"{self.name}:{index}: invalid device ordinal; there are {self.count} of them")
+        return index
+
     def meet(self, name: str, limit: Limit, operation: str) -> None:
         """A program met a limit: write it down, and in strict mode raise what the device would raise."""
         if not self.enforcing:

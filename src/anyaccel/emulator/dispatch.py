@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.generator import place_of
 from anyaccel.emulator.limits import LimitBook, OperationFacts, read_operation
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
 
@@ -17,7 +18,10 @@ __all__ = ["dispatch"]
 _FACTS: dict[Any, OperationFacts] = {}
 _HOST = torch.device("cpu")
 # Operations that may take tensors of the host beside those of the device.
-_MAY_MIX = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_"}
+_MOVES = {"copy_", "_to_copy"}
+_MAY_MIX = {*_MOVES, "index"}
+_PUTS = {"index_put", "index_put_", "_index_put_impl_"}
+"""Operations whose indices may lie on the host, and whose values may not."""
 _ATTENTION = "scaled_dot_product_attention"
 _SCORES = {"bmm", "baddbmm"}
 _ARITHMETIC = {"add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_"}
@@ -30,6 +34,7 @@ class _Call:
     def __init__(self, name: str, first_is_ours: bool) -> None:
         self.name = name
         self.first_is_ours = first_is_ours
+        self.values: Any = None
         self.device: torch.device | None = None
         self.wrappers: dict[int, VirtualTensor] = {}
         self.host_tensors: list[torch.Tensor] = []
@@ -39,7 +44,7 @@ class _Call:
             inner = value._inner
             if self.device is None:
                 self.device = value.device
-            elif self.device != value.device and self.name not in _MAY_MIX and inner.dim() > 0:
+            elif self.device != value.device and self.name not in _MOVES:
                 raise _mixed(self.device, value.device, self.name)
             self.wrappers[id(inner)] = value
             return inner
@@ -66,18 +71,23 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if facts is None:
         facts = _FACTS[func] = read_operation(func)
     call = _Call(facts.name, bool(args) and isinstance(args[0], VirtualTensor))
+    call.values = args[2] if facts.name in _PUTS else None
     plain_args = [call.unwrap(value) for value in args]
     plain_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
     target = _choose_target(accelerator, call, kwargs)
     _refuse_mixture(call, facts)
     if "device" in plain_kwargs:
         plain_kwargs["device"] = _HOST
-    if facts.is_random:
+    draws = facts.is_random and target.type != "cpu"
+    if draws and facts.takes_generator:
         _use_own_generator(accelerator, func, plain_kwargs, target)
     traced = any(isinstance(inner, FakeTensor) for inner in plain_args)
     if facts.name == _ATTENTION and accelerator.enforcing and not traced and target.type != "cpu":
         _enforce_on_scores(accelerator, facts, plain_args)
-    result = func(*plain_args, **plain_kwargs)
+    if draws and not facts.takes_generator:
+        result = _draw_apart(accelerator, func, plain_args, plain_kwargs, target)
+    else:
+        result = func(*plain_args, **plain_kwargs)
     if accelerator.enforcing and not traced and not _is_fake(result):
         result = _enforce(accelerator, facts, plain_args, plain_kwargs, result, target, call)
     return _wrap_result(result, target, call, facts)
@@ -85,9 +95,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[str, Any]) -> torch.device:
     """Where the result lies: where `device=` says, else where the arguments are."""
-    asked = kwargs.get("device")
+    asked: torch.device | None = kwargs.get("device")
     if asked is not None:
-        return asked if asked.index is not None or asked.type == "cpu" else accelerator.device()
+        if asked.type == accelerator.name:
+            return accelerator.device(None if asked.index is None else accelerator.check_index(asked.index))
+        return asked
     return call.device or accelerator.device()
 
 
@@ -99,6 +111,8 @@ def _refuse_mixture(call: _Call, facts: OperationFacts) -> None:
         raise _mixed(_HOST, call.device, facts.name)
     if facts.name in _MAY_MIX:
         return
+    if facts.name in _PUTS:
+        call.host_tensors = [tensor for tensor in call.host_tensors if tensor is call.values]
     for tensor in call.host_tensors:
         if tensor.dim() > 0 and tensor.device.type == "cpu":
             raise _mixed(call.device, tensor.device, facts.name)
@@ -115,15 +129,25 @@ def _use_own_generator(
     accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
 ) -> None:
     """A draw on the device comes from the device's generator, and leaves the host's alone."""
-    if target.type == "cpu" or not any(argument.name == "generator" for argument in func._schema.arguments):
-        return
     given = kwargs.get("generator")
     if given is None:
         kwargs["generator"] = accelerator.generators[target.index or 0]
-    elif given.device.type != target.type:
+    elif place_of(given).type != target.type:
         raise RuntimeError(
-            f"Expected a '{target.type}' device type for generator but found '{given.device.type}' (in {func})"
+            f"Expected a '{target.type}' device type for generator but found '{place_of(given).type}' (in {func})"
         )
+
+
+def _draw_apart(accelerator: VirtualAccelerator, func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
+    """An operation that takes no generator draws from the host's: lend it the device's state, and put it back."""
+    own, host = accelerator.generators[target.index or 0], torch.default_generator
+    kept = host.get_state()
+    host.set_state(own.get_state())
+    try:
+        return func(*args, **kwargs)
+    finally:
+        own.set_state(host.get_state())
+        host.set_state(kept)
 
 
 def _enforce(
@@ -242,7 +266,8 @@ def _wrap_result(result: Any, target: torch.device, call: _Call, facts: Operatio
 def _keep_shape(written: VirtualTensor) -> VirtualTensor:
     """After an operation in place: the wrapper takes on the shape that the data inside has now."""
     inner = written._inner
-    if written.shape != inner.shape or written.stride() != inner.stride():
+    moved = written.stride() != inner.stride() or written.storage_offset() != inner.storage_offset()
+    if written.shape != inner.shape or moved:
         active().book.add(inner, written.device.index or 0)
         with torch.no_grad():
             written.data = VirtualTensor(inner, written.device)

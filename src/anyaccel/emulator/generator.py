@@ -2,26 +2,66 @@
 
 from __future__ import annotations
 
+import copyreg
+import weakref
 from typing import Any
 
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 
-__all__ = ["install_generator"]
+__all__ = ["install_generator", "place_of"]
 
 _CpuGenerator = torch._C.Generator
+
+
+_PLACES: dict[int, torch.device] = {}
+"""Where each generator of the device belongs, by its address in C++: past the dispatcher its Python class is lost."""
+
+
+def _address(generator: Any) -> int:
+    return int(generator._cdata)
 
 
 class VirtualGenerator(_CpuGenerator):
     """A generator on a virtual device."""
 
-    _virtual_device: torch.device
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The virtual device."""
-        return self._virtual_device
+        return _PLACES[_address(self)]
+
+    def __reduce__(self) -> Any:
+        return _rebuild_generator, (str(self.device), self.get_state())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGenerator:
+        return _make_generator(self.device, self.get_state())
+
+
+def place_of(generator: torch.Generator) -> torch.device:
+    """The device that a generator draws on."""
+    return _PLACES.get(_address(generator)) or generator.device
+
+
+def _make_generator(place: torch.device, state: torch.Tensor | None = None) -> VirtualGenerator:
+    generator = VirtualGenerator()
+    _PLACES[_address(generator)] = place
+    weakref.finalize(generator, _PLACES.pop, _address(generator), None)
+    if state is not None:
+        generator.set_state(state)
+    return generator
+
+
+def _rebuild_generator(place: str, state: torch.Tensor) -> torch.Generator:
+    """A generator that was pickled, with the state that it had."""
+    device = torch.device(place)
+    generator = _CpuGenerator() if device.type == "cpu" else _make_generator(device)
+    generator.set_state(state)
+    return generator
+
+
+def _reduce_host_generator(generator: torch.Generator) -> Any:
+    return _rebuild_generator, ("cpu", generator.get_state())
 
 
 def install_generator(accelerator: VirtualAccelerator) -> None:
@@ -40,11 +80,11 @@ def install_generator(accelerator: VirtualAccelerator) -> None:
                 return _CpuGenerator(place)
             if accelerator.enforcing and accelerator.limits.random is not None:
                 accelerator.meet("random_numbers", accelerator.limits.random, "torch.Generator")
-            generator = VirtualGenerator()
-            generator._virtual_device = place if place.index is not None else accelerator.device()
-            return generator
+            return _make_generator(place if place.index is not None else accelerator.device())
 
     class Generator(metaclass=_AnyGenerator):
         """torch.Generator, and the virtual device's."""
 
     vars(torch)["Generator"] = Generator
+    # pickle finds a class by its name, which now leads to another one.
+    copyreg.pickle(_CpuGenerator, _reduce_host_generator)

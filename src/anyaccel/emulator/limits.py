@@ -34,6 +34,7 @@ class OperationFacts:
     mutates: bool
     is_view: bool
     is_random: bool
+    takes_generator: bool
     has_data_dependent_shape: bool
     reads_on_host: bool
 
@@ -49,6 +50,7 @@ def read_operation(func: torch._ops.OpOverload) -> OperationFacts:
         mutates=func._schema.is_mutable,
         is_view=any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable,
         is_random=name in _RANDOM,
+        takes_generator=any(argument.name == "generator" for argument in func._schema.arguments),
         has_data_dependent_shape=name in _DATA_DEPENDENT and by_counts,
         reads_on_host=name in _HOST_READS,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 __all__ = ["install_ordinal_devices"]
 
 _Device = torch.device
+
+
+def _make_device(text: str) -> torch.device:
+    return _Device(text)
 
 
 def install_ordinal_devices(accelerator: VirtualAccelerator) -> None:
@@ -38,3 +43,5 @@ def install_ordinal_devices(accelerator: VirtualAccelerator) -> None:
         """torch.device, where a number alone means the virtual accelerator."""
 
     vars(torch)["device"] = device
+    # pickle finds a class by its name, which now leads to another one.
+    copyreg.pickle(_Device, lambda place: (_make_device, (str(place),)))

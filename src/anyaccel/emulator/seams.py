@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -43,8 +44,8 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
             return copied.to(device=device or data.device, dtype=kwargs.get("dtype") or data.dtype)
         if args and isinstance(data, list | tuple):
             args = (_read_numbers(data), *args[1:])
-        if device is None:
-            device = torch.get_default_device()
+        if device is None:  # what `with torch.device(…)` and `torch.set_default_device` set
+            device = torch.utils._device.CURRENT_DEVICE
         if not _is_ours(device, accelerator):
             return build(*args, **kwargs)
         wants_gradient = kwargs.pop("requires_grad", False)
@@ -61,7 +62,7 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
 def _read_numbers(data: Any) -> Any:
     """A list with single numbers of the device in it: each is read by the host, as on hardware."""
     if isinstance(data, VirtualTensor):
-        return data.item() if data.dim() == 0 else data.tolist()
+        return data.item() if data.numel() == 1 else data.tolist()
     return [_read_numbers(item) for item in data] if isinstance(data, list | tuple) else data
 
 
@@ -127,6 +128,7 @@ def _answer_for_accelerator(accelerator: VirtualAccelerator) -> None:
         "device_count": lambda: accelerator.count,
         "current_device_index": lambda: accelerator.current_index,
         "set_device_index": module.set_device,
+        "device_index": module.device,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "current_stream": module.current_stream,

@@ -86,6 +86,21 @@ class VirtualTensor(torch.Tensor):
         shown = repr(self._inner.detach())
         return f"{shown[:-1]}, device='{self.device}')"
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The same data, outside the graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """Take another tensor's data, shape and device, as torch does."""
+        given = other if isinstance(other, VirtualTensor) else wrap(other.detach().clone(), self.device)
+        torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
+        self._inner = given._inner
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """A tensor from data, by default of this one's type and on its device."""
         chosen: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
@@ -130,15 +145,20 @@ class VirtualTensor(torch.Tensor):
 
 def _index_on_host(key: Any) -> Any:
     """`x[[0, 2]]` makes an index tensor before it dispatches: make it on the host, which every device takes."""
-    if isinstance(key, list):
-        return torch.tensor(key) if key else key
-    if isinstance(key, tuple) and any(isinstance(part, list) for part in key):
-        return tuple(_index_on_host(part) if isinstance(part, list) else part for part in key)
+    if isinstance(key, list | range):
+        return torch.tensor(list(key)) if len(key) else list(key)
+    if isinstance(key, tuple) and any(isinstance(part, list | range) for part in key):
+        return tuple(_index_on_host(part) if isinstance(part, list | range) else part for part in key)
     return key
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
-    """A CPU tensor's data as a tensor of the device, its memory counted."""
+    """A CPU tensor's data as a tensor of the device, its memory counted.
+
+    A wrapper cannot carry the bits that say "conjugate me later" and "negate me later": it is done now.
+    """
+    if inner.is_conj() or inner.is_neg():
+        inner = inner.resolve_conj().resolve_neg()
     if inner.layout is torch.strided and type(inner) is torch.Tensor:
         active().book.add(inner, device.index or 0)
     return VirtualTensor(inner, device)

@@ -78,19 +78,24 @@ def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
     return module
 
 
-def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
-    def index_of(device: Any = None) -> int:
-        if device is None:
-            return accelerator.current_index
-        return device if isinstance(device, int) else torch.device(device).index or 0
+def _index_of(accelerator: VirtualAccelerator, device: Any = None) -> int:
+    """The number of a device as programs give it: a number, a name, a device, or nothing for the current one."""
+    if device is None:
+        return accelerator.current_index
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return accelerator.current_index if index is None else index
 
+
+def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
     def set_device(device: Any) -> None:
-        accelerator.current_index = index_of(device)
+        accelerator.current_index = accelerator.check_index(_index_of(accelerator, device))
 
     @contextmanager
     def on_device(device: Any = None) -> Iterator[None]:
         before = accelerator.current_index
-        set_device(index_of(device))
+        set_device(_index_of(accelerator, device))
         try:
             yield
         finally:
@@ -120,8 +125,8 @@ def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "Stream": _Stream,
         "Event": _Event,
-        "current_stream": lambda device=None: _Stream(accelerator.device(index_of(device))),
-        "default_stream": lambda device=None: _Stream(accelerator.device(index_of(device))),
+        "current_stream": lambda device=None: _Stream(accelerator.device(_index_of(accelerator, device))),
+        "default_stream": lambda device=None: _Stream(accelerator.device(_index_of(accelerator, device))),
         "stream": lambda stream: stream,
     }
 
@@ -135,10 +140,10 @@ def _seeding(accelerator: VirtualAccelerator) -> dict[str, Any]:
         accelerator.generators[accelerator.current_index].manual_seed(seed)
 
     def get_rng_state(device: Any = None) -> torch.Tensor:
-        return accelerator.generators[accelerator.current_index].get_state()
+        return accelerator.generators[_index_of(accelerator, device)].get_state()
 
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-        accelerator.generators[accelerator.current_index].set_state(state)
+        accelerator.generators[_index_of(accelerator, device)].set_state(state)
 
     return {
         "manual_seed": manual_seed,
@@ -155,16 +160,11 @@ def _seeding(accelerator: VirtualAccelerator) -> dict[str, Any]:
 def _counting(accelerator: VirtualAccelerator) -> dict[str, Any]:
     book = accelerator.book
 
-    def index_of(device: Any = None) -> int:
-        if device is None:
-            return accelerator.current_index
-        return device if isinstance(device, int) else torch.device(device).index or 0
-
     def used(device: Any = None) -> int:
-        return book.used(index_of(device))
+        return book.used(_index_of(accelerator, device))
 
     def peak(device: Any = None) -> int:
-        return book.peak(index_of(device))
+        return book.peak(_index_of(accelerator, device))
 
     def info(device: Any = None) -> tuple[int, int]:
         return _capacity(accelerator) - used(device), _capacity(accelerator)
@@ -178,8 +178,8 @@ def _counting(accelerator: VirtualAccelerator) -> dict[str, Any]:
         "max_memory_reserved": peak,
         "mem_get_info": info,
         "recommended_max_memory": lambda: _capacity(accelerator),
-        "reset_peak_memory_stats": lambda device=None: book.reset_peak(index_of(device)),
-        "reset_max_memory_allocated": lambda device=None: book.reset_peak(index_of(device)),
+        "reset_peak_memory_stats": lambda device=None: book.reset_peak(_index_of(accelerator, device)),
+        "reset_max_memory_allocated": lambda device=None: book.reset_peak(_index_of(accelerator, device)),
         "memory_stats": lambda device=None: {
             "allocated_bytes.all.current": used(device),
             "allocated_bytes.all.peak": peak(device),

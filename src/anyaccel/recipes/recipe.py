@@ -76,7 +76,7 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
     # Some pipelines draw from torch's own generator, whatever generator they are given: CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
-        output = pipe(**recipe.call())  # type: ignore[operator]
+        output = pipe(**_place(recipe.call(), pipe.device))  # type: ignore[operator,attr-defined]
     array: npt.NDArray[Any] = _as_array(next(value for value in output.to_tuple() if value is not None))
     if not numpy.isfinite(array).all():
         raise AnyaccelError(
@@ -85,6 +85,13 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
             hint="compare with a run on the cpu, where every recipe is finite",
         )
     return array
+
+
+def _place(arguments: dict[str, Any], device: Any) -> dict[str, Any]:
+    """The arguments with their tensors where the pipeline is, as a caller who has embeddings would give them."""
+    import torch
+
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
 def _as_array(value: Any) -> Any:
