@@ -32,7 +32,7 @@ from anyaccel.recipes import Recipe, recipes, run
 TOLERANCE = 1e-4
 EXCUSED = {
     "easy-animate-inpaint": "hands the host's generator to a draw on the device, which torch refuses on every device",
-    "attend-and-excite": "needs gradients while it denoises, which virtual devices give on some and not through attention",
+    "attend-and-excite": "needs gradients while it denoises, which virtual devices do not give through attention",
 }
 """The recipes that cannot run, each with the reason; one that runs after all is a failure too."""
 

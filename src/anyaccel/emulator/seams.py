@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._device
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
@@ -44,8 +45,8 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
             return copied.to(device=device or data.device, dtype=kwargs.get("dtype") or data.dtype)
         if args and isinstance(data, list | tuple):
             args = (_read_numbers(data), *args[1:])
-        if device is None:  # what `with torch.device(…)` and `torch.set_default_device` set
-            device = torch.utils._device.CURRENT_DEVICE
+        if device is None:
+            device = _find_default_device()
         if not _is_ours(device, accelerator):
             return build(*args, **kwargs)
         wants_gradient = kwargs.pop("requires_grad", False)
@@ -57,6 +58,15 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
         return moved.requires_grad_() if wants_gradient else moved
 
     return build_and_move
+
+
+def _find_default_device() -> torch.device | None:
+    """What `with torch.device(…)` or `torch.set_default_device` set; torch itself would build a tensor to find out."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
 
 
 def _read_numbers(data: Any) -> Any:
