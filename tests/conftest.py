@@ -8,9 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from anyaccel.backends.registry import build_registry
 
@@ -18,6 +20,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "anyaccel"
 
 ALL_SHEETS = [sheet for backend in build_registry([]).backends.values() for sheet in backend.sheets]
+
+NEEDS_RECIPES = pytest.mark.skipif(
+    Version(version("diffusers")) < Version("0.42") or Version(version("transformers")) < Version("5"),
+    reason="the recipes are made of classes of diffusers 0.42 and transformers 5, which Python 3.10 cannot have",
+)
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -2,14 +2,13 @@
 
     .venv/bin/python tools/freeze.py
 
-A version that Python 3.10 cannot have is pinned for newer Pythons alone, so that 3.10 takes the newest that it can.
+The versions are for Python 3.11 and newer, which they were tried on; 3.10 cannot have them all, and takes the newest
+set that goes together. torch is pinned for every Python, since a newer build may bring gigabytes of another vendor's.
 """
 
 from importlib.metadata import distributions
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -18,21 +17,19 @@ HEADER = (
     "# The exact versions that the tests ran on, written by tools/freeze.py; pyproject.toml has the users' ranges.\n"
 )
 NOT_OURS = {"anyaccel", "pip"}
-OLDEST = "3.10"
+EVERYWHERE = {"torch"}
 
 
-def pin(name: str, version: str, needs_python: str) -> str:
-    """`numpy==2.4.6 ; python_version >= "3.11"`; the local part of a version (`+cpu`) is left to the machine."""
+def pin(name: str, version: str) -> str:
+    """`numpy==2.4.6; python_version > "3.10"`; the local part of a version (`+cpu`) is left to the machine."""
     line = f"{name}=={Version(version).public}"
-    if SpecifierSet(needs_python).contains(f"{OLDEST}.99"):
-        return line
-    return str(Requirement(f'{line} ; python_version > "{OLDEST}"'))
+    return line if name in EVERYWHERE else f'{line}; python_version > "3.10"'
 
 
 def main() -> None:
     """Freeze the environment that this runs in."""
     pins = {
-        name: pin(name, found.version, str(found.metadata.json.get("requires_python", "")))
+        name: pin(name, found.version)
         for found in distributions()
         if (name := canonicalize_name(found.metadata["Name"])) not in NOT_OURS
     }

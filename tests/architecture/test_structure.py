@@ -16,7 +16,9 @@ LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
 
 VENDOR_NAMES = re.compile(
-    r"\btorch\.(backends\.)?(cuda|hpu|mps|neuron|npu|mlu|xpu)\b|from torch import (cuda|mps|xpu)|\b(torch_neuronx|habana_frameworks|torch_npu|torch_mlu|torch_xla)\b"
+    r"\btorch\.(backends\.)?(cuda|hpu|mps|neuron|npu|mlu|xpu)\b"
+    r"|from torch import (cuda|mps|xpu)"
+    r"|\b(torch_neuronx|habana_frameworks|torch_npu|torch_mlu|torch_xla)\b"
 )
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
 

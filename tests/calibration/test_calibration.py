@@ -8,6 +8,9 @@ from tests.calibration.calibrate import Outcome, calibrate, load_libraries, stri
 from tests.calibration.case import Case
 from tests.calibration.failures import FAILURES
 from tests.calibration.known_good import KNOWN_GOOD
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
 
 DEVICES = {"mps", "hpu", "neuron", "npu", "xpu", "mlu"}
 SHOWN = [case for case in FAILURES if case.strict_error]

@@ -15,8 +15,10 @@ from anyaccel.emulator.process import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.recipes import recipes, run
 from benchmarks.sweep import Outcome, describe, sweep, virtual_devices
+from tests.conftest import NEEDS_RECIPES
 
 DEVICES = virtual_devices()
+pytestmark = NEEDS_RECIPES
 
 
 def show_failures(outcomes: list[Outcome]) -> list[str]:
@@ -67,7 +69,8 @@ def draw_on_device(place: torch.device) -> torch.Tensor:
 
 def look_a_timestep_up(place: torch.device) -> torch.Tensor:
     """A scheduler whose timesteps lie on the device and whose begin index is not set."""
-    scheduler: Any = EulerDiscreteScheduler()
+    make: Any = EulerDiscreteScheduler
+    scheduler = make()
     scheduler.set_timesteps(2, device=place)
     sample = torch.ones(1, 4, 8, 8).to(place)
     stepped: torch.Tensor = scheduler.step(sample, scheduler.timesteps[0], sample).prev_sample

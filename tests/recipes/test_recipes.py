@@ -12,6 +12,7 @@ from anyaccel.recipes import NOT_COVERED, Recipe, recipes, run
 RECIPES = recipes()
 
 pytestmark = [
+    NEEDS_RECIPES,
     # torch's Tensor.__array__ takes no `copy`, and diffusers' schedulers call numpy.array(tensor).
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
     # Chroma's own transformer uses the deprecated name of a class of FLUX.
@@ -81,6 +82,7 @@ def test_a_pipeline_is_covered_or_not() -> None:
 def test_the_list_of_recipes_loads_no_torch() -> None:
     code = (
         "import sys; from anyaccel.recipes import recipes; assert recipes(); "
+from tests.conftest import NEEDS_RECIPES
         "print({'torch', 'diffusers', 'transformers', 'numpy', 'PIL'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

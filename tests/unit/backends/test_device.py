@@ -81,7 +81,7 @@ def test_an_absent_device_says_why_and_what_would_help() -> None:
 @pytest.mark.parametrize("wrong", [0, 1.5, b"cpu", None])
 def test_what_is_no_device_at_all(wrong: str) -> None:
     for function in (anyaccel.open_device, anyaccel.is_available, anyaccel.sheet, anyaccel.supports_training):
-        with pytest.raises(UsageError, match="is not how a device is written|there is no device"):
+        with pytest.raises(UsageError, match=r"is not how a device is written|there is no device"):
             function(wrong)
 
 

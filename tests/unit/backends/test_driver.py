@@ -20,7 +20,6 @@ from anyaccel.errors import NotMeasurableError
 
 HOST = torch.device("cpu")
 CUDA_FP8 = cuda.CUDA.dtypes.float8_e4m3fn
-assert isinstance(CUDA_FP8, DtypeLimit)
 
 
 def attach(backend: Backend, monkeypatch: pytest.MonkeyPatch, **functions: Any) -> Driver:
@@ -156,6 +155,7 @@ def test_a_busy_device_is_not_one_without_the_type(monkeypatch: pytest.MonkeyPat
 
 
 def test_fp8_is_not_asked_for_by_an_addition() -> None:
+    assert isinstance(CUDA_FP8, DtypeLimit)
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float8_e4m3fn=replace(CUDA_FP8, contradicted_by="https://y")))
     assert Driver(sheet).settle(HOST).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
 

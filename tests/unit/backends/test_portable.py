@@ -69,7 +69,7 @@ def test_noise_has_a_floating_type(dtype: str) -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert anyaccel.randn((numpy.int64(2), 3)).shape == (2, 3)
+    assert anyaccel.randn((numpy.int64(2), 3)).shape == (2, 3)  # type: ignore[arg-type]
     anyaccel.manual_seed("cpu", numpy.int64(7))  # type: ignore[arg-type]
     assert torch.initial_seed() == 7
 
