@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from anyaccel.recipes import NOT_COVERED, Recipe, recipes, run
+from tests.conftest import NEEDS_RECIPES
 
 RECIPES = recipes()
 
@@ -82,7 +83,6 @@ def test_a_pipeline_is_covered_or_not() -> None:
 def test_the_list_of_recipes_loads_no_torch() -> None:
     code = (
         "import sys; from anyaccel.recipes import recipes; assert recipes(); "
-from tests.conftest import NEEDS_RECIPES
         "print({'torch', 'diffusers', 'transformers', 'numpy', 'PIL'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
