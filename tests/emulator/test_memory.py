@@ -1,0 +1,189 @@
+"""The memory of virtual devices: to the byte, against counts by hand."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.process import run_forked
+from tests.emulator.forks import DEVICES, Everywhere
+
+everywhere = Everywhere()
+FLOAT = 4
+"""Bytes of a float32."""
+
+
+def measure(accelerator: VirtualAccelerator, run: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    """Bytes of the result alone, and at the peak of the run, over what was there before."""
+    book = accelerator.book
+    before = book.used(0)
+    book.reset_peak(0)
+    with torch.no_grad():
+        result = run()
+    kept, peak = book.used(0) - before, book.peak(0) - before
+    assert result.untyped_storage().nbytes() == kept
+    del result
+    assert book.used(0) == before
+    return kept, peak
+
+
+@everywhere()
+def test_a_chain_of_linears(accelerator: VirtualAccelerator) -> None:
+    chain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32)).to(accelerator.device(0))
+    weights = (64 * 256 + 256 + 256 * 32 + 32) * FLOAT
+    assert accelerator.book.used(0) == weights
+    given = torch.ones(8, 64, device=accelerator.device(0))
+    assert accelerator.book.used(0) == weights + 8 * 64 * FLOAT
+    hidden, output = 8 * 256 * FLOAT, 8 * 32 * FLOAT
+    # Sequential lets go of each input once the next output is there: before ReLU and after it is the most.
+    assert measure(accelerator, lambda: chain(given)) == (output, hidden + hidden)
+
+
+class Attention(nn.Module):
+    """One head, written out, so that every tensor is seen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.to_query, self.to_key, self.to_value = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.to_query(hidden), self.to_key(hidden), self.to_value(hidden)
+        scores = torch.bmm(query, key.transpose(1, 2))
+        weights = scores.softmax(-1)
+        return torch.bmm(weights, value)
+
+
+@everywhere()
+def test_attention(accelerator: VirtualAccelerator) -> None:
+    batch, tokens, width = 2, 48, 16
+    attention = Attention(width).to(accelerator.device(0))
+    given = torch.ones(batch, tokens, width, device=accelerator.device(0))
+    rows, scores = batch * tokens * width * FLOAT, batch * tokens * tokens * FLOAT
+    # The names live until forward returns: query, key, value, scores, weights and the output; the transpose is a view.
+    assert measure(accelerator, lambda: attention(given)) == (rows, 3 * rows + 2 * scores + rows)
+    fused = functional.scaled_dot_product_attention
+    # The fused one holds no scores.
+    assert measure(accelerator, lambda: fused(given, given, given)) == (rows, rows)
+
+
+class Residual(nn.Module):
+    """The block of a UNet, with names for what lives on."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, channels)
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = functional.silu(self.norm(images))
+        hidden = self.first(hidden)
+        hidden = self.second(functional.silu(hidden))
+        mixed: torch.Tensor = images + hidden
+        return mixed
+
+
+@everywhere()
+def test_a_residual_block(accelerator: VirtualAccelerator) -> None:
+    block = Residual(8).to(accelerator.device(0))
+    given = torch.ones(1, 8, 16, 16, device=accelerator.device(0))
+    image = 8 * 16 * 16 * FLOAT
+    # In `self.second(silu(hidden))` three are alive: hidden, its silu, and the result.
+    assert measure(accelerator, lambda: block(given)) == (image, 3 * image)
+
+
+@everywhere()
+def test_views_count_once_and_the_last_frees(accelerator: VirtualAccelerator) -> None:
+    book, before = accelerator.book, accelerator.book.used(1)
+    base = torch.ones(100, 10, device=accelerator.device(1))
+    views = [base.t(), base[3:], base.view(-1), base.expand(2, 100, 10), base.detach(), nn.Parameter(base)]
+    views += base.chunk(2)
+    assert book.used(1) - before == 1000 * FLOAT
+    assert accelerator.book.used(0) == 0
+    del base, views[1:]
+    assert book.used(1) - before == 1000 * FLOAT
+    views.clear()
+    assert book.used(1) == before
+
+
+@everywhere()
+def test_sizes_follow_types_and_writes(accelerator: VirtualAccelerator) -> None:
+    book, there, before = accelerator.book, accelerator.device(1), accelerator.book.used(1)
+    tensor = torch.zeros(10, device=there, dtype=torch.bfloat16)
+    assert book.used(1) - before == 20
+    tensor.add_(1)
+    tensor[2:] = 3
+    assert book.used(1) - before == 20
+    tensor = tensor.to(torch.float32)
+    assert book.used(1) - before == 40
+    tensor.resize_(50)
+    assert book.used(1) - before == 200
+    moved = tensor.cpu()
+    del tensor
+    assert (moved.numel(), book.used(1)) == (50, before)
+
+
+@everywhere()
+def test_a_module_gives_its_memory_back(accelerator: VirtualAccelerator) -> None:
+    before = accelerator.book.used(1)
+    module = nn.Linear(10, 10).to(accelerator.device(1))
+    assert accelerator.book.used(1) - before == 110 * FLOAT
+    module.to(torch.bfloat16)
+    assert accelerator.book.used(1) - before == 110 * 2
+    module.to("meta")
+    assert accelerator.book.used(1) == before
+
+
+@everywhere()
+def test_pickles_come_back_counted(accelerator: VirtualAccelerator) -> None:
+    before = accelerator.book.used(1)
+    tensor = pickle.loads(pickle.dumps(torch.ones(25, device=accelerator.device(1))))
+    assert accelerator.book.used(1) - before == tensor.nbytes == 100
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_of_memory_is_torchs_own_and_leaks_nothing(device: str) -> None:
+    def fill(accelerator: VirtualAccelerator) -> tuple[str, list[int], int]:
+        there, book = accelerator.device(0), accelerator.book
+        kept = torch.zeros(2**18, device=there)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(2**18, device=there) + torch.zeros(2**18, device=there)
+        caught_text = str(caught.value)
+        del caught
+        gc.collect()
+        used = [book.used(0)]
+        attempts: list[Callable[[], torch.Tensor]] = [
+            lambda: kept.repeat(4),
+            lambda: torch.zeros(2**20).to(there),
+            lambda: kept.new_empty(2**20),
+        ]
+        for attempt in attempts:
+            with pytest.raises(torch.OutOfMemoryError):
+                attempt()
+            gc.collect()
+            used.append(book.used(0))
+        other = torch.zeros(2**19, device=accelerator.device(1))
+        return caught_text, used, book.used(1) - other.nbytes
+
+    text, used, on_the_other = run_forked(device, fill, count=2, memory="3MiB")
+    assert "Tried to allocate 1.00 MiB" in text
+    assert "total capacity of 3.00 MiB" in text
+    assert "0 bytes is free" in text
+    assert "3.00 MiB is in use" in text
+    assert used == [2**20] * 4
+    assert on_the_other == 0
+
+
+def test_a_products_name_is_its_memory() -> None:
+    def read(accelerator: VirtualAccelerator) -> tuple[int | None, int]:
+        return accelerator.capacity_bytes, torch.accelerator.get_memory_info()[1]
+
+    assert run_forked("hpu", read, memory="gaudi1") == (32 * 10**9, 32 * 10**9)
+    assert run_forked("neuron", read, memory="trn2") == (24 * 2**30, 24 * 2**30)
+    assert run_forked("npu", read, memory="512MiB") == (2**29, 2**29)
