@@ -215,9 +215,7 @@ _writes_two(
     data=lambda x, y, a: setattr(x, "data", y),
 )  # fmt: skip
 
-BROKEN = {"data"}
-"""Left out until they work; test_tensors.py shows what is wrong with them."""
-NAMES = sorted(set(_OPERATIONS) - BROKEN)
+NAMES = sorted(_OPERATIONS)
 
 
 def _make_pool(device: torch.device) -> list[torch.Tensor]:

@@ -52,7 +52,9 @@ def test_a_narrowed_type_loses_its_digits_as_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "effect"), [("neuron", "error"), ("hpu", "wrong"), ("mps", None), ("xpu", None), ("npu", None)]
+    # Gaudi's is only inferred, and contradicted: it is on the sheet, and not enforced.
+    ("device", "effect"),
+    [("neuron", "error"), ("hpu", None), ("mps", None), ("xpu", None), ("npu", None)],
 )
 @pytest.mark.parametrize(
     "draw",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from tests.emulator.forks import KNOWN_TO_TORCH, UNKNOWN_TO_TORCH, Everywhere
+from tests.emulator.forks import KNOWN_TO_TORCH, Everywhere
 
 everywhere = Everywhere()
 
@@ -75,7 +75,7 @@ def test_modules_compute_what_the_host_computes(accelerator: VirtualAccelerator)
     compare(MODULES, accelerator.device(1))
 
 
-@everywhere(broken="torch picks fused cells by the device, and the CPU has none", on=("xpu", *UNKNOWN_TO_TORCH))
+@everywhere(broken="torch picks fused cells by the device, and the CPU has none", on=("xpu",))
 def test_recurrent_modules(accelerator: VirtualAccelerator) -> None:
     compare(RECURRENT, accelerator.device(1))
 

@@ -134,7 +134,7 @@ def test_a_generator_of_the_device_is_refused_on_the_host(accelerator: VirtualAc
         torch.randn(3, generator=torch.Generator(accelerator.device()))
 
 
-@everywhere(broken="a copy is a generator of the host, and pickle does not find the class")
+@everywhere()
 def test_generators_can_be_copied(accelerator: VirtualAccelerator) -> None:
     generator = torch.Generator(accelerator.device(1)).manual_seed(3)
     for again in (copy.deepcopy(generator), generator.clone_state(), pickle.loads(pickle.dumps(generator))):

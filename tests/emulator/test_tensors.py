@@ -104,7 +104,7 @@ def test_tensors_of_one_element_are_numbers(accelerator: VirtualAccelerator) -> 
     same(make(accelerator.device()), make(HOST))
 
 
-@everywhere(broken="a factory that reaches for a kernel of the device before it dispatches")
+@everywhere()
 def test_kaiser_window(accelerator: VirtualAccelerator) -> None:
     same(torch.kaiser_window(8, device=accelerator.device()), torch.kaiser_window(8))
 
@@ -177,7 +177,7 @@ def test_data_takes_another_tensor(accelerator: VirtualAccelerator) -> None:
     assert parameter.tolist() == [[5.0] * 3] * 3
 
 
-@everywhere(broken="both wrappers have one tensor inside, and the other one's shape is no longer that of its data")
+@everywhere()
 def test_data_has_a_shape_of_its_own(accelerator: VirtualAccelerator) -> None:
     first, second = torch.zeros(1, device=accelerator.device()), torch.ones(2, 3, device=accelerator.device())
     first.data = second
@@ -186,7 +186,7 @@ def test_data_has_a_shape_of_its_own(accelerator: VirtualAccelerator) -> None:
     assert (second + 1).shape == (2, 3)
 
 
-@everywhere(broken="set_data of the device's tensor to a tensor of the host")
+@everywhere()
 def test_data_moves_to_the_device(accelerator: VirtualAccelerator) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.data = parameter.data.to(accelerator.device())
@@ -194,7 +194,7 @@ def test_data_moves_to_the_device(accelerator: VirtualAccelerator) -> None:
     assert (parameter * 2).tolist() == [2, 2]
 
 
-@everywhere(broken="the host's data is copied to the device, where the tensor stays")
+@everywhere()
 def test_data_moves_back_to_the_host(accelerator: VirtualAccelerator) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, device=accelerator.device()))
     parameter.data = parameter.data.cpu()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.cells import SUBSTITUTES
 from anyaccel.emulator.generator import place_of
 from anyaccel.emulator.limits import LimitBook, OperationFacts, read_operation
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
@@ -17,6 +19,7 @@ __all__ = ["dispatch"]
 
 _FACTS: dict[Any, OperationFacts] = {}
 _HOST = torch.device("cpu")
+_LENDING = threading.Lock()
 # Operations that may take tensors of the host beside those of the device.
 _MOVES = {"copy_", "_to_copy"}
 _MAY_MIX = {*_MOVES, "index"}
@@ -87,7 +90,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if draws and not facts.takes_generator:
         result = _draw_apart(accelerator, func, plain_args, plain_kwargs, target)
     else:
-        result = func(*plain_args, **plain_kwargs)
+        result = SUBSTITUTES.get(facts.name, func)(*plain_args, **plain_kwargs)
     if accelerator.enforcing and not traced and not _is_fake(result):
         result = _enforce(accelerator, facts, plain_args, plain_kwargs, result, target, call)
     return _wrap_result(result, target, call, facts)
@@ -141,13 +144,14 @@ def _use_own_generator(
 def _draw_apart(accelerator: VirtualAccelerator, func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
     """An operation that takes no generator draws from the host's: lend it the device's state, and put it back."""
     own, host = accelerator.generators[target.index or 0], torch.default_generator
-    kept = host.get_state()
-    host.set_state(own.get_state())
-    try:
-        return func(*args, **kwargs)
-    finally:
-        own.set_state(host.get_state())
-        host.set_state(kept)
+    with _LENDING:
+        kept = host.get_state()
+        host.set_state(own.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            own.set_state(host.get_state())
+            host.set_state(kept)
 
 
 def _enforce(

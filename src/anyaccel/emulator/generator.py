@@ -34,6 +34,10 @@ class VirtualGenerator(_CpuGenerator):
     def __reduce__(self) -> Any:
         return _rebuild_generator, (str(self.device), self.get_state())
 
+    def clone_state(self) -> VirtualGenerator:
+        """A generator of the same device in the same state."""
+        return _make_generator(self.device, self.get_state())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGenerator:
         return _make_generator(self.device, self.get_state())
 

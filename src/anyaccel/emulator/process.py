@@ -33,7 +33,7 @@ def run_forked(
 ) -> T:
     """Call `function(accelerator)` in a process of its own that has the virtual device, and give its result.
 
-    An error of the function is raised here as it is, with the other process's traceback as a note in its text.
+    An error of the function is raised here as it is, with the other process's traceback as a note from Python 3.11 on.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -76,7 +76,9 @@ def _work(sender: Connection, device: str, function: Callable[[VirtualAccelerato
 
 
 def _pack_error(error: BaseException) -> bytes:
-    """The error itself where it can be pickled, else its words."""
+    """The error itself where it can be pickled, with where it was raised as a note, else its words."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note("".join(traceback.format_exception(error)))
     try:
         message = pickle.dumps((False, error))
         pickle.loads(message)

@@ -19,12 +19,15 @@ __all__ = ["install_seams"]
 
 def install_seams(accelerator: VirtualAccelerator) -> None:
     """Put every seam in place; they stay until the process ends and leave other devices alone."""
-    for name in ("tensor", "as_tensor", "asarray"):
+    torch.utils._device._device_constructors()  # a cached set of functions: filled before some are replaced
+    for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
         setattr(torch, name, _build_on_host(getattr(torch, name), accelerator))
     for place in (torch, torch.random):
         vars(place)["manual_seed"] = _seed_too(torch.random.manual_seed, accelerator)
     _build_from_device_numbers()
     torch.nn.Module._apply = _move_modules(torch.nn.Module._apply)  # type: ignore[method-assign]
+    torch.Tensor.data = _replace_data()  # type: ignore[assignment]
+    _load_to_device(accelerator)
     _answer_for_accelerator(accelerator)
     _load_safetensors(accelerator)
 
@@ -127,6 +130,50 @@ def _seed_too(seed_host: Callable[[Any], Any], accelerator: VirtualAccelerator) 
         return seed_host(seed)
 
     return seed_all
+
+
+def _replace_data() -> property:
+    """`parameter.data = …` gives a virtual tensor other data inside, and takes a tensor of the host to the device."""
+    plain: Any = torch._C.TensorBase.data
+
+    def write(self: torch.Tensor, value: torch.Tensor) -> None:
+        here, there = isinstance(self, VirtualTensor), isinstance(value, VirtualTensor)
+        if isinstance(self, VirtualTensor) and isinstance(value, VirtualTensor):
+            plain.__set__(self, value)
+            self._inner = value._inner.detach()
+        elif here or there:
+            fresh = value.detach()
+            if isinstance(self, torch.nn.Parameter):
+                fresh = torch.nn.Parameter(fresh, self.requires_grad)
+            torch.utils.swap_tensors(self, fresh)
+        else:
+            plain.__set__(self, value)
+
+    return property(plain.__get__, write)
+
+
+def _load_to_device(accelerator: VirtualAccelerator) -> None:
+    """`torch.load(…, map_location=device)`: there is no storage on such a device, so read to the host and move."""
+    original = torch.load
+
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(map_location, str | torch.device) or not _is_ours(map_location, accelerator):
+            return original(f, map_location, *args, **kwargs)
+        moved: dict[int, Any] = {}
+
+        def move(value: Any) -> Any:
+            if id(value) not in moved:
+                there = value.to(map_location)
+                moved[id(value)] = (
+                    torch.nn.Parameter(there, value.requires_grad) if isinstance(value, torch.nn.Parameter) else there
+                )
+            return moved[id(value)]
+
+        loaded = original(f, "cpu", *args, **kwargs)
+        return torch.utils._pytree.tree_map_only((torch.Tensor, torch.nn.Module), move, loaded)
+
+    torch.load = torch.serialization.load = load
 
 
 def _answer_for_accelerator(accelerator: VirtualAccelerator) -> None:

@@ -86,18 +86,6 @@ class VirtualTensor(torch.Tensor):
         shown = repr(self._inner.detach())
         return f"{shown[:-1]}, device='{self.device}')"
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The same data, outside the graph."""
-        return self.detach()
-
-    @data.setter
-    def data(self, other: torch.Tensor) -> None:
-        """Take another tensor's data, shape and device, as torch does."""
-        given = other if isinstance(other, VirtualTensor) else wrap(other.detach().clone(), self.device)
-        torch.Tensor.data.__set__(self, given)  # type: ignore[attr-defined]
-        self._inner = given._inner
-
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 

@@ -1,0 +1,31 @@
+"""Recurrent cells in plain operations: torch picks fused ones by the device's type, and the CPU has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["SUBSTITUTES"]
+
+
+def run_lstm_cell(gates: Any, hidden_gates: Any, cell: Any, bias: Any = None, hidden_bias: Any = None) -> Any:
+    """One step of a long short-term memory."""
+    gates = gates + hidden_gates if bias is None else gates + bias + hidden_gates + hidden_bias
+    enter, forget, new, leave = gates.chunk(4, 1)
+    cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * cell.tanh(), cell, gates
+
+
+def run_gru_cell(gates: Any, hidden_gates: Any, hidden: Any, bias: Any = None, hidden_bias: Any = None) -> Any:
+    """One step of a gated recurrent unit."""
+    if bias is not None:
+        gates, hidden_gates = gates + bias, hidden_gates + hidden_bias
+    reset, update, new = gates.chunk(3, 1)
+    hidden_reset, hidden_update, hidden_new = hidden_gates.chunk(3, 1)
+    reset, update = (reset + hidden_reset).sigmoid(), (update + hidden_update).sigmoid()
+    new = (new + reset * hidden_new).tanh()
+    return new + update * (hidden - new), torch.cat([reset, update, new, hidden, hidden_new], 1)
+
+
+SUBSTITUTES: dict[str, Any] = {"_thnn_fused_lstm_cell": run_lstm_cell, "_thnn_fused_gru_cell": run_gru_cell}
