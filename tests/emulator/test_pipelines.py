@@ -3,11 +3,12 @@
 Here every recipe runs on one device; `make test-slow` and `make sweep` run all of them on all six.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler
+from diffusers import DiffusionPipeline, EulerDiscreteScheduler, UNet2DConditionModel
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.ledger import Row
@@ -116,3 +117,28 @@ def test_diffusers_own_path_to_gaudi_runs() -> None:
         )
 
     assert run_forked("hpu", use) == ("1", "1", "virtual Intel Gaudi (HPU)")
+
+
+@pytest.mark.parametrize("device", ["hpu", "neuron"])
+def test_diffusers_loads_to_the_device_and_offloads_from_it(device: str, tmp_path: Path) -> None:
+    """Straight to the device by `device_map`, there and back by a component, and a layer at a time."""
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, list[float]]:
+        recipe = recipes()["stable-diffusion"]
+        pipe: Any = recipe.make()
+        expected = run(recipe, pipe)
+        pipe.save_pretrained(tmp_path)
+        load: Any = DiffusionPipeline.from_pretrained
+        load_unet: Any = UNet2DConditionModel.from_pretrained
+        unet = load_unet(tmp_path / "unet", device_map={"": accelerator.name})
+        loaded = load(tmp_path, unet=unet, safety_checker=None)
+        offloaded = [load(tmp_path, safety_checker=None) for _ in range(2)]
+        offloaded[0].enable_model_cpu_offload(device=accelerator.name)
+        offloaded[1].enable_sequential_cpu_offload(device=accelerator.name)
+        loaded.to(accelerator.device())
+        seen = [run(recipe, pipe) for pipe in (loaded, *offloaded)]
+        return str(unet.device), [float(abs(picture - expected).max()) for picture in seen]
+
+    place, differences = run_forked(device, use)
+    assert place == f"{device}:0"
+    assert max(differences) < 1e-4

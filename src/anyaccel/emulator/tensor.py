@@ -32,8 +32,13 @@ class VirtualTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device, requires_grad: bool = False) -> VirtualTensor:
-        """Wrap a CPU tensor; its storage is shared, so that views alias."""
+    def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
+        """Wrap a CPU tensor; its storage is shared, so that views alias.
+
+        Without a device it is somebody who makes a parameter of the class of another one, as accelerate's offload does.
+        """
+        if device is None:
+            return torch.nn.Parameter(inner, requires_grad)
         wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -62,7 +67,8 @@ class VirtualTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], device: torch.device, outer_size: Any, outer_stride: Any
     ) -> VirtualTensor:
-        return VirtualTensor(inner_tensors["_inner"], device)
+        rebuilt: VirtualTensor = VirtualTensor(inner_tensors["_inner"], device)
+        return rebuilt
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refused, as on hardware: the data is not where NumPy could read it."""
@@ -149,4 +155,5 @@ def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
         inner = inner.resolve_conj().resolve_neg()
     if inner.layout is torch.strided and type(inner) is torch.Tensor:
         active().book.add(inner, device.index or 0)
-    return VirtualTensor(inner, device)
+    wrapper: VirtualTensor = VirtualTensor(inner, device)
+    return wrapper
