@@ -38,7 +38,7 @@ EXCUSED = {
     (
         "attend-and-excite",
         "*",
-    ): "needs gradients while it denoises, which virtual devices do not give through attention",
+    ): "needs gradients as it denoises, which virtual devices do not give through attention",
     ("wuerstchen-prior", "mps"): _UNWRITTEN,
     ("wuerstchen-combined", "mps"): _UNWRITTEN,
     ("stable-diffusion-self-attention-guidance", "mps"): _UNWRITTEN,

@@ -113,7 +113,7 @@ def test_what_the_seed_documents_say_is_on_the_sheets() -> None:
 
 
 def test_the_calibration_of_neuron() -> None:
-    """Calibration: float64, random numbers and data-dependent shapes failed there; int64 is narrowed, never an error."""
+    """Float64, random numbers and data-dependent shapes failed there; int64 is narrowed, never an error."""
     neuron = anyaccel.sheet("neuron")
     effects = {name: limit.effect for name, limit in neuron.limits(Limit).items()}
     assert effects["dtypes.float64"] == "error"
