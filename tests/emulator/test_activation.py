@@ -77,6 +77,9 @@ def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: P
         ("neuron:0", "at least one device"),
         ("hpu,memory=lots", "'lots' is no size of a memory"),
         ("cuda", "there is no virtual cuda; hint: take one of"),
+        ("mps,strict,strict", "cannot be read"),
+        ("mps,memory=1GiB,memory=2GiB", "cannot be read"),
+        ("mps,memory=1e99GiB", "is no size of a memory"),
     ],
 )
 def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> None:
@@ -86,6 +89,29 @@ def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> Non
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/ledger.json", "."])
+def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str) -> None:
+    done = run_program("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
+    assert done.returncode == 2
+    assert "is no file that can be written" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_program_that_a_program_starts_has_a_ledger_of_its_own(tmp_path: Path) -> None:
+    """And the path is where it was at the start, wherever the program goes."""
+    code = """
+        import os, subprocess, sys, torch
+        os.chdir("/")
+        torch.ones(2, device="mps").double()
+        subprocess.run([sys.executable, "-W", "ignore", "-c", "import torch; torch.ones(2, device='mps').tolist()"])
+    """
+    done = run_program(code, ANYACCEL_VIRTUAL="mps", ANYACCEL_VIRTUAL_LEDGER=str(tmp_path / "ledger.json"))
+    assert done.returncode == 0, done.stderr
+    limits = {path.name: [row["limit"] for row in json.loads(path.read_text())] for path in tmp_path.iterdir()}
+    assert limits.pop("ledger.json") == ["dtypes.float64"]
+    assert list(limits.values()) == [["host_round_trip"]]
 
 
 def test_without_the_variable_torch_loads_nothing_of_ours_but_a_few_lines() -> None:
@@ -189,6 +215,8 @@ def test_errors_of_a_call() -> None:
         ({"name": "toaster"}, UnknownDeviceError),
         ({"name": "cpu"}, UsageError),
         ({"name": "hpu", "count": 0}, UsageError),
+        ({"name": "hpu", "count": "2"}, UsageError),
+        ({"name": "hpu", "memory": float("inf")}, UsageError),
         ({"name": "hpu", "memory": "-1GiB"}, UsageError),
     ]:
         with pytest.raises(kind), anyaccel.virtual(**arguments):  # type: ignore[arg-type]

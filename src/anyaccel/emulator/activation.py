@@ -45,8 +45,10 @@ def virtual(
 
 def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
     """The same without an end."""
-    if count < 1:
-        raise UsageError(f"a virtual accelerator has at least one device, not {count}", hint="count=1")
+    if not isinstance(count, int) or count < 1:
+        raise UsageError(f"a virtual accelerator has at least one device, not {count!r}", hint="count=1")
+    if not isinstance(memory, str | int | None):
+        raise UsageError(f"{memory!r} is no size of a memory", hint="write it as 16GiB, 96GB or a number of bytes")
     sheet, capacity = _read_product(find_sheet(name), memory)
     if not sheet.can_be_virtual:
         raise UsageError(f"there is no virtual {name}", hint=f"take one of {', '.join(_offer())}")
@@ -114,7 +116,10 @@ def parse_request(text: str) -> tuple[str, int, str | None, bool]:
     if match is None:
         raise problem
     memory, strict = None, False
-    for option in filter(None, match["options"].split(",")):
+    options = list(filter(None, match["options"].split(",")))
+    if len({option.split("=")[0] for option in options}) < len(options):
+        raise problem
+    for option in options:
         if option == "strict":
             strict = True
         elif option.startswith("memory="):

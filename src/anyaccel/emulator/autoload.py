@@ -38,7 +38,22 @@ def _start(request: str) -> None:
     from anyaccel.emulator.activation import parse_request, start
 
     name, count, memory, strict = parse_request(request)
+    path = _find_ledger_path()
     accelerator = start(name, count=count, memory=memory, strict=strict)
-    path = os.environ.get(LEDGER_VARIABLE)
     if path:
         atexit.register(accelerator.ledger.write, path)
+
+
+def _find_ledger_path() -> str:
+    """Where the ledger goes, wherever the program goes; what the program starts writes beside it, by its number."""
+    named = os.environ.get(LEDGER_VARIABLE, "")
+    if not named:
+        return ""
+    from anyaccel.errors import UsageError
+
+    path = os.path.abspath(named)
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
+        raise UsageError(f"{LEDGER_VARIABLE}={named!r} is no file that can be written", hint="name a file in a folder")
+    owner = os.environ.setdefault(f"{LEDGER_VARIABLE}_OWNER", str(os.getpid()))
+    stem, ending = os.path.splitext(path)
+    return path if owner == str(os.getpid()) else f"{stem}.{os.getpid()}{ending}"

@@ -32,6 +32,9 @@ class MemoryBook:
             known = self._alive.get(key)
             if known is not None and known[0]() is not None:
                 if known[2] != size:  # resized in place
+                    grown = size - known[2]
+                    if self.capacity_bytes is not None and self._used[known[1]] + grown > self.capacity_bytes:
+                        raise self._out_of_memory(grown, known[1])
                     self._used[known[1]] += size - known[2]
                     self._alive[key] = (known[0], known[1], size)
                     self._peak[known[1]] = max(self._peak[known[1]], self._used[known[1]])
@@ -78,7 +81,7 @@ def parse_size(text: str) -> int:
         amount = float(digits)
     except ValueError:
         amount = -1.0
-    if unit not in _UNITS or not 0 < amount < float("inf"):
+    if unit not in _UNITS or not 0 < amount * _UNITS[unit] < 2**60:
         raise UsageError(f"{text!r} is no size of a memory", hint="write it as 16GiB, 96GB or 512MiB")
     return int(amount * _UNITS[unit])
 
