@@ -48,6 +48,12 @@ def test_any_program_gets_the_device_by_the_environment_alone(device: str, tmp_p
     assert set(rows[0]) == {"limit", "effect", "operation", "file", "line", "count", "step"}
 
 
+def test_a_program_without_a_file_has_lines_too() -> None:
+    start = "import anyaccel, torch\nwith anyaccel.virtual('mps') as v:\n"
+    code = f"{start}    torch.ones(2, device='mps').double()\nprint(v.ledger)"
+    assert run_program(code).stdout.rstrip().endswith("<string>:3")
+
+
 def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: Path) -> None:
     """The script knows diffusers alone."""
     ledger = tmp_path / "ledger.json"

@@ -20,6 +20,8 @@ from anyaccel.backends.claim import Effect
 
 __all__ = ["Ledger", "Row"]
 
+_TYPED_IN = ("<stdin>", "<string>")
+"""What Python calls a program that was typed in or given by `-c`."""
 _EMULATOR = str(Path(__file__).parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
@@ -127,6 +129,8 @@ def _read_step(frame: FrameType) -> int | None:
 @lru_cache(maxsize=4096)
 def _is_machinery(filename: str) -> bool:
     """Whether a file is torch's, ours or the interpreter's, and so never where a fault lies."""
+    if filename in _TYPED_IN:
+        return False
     if filename.startswith(("<", _EMULATOR)):
         return True
     if filename.startswith(_SITE_PACKAGES):
