@@ -30,13 +30,24 @@ if TYPE_CHECKING:
     from anyaccel.backends.portable import synchronize as synchronize
     from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
+    from anyaccel.planning.plan import Plan as Plan
+    from anyaccel.runtime.loading import AutoPipelineForImage2Image as AutoPipelineForImage2Image
+    from anyaccel.runtime.loading import AutoPipelineForInpainting as AutoPipelineForInpainting
+    from anyaccel.runtime.loading import AutoPipelineForText2Image as AutoPipelineForText2Image
+    from anyaccel.runtime.loading import DiffusionPipeline as DiffusionPipeline
+    from anyaccel.runtime.pipeline import place as place
 
 _HOMES = {
     "AnyaccelError": "anyaccel.errors",
+    "AutoPipelineForImage2Image": "anyaccel.runtime.loading",
+    "AutoPipelineForInpainting": "anyaccel.runtime.loading",
+    "AutoPipelineForText2Image": "anyaccel.runtime.loading",
     "Backend": "anyaccel.backends",
     "Device": "anyaccel.backends.availability",
+    "DiffusionPipeline": "anyaccel.runtime.loading",
     "Driver": "anyaccel.backends",
     "Memory": "anyaccel.backends",
+    "Plan": "anyaccel.planning.plan",
     "Sheet": "anyaccel.backends",
     "adjust_dtype": "anyaccel.backends.portable",
     "device_count": "anyaccel.backends.portable",
@@ -47,6 +58,7 @@ _HOMES = {
     "max_memory": "anyaccel.backends.portable",
     "memory": "anyaccel.backends.portable",
     "open_device": "anyaccel.backends.device",
+    "place": "anyaccel.runtime.pipeline",
     "randn": "anyaccel.backends.portable",
     "reset_peak_memory": "anyaccel.backends.portable",
     "sheet": "anyaccel.backends.device",

@@ -4,12 +4,15 @@
     ├── UsageError                exit status 2: the call was wrong (also a ValueError)
     │   ├── UnknownDeviceError    no backend has that name
     │   ├── UnknownDtypeError     torch has no such number type
-    │   └── UnknownProductError   no sheet lists that product
+    │   ├── UnknownProductError   no sheet lists that product
+    │   ├── UnknownComponentError the pipeline has no component of that name
+    │   └── ModelError            what was named is no model, or one that is broken or not trusted
     ├── DeviceUnavailableError    exit status 1: the device is known, and not here (also a RuntimeError)
     ├── LimitError                exit status 1: a virtual device refuses what the real one cannot do (a RuntimeError)
     │   └── LimitTypeError        the same where the real device raises a TypeError
     ├── VirtualDeviceError        a virtual device cannot be had here, or not beside another
     │   └── RealDeviceError       the real one is here, and wins
+    ├── NotFiniteError            exit status 1: the picture is not finite, in float32 neither (also an ArithmeticError)
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
@@ -27,9 +30,12 @@ __all__ = [
     "DeviceUnavailableError",
     "LimitError",
     "LimitTypeError",
+    "ModelError",
+    "NotFiniteError",
     "NotMeasurableError",
     "PluginError",
     "RealDeviceError",
+    "UnknownComponentError",
     "UnknownDeviceError",
     "UnknownDtypeError",
     "UnknownProductError",
@@ -79,6 +85,14 @@ class UnknownProductError(UsageError):
     """No sheet lists that product."""
 
 
+class UnknownComponentError(UsageError):
+    """The pipeline has no component of that name."""
+
+
+class ModelError(UsageError):
+    """What was named is no model, or one that is broken or not trusted."""
+
+
 class DeviceUnavailableError(AnyaccelError, RuntimeError):
     """The device is known, and this machine does not have it."""
 
@@ -101,6 +115,12 @@ class VirtualDeviceError(AnyaccelError, RuntimeError):
 
 class RealDeviceError(VirtualDeviceError):
     """The real device, or its software, is here, and wins over a virtual one."""
+
+
+class NotFiniteError(AnyaccelError, ArithmeticError):
+    """The picture is not finite, and is not in float32 either."""
+
+    exit_status = 1
 
 
 class NotMeasurableError(AnyaccelError, RuntimeError):

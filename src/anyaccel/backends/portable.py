@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "adjust_dtype",
     "device_count",
+    "dtype_name",
+    "dtype_of",
     "empty_cache",
     "manual_seed",
     "max_memory",
@@ -39,13 +41,13 @@ def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.
     Answers for devices that are not here too, from their sheets; a device that is here is asked where its sheet leaves
     the type in doubt. A type that nothing can stand in for, such as fp8, comes back as it is.
     """
-    name = _dtype_name(dtype)
+    name = dtype_name(dtype)
     known = open_device(device).sheet if str(device) == "auto" else sheet(device)
     answer = known.dtype(name)
     doubted = isinstance(answer, DtypeLimit) and (answer.conditional or answer.contradicted_by)
     if doubted and is_available(known.name):
         known = open_device(device).sheet
-    return _dtype_of(known.adjusted_dtype(name))
+    return dtype_of(known.adjusted_dtype(name))
 
 
 def randn(
@@ -65,10 +67,10 @@ def randn(
 
     size = _check_shape(shape)
     opened = open_device(device)
-    asked = torch.get_default_dtype() if dtype is None else _dtype_of(_dtype_name(dtype))
+    asked = torch.get_default_dtype() if dtype is None else dtype_of(dtype_name(dtype))
     if not asked.is_floating_point:
         raise UsageError(f"noise has a floating type, not {asked}", hint="for example float32 or bfloat16")
-    kind, target = _dtype_of(opened.sheet.adjusted_dtype(_dtype_name(asked))), opened.torch_device
+    kind, target = dtype_of(opened.sheet.adjusted_dtype(dtype_name(asked))), opened.torch_device
     place = target if opened.sheet.rng_on_device else torch.device("cpu")
     if generator is None or isinstance(generator, torch.Generator):
         noise = _draw(size, generator, place)
@@ -155,13 +157,13 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
         )
 
 
-def _dtype_name(dtype: str | torch.dtype) -> str:
+def dtype_name(dtype: str | torch.dtype) -> str:
     """`float64`, from `"float64"`, `"fp64"`, `"torch.float64"` or `torch.float64`."""
     name = str(dtype).removeprefix("torch.")
-    return str(_dtype_of(_SHORT_NAMES.get(name, name))).removeprefix("torch.")
+    return str(dtype_of(_SHORT_NAMES.get(name, name))).removeprefix("torch.")
 
 
-def _dtype_of(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
     import torch
 
     kind = getattr(torch, name, None)

@@ -14,7 +14,7 @@ from anyaccel.backends.claim import Answer, Claim, DtypeLimit, Limit, OperationL
 from anyaccel.backends.requirement import Requirement
 from anyaccel.errors import UnknownProductError, nearest
 
-__all__ = ["Compiler", "Distributed", "DtypeOrder", "Dtypes", "Product", "Sheet", "Variable"]
+__all__ = ["Compiler", "Distributed", "DtypeOrder", "Dtypes", "Mode", "Product", "Sheet", "Variable"]
 
 LimitT = TypeVar("LimitT", bound=Limit)
 
@@ -66,6 +66,20 @@ class Variable(Claim):
     value: str
     """The value that diffusion needs; empty where it is left to the user."""
     when: Literal["before_import", "before_run", "by_user"]
+    switch: str = ""
+    """The wish that turns it off: `hpu_migration`; empty where it is always set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode(Claim):
+    """One way in which the vendor's software executes, chosen before it is imported."""
+
+    name: str
+    """`eager`, `lazy`."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """The variables that choose it, with their values: `(("PT_HPU_LAZY_MODE", "0"),)`."""
+    captures: bool = False
+    """Whether the denoiser is recorded as a graph of the device and replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +150,8 @@ class Sheet:
 
     compiler: Compiler | Unknown
     distributed: Distributed | Unknown
+    modes: tuple[Mode, ...] = ()
+    """The ways in which it executes, the default first; empty where there is one."""
     modules: tuple[str, ...] = ()
     """Imported before the first use, so that torch learns of the device."""
     variables: tuple[Variable, ...] = ()

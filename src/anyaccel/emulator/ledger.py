@@ -5,16 +5,19 @@ One row a site: the limit, its effect, the operation, the line of the pipeline's
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import sys
 import sysconfig
+import textwrap
 import threading
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 from anyaccel.backends.claim import Effect
 
@@ -22,7 +25,7 @@ __all__ = ["Ledger", "Row"]
 
 _TYPED_IN = ("<stdin>", "<string>")
 """What Python calls a program that was typed in or given by `-c`."""
-_EMULATOR = str(Path(__file__).parent) + os.sep
+_OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in ("emulator", "runtime"))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
 
@@ -120,10 +123,33 @@ def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
 
 
 def _read_step(frame: FrameType) -> int | None:
-    """The loop variable of a denoising loop: every pipeline of diffusers counts its timesteps in `i`."""
+    """The number of the step, if the frame is inside its denoising loop now: `for i, t in enumerate(timesteps)`.
+
+    Every pipeline of diffusers counts in `i`; one that does not count is at step 0 as long as it loops.
+    """
+    if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
+        return None
+    loops = _find_loops(frame.f_code)
+    if not any(first <= frame.f_lineno <= last for first, last in loops):
+        return None
     step = frame.f_locals.get("i")
-    owner = frame.f_locals.get("self")
-    return step if isinstance(step, int) and owner is not None and "t" in frame.f_locals else None
+    return step if isinstance(step, int) else 0
+
+
+@lru_cache(maxsize=1024)
+def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """The first and the last line of each body that loops over `t` in a function; none if its source is not there."""
+    try:
+        lines, start = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, IndentationError):
+        return ()
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "t" in _names(node.target)]
+    return tuple((loop.body[0].lineno + start - 1, (loop.end_lineno or 0) + start - 1) for loop in loops)
+
+
+def _names(target: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 @lru_cache(maxsize=4096)
@@ -131,7 +157,7 @@ def _is_machinery(filename: str) -> bool:
     """Whether a file is torch's, ours or the interpreter's, and so never where a fault lies."""
     if filename in _TYPED_IN:
         return False
-    if filename.startswith(("<", _EMULATOR)):
+    if filename.startswith(("<", *_OURS)):
         return True
     if filename.startswith(_SITE_PACKAGES):
         return filename[len(_SITE_PACKAGES) :].startswith(("torch" + os.sep, "accelerate" + os.sep))

@@ -1,0 +1,8 @@
+"""Deciding: a sheet, facts about a model and a user's wishes become a plan. Nothing here touches a device or torch."""
+
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.planning.wishes import Wishes
+
+__all__ = ["ComponentFacts", "Decision", "Facts", "Plan", "Wishes", "make_plan"]

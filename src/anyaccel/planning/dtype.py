@@ -1,0 +1,89 @@
+"""Which number type a pipeline runs in, and what stands in for the types that a device lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anyaccel.backends.claim import DtypeLimit, Limit
+from anyaccel.backends.sheet import Sheet
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.facts import Facts
+from anyaccel.planning.wishes import Wishes
+
+__all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements"]
+
+HALF_PRECISIONS = ("float16", "bfloat16")
+WORTH_HALF = 0.8
+"""Half precision is taken where it needs at most this share of float32's time."""
+_MAY_BE_LACKING = ("float64", "int64", "complex128", "complex64")
+
+
+def choose_dtype(
+    sheet: Sheet, facts: Facts, wishes: Wishes, half_precision_cost: Mapping[str, float] | None = None
+) -> Decision[str]:
+    """The type of the weights: what the user asked for, what they have if it is a half precision, or the device's best.
+
+    `half_precision_cost` is the time of a half precision as a share of float32's, where it was measured.
+    """
+    if wishes.dtype is not None:
+        return _as_far_as_it_goes(sheet, wishes.dtype, f"{wishes.dtype} was asked for")
+    chosen_before = facts.dtypes & set(HALF_PRECISIONS)
+    if len(chosen_before) == 1 and not half_precision_cost:
+        loaded = next(iter(chosen_before))
+        return _as_far_as_it_goes(sheet, loaded, f"the weights are loaded in {loaded}")
+    if half_precision_cost:
+        return _by_measure(half_precision_cost)
+    for name in sheet.default_dtypes.order:
+        if not _refuses(sheet, name):
+            return Decision(name, f"{sheet.default_dtypes.says} ({sheet.default_dtypes.source})")
+    return Decision("float32", "nothing smaller is known to work here")
+
+
+def _by_measure(cost: Mapping[str, float]) -> Decision[str]:
+    best = min(cost, key=lambda name: cost[name])
+    figures = ", ".join(f"{name} takes {share:.2g} times float32's time" for name, share in sorted(cost.items()))
+    if cost[best] <= WORTH_HALF:
+        return Decision(best, f"measured on this host: {figures}")
+    return Decision("float32", f"measured on this host: {figures}, so that it saves nothing")
+
+
+def _refuses(sheet: Sheet, name: str) -> bool:
+    answer = sheet.dtype(name)
+    return isinstance(answer, Limit) and not answer.conditional and answer.effect in ("error", "wrong")
+
+
+def _as_far_as_it_goes(sheet: Sheet, name: str, reason: str) -> Decision[str]:
+    """The type itself, or what the sheet puts in its place."""
+    answer = sheet.dtype(name)
+    instead = sheet.adjusted_dtype(name)
+    if instead == name or not isinstance(answer, Limit):
+        return Decision(name, reason)
+    return Decision(instead, f"{reason}, and the device lacks it: {answer.says}")
+
+
+def choose_component_dtypes(sheet: Sheet, facts: Facts, chosen: str) -> Decision[tuple[tuple[str, str], ...]]:
+    """The type of each model where it differs from the pipeline's: quantized weights stay as they are."""
+    kept = tuple((component.name, component.dtype) for component in facts.components if component.quantized)
+    reason = "quantized weights are moved and not cast" if kept else "all models run in one type"
+    return Decision(kept, reason)
+
+
+def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
+    """What stands in for the number types that the device lacks, wherever they arise: `(("float64", "float32"), …)`.
+
+    A type with nothing to stand in for it, such as complex numbers, maps to `pairs` where it is refused: two real
+    tensors, one for each part.
+    """
+    replaced: list[tuple[str, str]] = []
+    for name in _MAY_BE_LACKING:
+        answer = sheet.dtype(name)
+        if not isinstance(answer, DtypeLimit) or answer.conditional or answer.effect == "slow":
+            continue
+        if answer.becomes:
+            replaced.append((name, answer.becomes))
+        elif name.startswith("complex") and answer.effect != "narrowed":
+            replaced.append((name, "pairs"))
+    if any(pair == ("complex64", "pairs") for pair in replaced):
+        replaced = [pair for pair in replaced if pair[0] != "complex128"] + [("complex128", "pairs")]
+    reasons = [sheet.dtype(name).says for name, _ in replaced]
+    return Decision(tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device takes them all")

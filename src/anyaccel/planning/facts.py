@@ -1,0 +1,43 @@
+"""Facts: what a plan needs to know of a pipeline, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ComponentFacts", "Facts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentFacts:
+    """One model of a pipeline: its denoiser, an encoder, its autoencoder."""
+
+    name: str
+    """As the pipeline calls it: `unet`, `text_encoder_2`."""
+    kind: str
+    """The class: `UNet2DConditionModel`."""
+    dtype: str
+    """The type of its weights now: `float32`."""
+    parameters: int
+    denoises: bool = False
+    """Whether it takes a timestep, and so runs at every step."""
+    quantized: bool = False
+    """Whether its weights are quantized, so that it can be moved and not cast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A pipeline, as far as a plan depends on it."""
+
+    pipeline: str
+    """The class: `StableDiffusionXLPipeline`."""
+    components: tuple[ComponentFacts, ...] = ()
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The floating types that its weights have now."""
+        return frozenset(component.dtype for component in self.components)
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        """The names of the models that run at every step."""
+        return tuple(component.name for component in self.components if component.denoises)

@@ -1,0 +1,134 @@
+"""The plan: every decision about one pipeline on one device, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from anyaccel.backends.claim import Quirk
+from anyaccel.backends.sheet import Sheet
+from anyaccel.planning.attention import AttentionRule, choose_attention
+from anyaccel.planning.batch import choose_images_per_call
+from anyaccel.planning.compile import CompileRule, choose_compile, choose_mode
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
+from anyaccel.planning.facts import Facts
+from anyaccel.planning.noise import choose_noise
+from anyaccel.planning.repair import choose_repairs
+from anyaccel.planning.schedule import choose_schedule
+from anyaccel.planning.wishes import Wishes
+
+__all__ = ["Plan", "make_plan"]
+
+_BYTES = {"float64": 8, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is done for a pipeline on a device; `print(plan)` tells all of it."""
+
+    pipeline: str
+    device: str
+    """`neuron:0`."""
+    title: str
+    """`AWS Neuron (Trainium, Inferentia)`."""
+    virtual: bool
+    """Whether the device is a virtual one, so that nothing said here is about hardware."""
+
+    mode: Decision[str]
+    dtype: Decision[str]
+    component_dtypes: Decision[tuple[tuple[str, str], ...]]
+    replacements: Decision[tuple[tuple[str, str], ...]]
+    noise: Decision[str]
+    schedule: Decision[str]
+    attention: Decision[AttentionRule]
+    images_per_call: Decision[int | None]
+    repairs: Decision[tuple[str, ...]]
+    bf16_attention: Decision[bool]
+    compile: Decision[CompileRule]
+    prime: Decision[bool]
+    watch: Decision[bool]
+    compiled: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
+    buckets: Decision[tuple[str, ...]] = Decision((), "no size has been run yet")
+
+    def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
+        """Each decision with its name."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Decision):
+                yield field.name, value
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON would have it."""
+        return {
+            "pipeline": self.pipeline,
+            "device": self.device,
+            "title": self.title,
+            "virtual": self.virtual,
+            "decisions": [
+                {"name": name, "value": str(decision), "reason": decision.reason} for name, decision in self.decisions()
+            ],
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.pipeline} on {self.device}: {self.title}{' (virtual)' if self.virtual else ''}"
+        lines = [f"  {name:17} {str(decision)!s:34} {decision.reason}" for name, decision in self.decisions()]
+        return "\n".join([head, *lines])
+
+
+def make_plan(
+    sheet: Sheet,
+    facts: Facts,
+    wishes: Wishes,
+    *,
+    device: str,
+    virtual: bool = False,
+    half_precision_cost: Mapping[str, float] | None = None,
+) -> Plan:
+    """Decide everything about one pipeline on one device."""
+    dtype = choose_dtype(sheet, facts, wishes, half_precision_cost)
+    replacements = choose_replacements(sheet)
+    attention = choose_attention(sheet, wishes, _BYTES.get(dtype.value, 2))
+    return Plan(
+        pipeline=facts.pipeline,
+        device=device,
+        title=sheet.title,
+        virtual=virtual,
+        mode=choose_mode(sheet, wishes),
+        dtype=dtype,
+        component_dtypes=choose_component_dtypes(sheet, facts, dtype.value),
+        replacements=replacements,
+        noise=choose_noise(sheet),
+        schedule=choose_schedule(sheet, wishes),
+        attention=attention,
+        images_per_call=choose_images_per_call(sheet, wishes),
+        repairs=choose_repairs(sheet, replacements.value, attention.value),
+        bf16_attention=_choose_bf16_attention(sheet, wishes, dtype.value),
+        compile=choose_compile(sheet),
+        prime=_choose_prime(sheet),
+        watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
+    )
+
+
+def _choose_bf16_attention(sheet: Sheet, wishes: Wishes, dtype: str) -> Decision[bool]:
+    quirk = _find_quirk(sheet, "float32_attention")
+    if quirk is None:
+        return Decision(False, "attention is not slowed down by float32 here")
+    if not wishes.sdp_on_bf16:
+        return Decision(False, "sdp_on_bf16=False was asked for")
+    if dtype != "bfloat16":
+        return Decision(False, f"the pipeline runs in {dtype}")
+    return Decision(True, quirk.says)
+
+
+def _choose_prime(sheet: Sheet) -> Decision[bool]:
+    quirk = _find_quirk(sheet, "first_pass_differs")
+    if quirk is None:
+        return Decision(False, "the first picture is like the later ones here")
+    return Decision(True, f"{quirk.says} ({quirk.source})")
+
+
+def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:
+    """The quirk of that name, if it holds here for certain."""
+    return next((quirk for quirk in sheet.quirks if quirk.name == name and not quirk.conditional), None)

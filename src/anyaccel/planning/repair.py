@@ -1,0 +1,35 @@
+"""What is put right at torch's own function seam, and whether that reaches into the models."""
+
+from __future__ import annotations
+
+from anyaccel.backends.claim import OperationLimit
+from anyaccel.backends.sheet import Sheet
+from anyaccel.planning.attention import AttentionRule
+from anyaccel.planning.decision import Decision
+
+__all__ = ["choose_repairs"]
+
+
+def choose_repairs(
+    sheet: Sheet, replacements: tuple[tuple[str, str], ...], attention: AttentionRule
+) -> Decision[tuple[str, ...]]:
+    """The repairs that the models themselves need, by name; the glue around them is always looked after.
+
+    `dtypes` a type that the device lacks, `pairs` complex numbers as two real ones, `noise` random numbers of the
+    host, `shapes` masks read on the host, `attention` slices, `numbers` a host's number laid out apart, `zeros`
+    memory that is written before it is read, `addends` an argument that a factor of 0 silences.
+    """
+    needs = {
+        "dtypes": any(instead != "pairs" for _, instead in replacements),
+        "pairs": any(instead == "pairs" for _, instead in replacements),
+        "noise": not sheet.rng_on_device,
+        "shapes": sheet.static_shapes,
+        "attention": attention != AttentionRule(),
+        "numbers": sheet.has_quirk("host_number_offset_ignored"),
+        "zeros": sheet.has_quirk("uninitialised_memory_is_nan"),
+        "addends": any(limit.reads_ignored_input for limit in sheet.limits(OperationLimit).values()),
+    }
+    chosen = tuple(name for name, needed in needs.items() if needed)
+    if not chosen:
+        return Decision((), "the device has no limit that reaches into the models")
+    return Decision(chosen, "limits of the device that are met inside the models; see the other decisions")

@@ -1,0 +1,173 @@
+"""The module boundary: what goes into a model lies on the device, in a type that the device takes.
+
+Hooks on the models of a pipeline. They also step out of torch's function seam while a model runs that needs none of it,
+and hand what came out to the watch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+
+from anyaccel.planning.plan import Plan
+from anyaccel.runtime.meeting import Meeting
+from anyaccel.runtime.seam import leave_seam, make_meeting, return_to_seam
+from anyaccel.runtime.watch import note_output
+
+__all__ = ["Boundary", "set_boundaries"]
+
+_MARK = "_anyaccel_boundary"
+_TIMESTEPS = ("timestep", "timesteps")
+_LEFT = threading.local()
+
+
+class Boundary:
+    """The two hooks of one model."""
+
+    def __init__(self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.plan = plan
+        self.meeting: Meeting = make_meeting(plan, device)
+        self.timestep_position = _find_timestep(module)
+        self.float_timesteps = torch.int64 in self.meeting.replacements and not _looks_timesteps_up(module)
+        self.cast_to: torch.dtype | None = None
+        """The type that floating inputs are cast to where the model runs in another one than the pipeline."""
+        self.handles: list[Any] = []
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Put the hooks on a model, in place of those of an earlier plan."""
+        earlier = getattr(module, _MARK, None)
+        if isinstance(earlier, Boundary):
+            earlier.detach()
+        self.handles = [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, always_call=True),
+        ]
+        vars(module)[_MARK] = self
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def enter(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the model runs."""
+        if torch.compiler.is_compiling():
+            return None
+        # The seam is left last: what is done here is ours, and a failure must not leave it behind.
+        position, name = self.timestep_position
+        moved = [self._bring(value) for value in args]
+        named = {key: self._bring(value) for key, value in kwargs.items()}
+        if position is not None and position < len(moved):
+            moved[position] = self._settle_timestep(moved[position])
+        elif name in named:
+            named[name] = self._settle_timestep(named[name])
+        stack = _LEFT.__dict__.setdefault("stack", [])
+        stack.append(leave_seam())
+        return tuple(moved), named
+
+    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """After it ran, or failed."""
+        if torch.compiler.is_compiling():
+            return None
+        stack = _LEFT.__dict__.get("stack")
+        if stack:
+            return_to_seam(stack.pop())
+        note_output(self.name, output)
+        return None if self.cast_to is None else _cast_back(output, getattr(torch, self.plan.dtype.value))
+
+    def _bring(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and self.device.type != "cpu":
+                value = self.meeting.bring(value).to(self.device)
+            elif value.dtype in self.meeting.replacements and value.device.type == self.device.type:
+                value = value.to(self.meeting.replacements[value.dtype])
+            return value if self.cast_to is None or not value.is_floating_point() else value.to(self.cast_to)
+        if isinstance(value, dict):
+            return {key: self._bring(item) for key, item in value.items()}
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return type(value)([self._bring(item) for item in value])
+        return value
+
+    def _settle_timestep(self, timestep: Any) -> Any:
+        """A timestep as a floating tensor of the device, where the device has trouble with whole numbers of 64 bits.
+
+        A Python number becomes a tensor too: to a compiler each value of it would be a graph of its own.
+        """
+        if not self.float_timesteps:
+            return timestep
+        if isinstance(timestep, int | float) and not isinstance(timestep, bool):
+            return torch.tensor([timestep], dtype=torch.float32).to(self.device)
+        whole = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.int32, torch.int64)
+        return timestep.to(torch.float32) if whole else timestep
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A module with hooks is copied and pickled with them; the handles belong to the module they were made on.
+        return _rebuild, (self.name, self.plan, self.device, self.timestep_position, self.float_timesteps, self.cast_to)
+
+
+def _rebuild(name: str, plan: Plan, device: torch.device, position: Any, floats: bool, cast_to: Any) -> Boundary:
+    made = Boundary.__new__(Boundary)
+    made.name, made.plan, made.device = name, plan, device
+    made.meeting = make_meeting(plan, device)
+    made.timestep_position, made.float_timesteps, made.cast_to, made.handles = position, floats, cast_to, []
+    return made
+
+
+def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
+    """Put a boundary on every model that has none for this plan: those that were exchanged since, too."""
+    for name, component in components.items():
+        if not isinstance(component, torch.nn.Module):
+            continue
+        for part in _entrances(component):
+            earlier = vars(part).get(_MARK)
+            if isinstance(earlier, Boundary) and earlier.plan is plan and earlier.device == device and earlier.handles:
+                continue
+            boundary = Boundary(name, part, plan, device)
+            if isinstance(earlier, Boundary):
+                boundary.cast_to = earlier.cast_to
+            boundary.attach(part)
+
+
+def find_boundaries(component: torch.nn.Module) -> list[Boundary]:
+    """The boundaries of one model."""
+    marks = [vars(part).get(_MARK) for part in _entrances(component)]
+    return [mark for mark in marks if isinstance(mark, Boundary)]
+
+
+def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:
+    """Where a pipeline enters a model: the model itself, or the parts of one that is called by other names."""
+    if hasattr(component, "decode") and not hasattr(component, "generate"):
+        return [component, *component.children()]
+    return [component]
+
+
+def _find_timestep(module: torch.nn.Module) -> tuple[int | None, str]:
+    """Where a model takes its timestep: the position and the name."""
+    names = list(inspect.signature(module.forward).parameters)
+    found = next((name for name in names if name in _TIMESTEPS), "")
+    return (names.index(found), found) if found else (None, "")
+
+
+def _looks_timesteps_up(module: torch.nn.Module) -> bool:
+    """Whether a timestep is an index into a table there, and so must stay a whole number."""
+    config = getattr(module, "config", {})
+    return bool(getattr(config, "num_embeds_ada_norm", None))
+
+
+def _cast_back(output: Any, dtype: torch.dtype) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.to(dtype) if output.is_floating_point() else output
+    if isinstance(output, tuple):
+        return type(output)(_cast_back(item, dtype) for item in output)
+    if hasattr(output, "items"):
+        for key, value in output.items():
+            output[key] = _cast_back(value, dtype)
+    return output

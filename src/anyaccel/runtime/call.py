@@ -1,0 +1,168 @@
+"""The call: admitted, split where batches are not reliable, run inside the seams, watched, put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from anyaccel.errors import NotFiniteError
+from anyaccel.runtime.admission import admit
+from anyaccel.runtime.batch import SharedProgress, join_results, split_request
+from anyaccel.runtime.boundary import find_boundaries, set_boundaries
+from anyaccel.runtime.compile import compiling
+from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, make_generators
+from anyaccel.runtime.placement import Placement, find_components
+from anyaccel.runtime.request import Request, read_request
+from anyaccel.runtime.scheduler import keep_on_host
+from anyaccel.runtime.seam import make_seam
+from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
+
+__all__ = ["run_call"]
+
+Call = Callable[..., Any]
+
+
+def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one call of a pipeline as its plan says."""
+    if placement.running:  # a pipeline inside a pipeline, or a callback that calls it again
+        kwargs.pop("seed", None)
+        return call(pipe, *args, **kwargs)
+    request = read_request(pipe, call, args, kwargs)
+    admit(pipe, placement, request)
+    parts = split_request(request, placement.plan.images_per_call.value)
+    draws = _Draws(request)
+    placement.running = True
+    placement.progress = SharedProgress(len(parts)) if len(parts) > 1 else None
+    try:
+        results = []
+        for row, part in enumerate(parts):
+            run = _Run(pipe, placement, call, part, draws.take(row, len(parts)))
+            results.append(run.finish())
+    finally:
+        if placement.progress is not None:
+            placement.progress.close()
+        placement.running, placement.progress = False, None
+    result = join_results(results)
+    _label(result, placement, request)
+    return result
+
+
+def _label(result: Any, placement: Placement, request: Request) -> None:
+    """A result carries its plan and its seeds, where it is an object that can."""
+    if hasattr(result, "to_tuple"):
+        vars(result)["plan"], vars(result)["seeds"] = placement.plan, request.seeds
+
+
+class _Draws:
+    """Where the noise of each part of a request comes from, at its beginning and again for a replay."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        given = request.arguments.get("generator")
+        self.shared = torch.default_generator if given is None else given
+        self.one_for_all = isinstance(self.shared, torch.Generator) and not request.seeds
+        self.start = self.shared.get_state() if self.one_for_all else None
+
+    def take(self, row: int, parts: int) -> Callable[[Request], tuple[Request, NoiseSource]]:
+        """A function that sets the noise of one part to its start, and gives the part and its source."""
+
+        def begin(part: Request) -> tuple[Request, NoiseSource]:
+            if part.seeds:
+                generators = make_generators(part.seeds)
+                if "generator" in part.accepts:
+                    part = part.with_arguments(generator=generators if len(generators) > 1 else generators[0])
+                return part, OneToAnImage(generators)
+            if self.one_for_all:
+                self.shared.set_state(self.start)
+                if parts > 1:
+                    return part, OneOfABatch(self.shared, parts, row)
+            return part, NoiseSource()
+
+        states = [] if self.one_for_all or self.request.seeds else _states(self.request.arguments.get("generator"))
+
+        def begin_again(part: Request) -> tuple[Request, NoiseSource]:
+            for generator, state in states:
+                generator.set_state(state)
+            return begin(part)
+
+        return begin_again
+
+
+def _states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
+    return [(one, one.get_state()) for one in generators] if isinstance(generators, list) else []
+
+
+class _Run:
+    """One part of a request: run, looked at, and run again where it has to be."""
+
+    def __init__(self, pipe: Any, placement: Placement, call: Call, part: Request, begin: Any) -> None:
+        self.pipe, self.placement, self.call, self.part, self.begin = pipe, placement, call, part, begin
+        self.components = find_components(pipe)
+
+    def finish(self) -> Any:
+        """The result, which is finite."""
+        result, outputs = self._once()
+        if not self.placement.plan.watch.value:
+            return result
+        broken = find_broken(outputs)
+        if broken:
+            result = self._mend(broken)
+        explain_black(result)
+        return result
+
+    def _once(self) -> tuple[Any, Outputs]:
+        part, source = self.begin(self.part)
+        with watching() as outputs, self._seams(source):
+            return self.call(self.pipe, **part.arguments), outputs
+
+    @contextmanager
+    def _seams(self, source: NoiseSource) -> Iterator[None]:
+        placement = self.placement
+        set_boundaries(self.components, placement.plan, placement.device)
+        with ExitStack() as stack:
+            stack.enter_context(compiling(placement))
+            on_host = placement.plan.schedule.value == "host"
+            numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
+            stack.enter_context(make_seam(placement.plan, placement.device, source, numbers))
+            yield
+
+    def _mend(self, broken: list[str]) -> Any:
+        """Find where it broke, try that model once more in float32, and give up with its name if that fails too."""
+        with trace_first_break(self.components) as found:
+            self._once()
+        module, step = found[0] if found else (broken[0], 1)
+        name = module.split(".")[0]
+        component = self.components[name]
+        where = f"{module} at pass {step}"
+        if self._widen(name, component):
+            result, outputs = self._once()
+            if not find_broken(outputs):
+                self._say_mended(name, where)
+                return result
+        raise NotFiniteError(
+            f"the picture is not finite: {where} is the first module whose output is not, on {self.placement.plan.device} "
+            f"in {self.placement.plan.dtype.value}; in float32 it is not finite either",
+            hint=f"look at the weights of {name}, or compare with a run on the cpu",
+        )
+
+    def _widen(self, name: str, component: torch.nn.Module) -> bool:
+        """Cast one model to float32; False if it is in float32 already."""
+        if all(parameter.dtype == torch.float32 for parameter in component.parameters()):
+            return False
+        component.to(torch.float32)
+        for boundary in find_boundaries(component):
+            boundary.cast_to = torch.float32
+        return True
+
+    def _say_mended(self, name: str, where: str) -> None:
+        from dataclasses import replace
+
+        from anyaccel.planning.decision import Decision
+
+        plan = self.placement.plan
+        kept = {**dict(plan.component_dtypes.value), name: "float32"}
+        reason = f"{name} was not finite in {plan.dtype.value} ({where}), and is in float32"
+        self.placement.plan = replace(plan, component_dtypes=Decision(tuple(kept.items()), reason))

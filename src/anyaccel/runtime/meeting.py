@@ -1,0 +1,86 @@
+"""Tensors of the host that meet the device's: they are taken there, which waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from anyaccel.runtime.pairs import make_pair
+from anyaccel.runtime.scheduler import HostNumbers
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """Brings the arguments of one call to one place."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        replacements: dict[torch.dtype, torch.dtype],
+        *,
+        clone_numbers: bool = False,
+        pair_complex: bool = False,
+    ) -> None:
+        self.device = device
+        self.kind = device.type
+        self.replacements = replacements
+        self.clone_numbers = clone_numbers
+        self.pair_complex = pair_complex
+        self.on_host = device.type == "cpu"
+        self.numbers: HostNumbers | None = None
+        """The schedulers' numbers, where they stay on the host."""
+
+    def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with the host's tensors moved if the device's are among them."""
+        if self.on_host or not self._is_mixed(args, kwargs):
+            return args, kwargs
+        return tuple(self._bring(value) for value in args), {name: self._bring(value) for name, value in kwargs.items()}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function with its arguments in one place; what is made of the schedulers' numbers is one of them."""
+        gathered, named = self.gather(args, kwargs)
+        result = func(*gathered, **named)
+        if (
+            self.numbers is not None
+            and isinstance(result, torch.Tensor)
+            and result.device.type == "cpu"
+            and any(isinstance(value, torch.Tensor) and self.numbers.owns(value) for value in args)
+        ):
+            self.numbers.add(result)
+        return result
+
+    def stays(self, tensor: torch.Tensor, target: torch.device) -> bool:
+        """Whether a tensor that is asked to go to the device stays: the schedulers' numbers go when they are needed."""
+        return self.numbers is not None and target.type == self.kind and self.numbers.owns(tensor)
+
+    def _is_mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether tensors of both places are among the arguments, in lists too."""
+        here = there = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    if tensor.device.type == self.kind:
+                        there = True
+                    elif tensor.device.type == "cpu":
+                        here = True
+        return here and there
+
+    def _bring(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.bring(value) if value.device.type == "cpu" else value
+        if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
+            return type(value)([self._bring(item) for item in value])
+        return value
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host on the device; a single number stays, in a type and a place that the device takes."""
+        if self.pair_complex and tensor.is_complex():
+            return make_pair(tensor, self.device)
+        instead = self.replacements.get(tensor.dtype)
+        if instead is not None:
+            tensor = tensor.to(instead)
+        if tensor.dim() == 0:
+            return tensor.clone() if self.clone_numbers and tensor.storage_offset() else tensor
+        return tensor.to(self.device)

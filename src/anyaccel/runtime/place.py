@@ -1,0 +1,138 @@
+"""Placing: opening the device, making the plan, and moving the pipeline as the plan says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from typing import Any
+
+import torch
+
+from anyaccel.backends.device import OpenDevice, find_device, open_device
+from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.half_precision import measure_half_precision
+from anyaccel.backends.portable import dtype_name
+from anyaccel.backends.sheet import Sheet
+from anyaccel.errors import UsageError
+from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.planning.wishes import Wishes, read_wishes
+from anyaccel.runtime.boundary import set_boundaries
+from anyaccel.runtime.noise import NoiseSource
+from anyaccel.runtime.placement import Placement, find_components, find_placement, keep_placement, read_facts
+from anyaccel.runtime.seam import make_seam
+
+__all__ = ["place_pipeline", "plan_pipeline", "resolve_device"]
+
+_VIRTUAL = "virtual:"
+Device = str | int | torch.device
+
+
+def resolve_device(device: Device, wishes: Wishes) -> OpenDevice:
+    """The device that a user means: `auto`, a name, an index, a `torch.device`, `virtual:neuron`."""
+    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+        raise UsageError(f"{device!r} is no device", hint="write a name: auto, cpu, mps, hpu:3, virtual:neuron")
+    if isinstance(device, int):
+        device = f"{open_device('auto').sheet.torch_name}:{device}"
+    text = str(device)
+    if text.startswith(_VIRTUAL):
+        text = _start_virtual(text.removeprefix(_VIRTUAL))
+    if text != "auto":
+        _set_variables(find_sheet(text), wishes)
+    return open_device(text)
+
+
+def _start_virtual(request: str) -> str:
+    """Give this process the virtual device that was asked for, unless it has it already."""
+    from anyaccel.emulator.activation import parse_request, start
+
+    name, count, memory, strict = parse_request(request)
+    if not find_device(name).virtual:
+        start(name, count=count, memory=memory, strict=strict)
+    return name
+
+
+def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
+    """Set what the vendor's software reads when it is imported or run; these stay for the process."""
+    for variable in sheet.variables:
+        off = variable.switch and not getattr(wishes, variable.switch)
+        if variable.value and not off:
+            os.environ[variable.name] = variable.value
+    chosen = next((mode for mode in sheet.modes if mode.name == wishes.mode), None)
+    for name, value in chosen.settings if chosen else ():
+        before = os.environ.get(name)
+        if before not in (None, value) and any(module in sys.modules for module in sheet.modules):
+            raise UsageError(
+                f"{sheet.title} was started with {name}={before}, and mode={wishes.mode!r} needs {value}",
+                hint=f"set {name}={value} before the program starts",
+            )
+        os.environ[name] = value
+
+
+def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
+    """The plan for a pipeline in memory on a device that is open."""
+    on_host = opened.sheet.torch_name == "cpu"
+    facts = read_facts(pipe)
+    measured = measure_half_precision() if on_host and wishes.dtype is None else None
+    return make_plan(
+        opened.sheet,
+        facts,
+        wishes,
+        device=f"{opened.sheet.name}:{opened.index}",
+        virtual=find_device(opened.sheet.name).virtual,
+        half_precision_cost=measured,
+    )
+
+
+def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move: Any) -> None:
+    """Plan a pipeline for a device and move it there; `move(device, dtype)` is the pipeline's own `to`."""
+    before = find_placement(pipe)
+    if "dtype" in asked and asked["dtype"] is not None:
+        asked = {**asked, "dtype": dtype_name(asked["dtype"])}
+    wishes = read_wishes(asked, before.wishes if before else None)
+    opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
+    plan = plan_pipeline(pipe, opened, wishes)
+    place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
+    _execute(plan, opened)
+    with torch.no_grad(), make_seam(plan, place, NoiseSource()):
+        move(place, getattr(torch, plan.dtype.value))
+        _keep_float32(pipe, plan)
+    settle(pipe, Placement(opened, place, plan, wishes), before)
+
+
+def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
+    """Put the boundaries on a pipeline's models, and remember its placement."""
+    if before is not None and before.device == placement.device:
+        placement.primed, placement.cache_dir, placement.shapes = before.primed, before.cache_dir, before.shapes
+    set_boundaries(find_components(pipe), placement.plan, placement.device)
+    keep_placement(pipe, placement)
+
+
+def _execute(plan: Plan, opened: OpenDevice) -> None:
+    """What a plan switches on for the whole process."""
+    if plan.bf16_attention.value and hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
+
+
+def _keep_float32(pipe: Any, plan: Plan) -> None:
+    """Some classes name modules that stay in float32 whatever the model runs in, as `from_pretrained` keeps them."""
+    if plan.dtype.value == "float32":
+        return
+    for component in find_components(pipe).values():
+        names = getattr(component, "_keep_in_fp32_modules", None)
+        strict = getattr(component, "_keep_in_fp32_modules_strict", None) or ()
+        if isinstance(component, torch.nn.Module) and (names or strict):
+            narrow = list(strict) if _is_transformers(component) and plan.dtype.value != "float16" else list(names or ())
+            for path, module in component.named_modules():
+                if any(name in path.split(".") for name in narrow):
+                    module.to(torch.float32)
+
+
+def _is_transformers(component: torch.nn.Module) -> bool:
+    """transformers keeps most of its own list for float16 alone."""
+    return type(component).__module__.startswith("transformers.")
+
+
+def diffusers_version() -> str:
+    """The version of diffusers that is installed."""
+    return importlib.metadata.version("diffusers")

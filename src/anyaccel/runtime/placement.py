@@ -1,0 +1,93 @@
+"""Where a pipeline is placed: the device that was opened, the plan, and what is kept between calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anyaccel.backends.claim import Limit
+from anyaccel.backends.device import OpenDevice
+from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.plan import Plan
+from anyaccel.planning.wishes import Wishes
+
+if TYPE_CHECKING:
+    from anyaccel.runtime.batch import SharedProgress
+
+__all__ = ["Placement", "find_components", "find_placement", "keep_placement", "read_facts"]
+
+_KEY = "_anyaccel_placement"
+
+
+@dataclass
+class Placement:
+    """A pipeline on a device."""
+
+    opened: OpenDevice
+    device: torch.device
+    plan: Plan
+    wishes: Wishes
+    progress: SharedProgress | None = None
+    """The bar that several calls share while they run."""
+    running: bool = False
+    """Whether a call runs now: a pipeline inside this one leaves the seams alone."""
+    primed: bool = False
+    cache_dir: str | None = None
+    """Where this pipeline's compiled graphs are kept, if it was told."""
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)
+    """The shapes that were run compiled."""
+
+
+def find_placement(pipe: Any) -> Placement | None:
+    """Where a pipeline is placed; None if it is not."""
+    found = vars(pipe).get(_KEY)
+    return found if isinstance(found, Placement) else None
+
+
+def keep_placement(pipe: Any, placement: Placement) -> None:
+    """Remember where a pipeline is; not through its own attributes, which it registers and saves."""
+    vars(pipe)[_KEY] = placement
+
+
+def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a pipeline without what belongs to this process."""
+    return {name: value for name, value in state.items() if name != _KEY}
+
+
+def find_components(pipe: Any) -> dict[str, Any]:
+    """The components of a pipeline by name, those of pipelines inside it too."""
+    return {name: part for name, part in pipe.components.items() if part is not None}
+
+
+def read_facts(pipe: Any) -> Facts:
+    """What a plan needs to know of a pipeline that is in memory."""
+    models = [
+        _read_component(name, part)
+        for name, part in find_components(pipe).items()
+        if isinstance(part, torch.nn.Module)
+    ]
+    return Facts(pipeline=type(pipe).__name__, components=tuple(models))
+
+
+def _read_component(name: str, module: torch.nn.Module) -> ComponentFacts:
+    import inspect
+
+    plain = getattr(module, "_orig_mod", module)
+    floating = [parameter for parameter in plain.parameters() if parameter.is_floating_point()]
+    dtype = str(floating[0].dtype).removeprefix("torch.") if floating else "float32"
+    taken = set(inspect.signature(plain.forward).parameters)
+    return ComponentFacts(
+        name=name,
+        kind=type(plain).__name__,
+        dtype=dtype,
+        parameters=sum(parameter.numel() for parameter in plain.parameters()),
+        denoises=bool(taken & {"timestep", "timesteps", "timestep_ratio"}),
+        quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
+    )
+
+
+def is_limit(answer: object) -> bool:
+    """Whether an answer of a sheet speaks against."""
+    return isinstance(answer, Limit)

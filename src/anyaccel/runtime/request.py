@@ -1,0 +1,126 @@
+"""One call of a pipeline, read: its arguments by name, how many images it makes, and their seeds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import index
+from typing import Any, SupportsIndex
+
+import torch
+
+from anyaccel.errors import UsageError
+
+__all__ = ["Request", "read_request"]
+
+_PER_PROMPT = (
+    "num_images_per_prompt",
+    "num_videos_per_prompt",
+    "num_waveforms_per_prompt",
+    "num_audios_per_prompt",
+)
+_COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
+_LARGEST_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asked a pipeline for."""
+
+    arguments: dict[str, Any]
+    """By name, positional ones too."""
+    prompts: int
+    per_prompt: int
+    accepts: frozenset[str]
+    """The names that the pipeline takes."""
+    seeds: tuple[int, ...] = ()
+    """One an image; empty where none were given."""
+
+    @property
+    def images(self) -> int:
+        """How many images the call makes."""
+        return self.prompts * self.per_prompt
+
+    @property
+    def per_prompt_name(self) -> str | None:
+        """What the pipeline calls the number of images to a prompt; None if it has no such argument."""
+        return next((name for name in _PER_PROMPT if name in self.accepts), None)
+
+    def with_arguments(self, **changed: Any) -> Request:
+        """The same request with some arguments changed."""
+        return replace(self, arguments={**self.arguments, **changed})
+
+
+def read_request(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+    """Read a call; a wrong argument raises what the pipeline itself would raise."""
+    kwargs = dict(kwargs)
+    seed = kwargs.pop("seed", None)
+    signature = inspect.signature(call)
+    bound = signature.bind(pipe, *args, **kwargs)
+    arguments, accepts = {}, set()
+    for name, parameter in list(signature.parameters.items())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(bound.arguments.get(name, {}))
+        elif name in bound.arguments:
+            arguments[name] = bound.arguments[name]
+        accepts.add(name)
+    accepts |= _block_inputs(pipe)
+    request = Request(arguments, _count_prompts(arguments), 1, frozenset(accepts))
+    request = replace(request, per_prompt=_count_per_prompt(request, signature))
+    if seed is None:
+        return request
+    if arguments.get("generator") is not None:
+        raise UsageError("seed and generator are both given", hint="give one of them")
+    return replace(request, seeds=read_seeds(seed, request.images))
+
+
+def _block_inputs(pipe: Any) -> set[str]:
+    """What a modular pipeline takes, by its blocks."""
+    blocks = getattr(pipe, "blocks", None)
+    return set(getattr(blocks, "input_names", ()) or ())
+
+
+def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
+    """A seed an image: those of a list, or a number and the ones that follow it."""
+    listed = isinstance(seed, Sequence) and not isinstance(seed, str)
+    if listed and len(seed) != images:
+        raise UsageError(
+            f"{len(seed)} seeds were given for {images} image{'s' if images != 1 else ''}",
+            hint="give one seed for each image, or a single number",
+        )
+    first = seed[0] if listed and seed else seed
+    seeds = list(seed) if listed else [first] * images
+    for value in seeds:
+        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+        if not whole or not 0 <= index(value) <= _LARGEST_SEED:
+            raise UsageError(
+                f"a seed is a whole number from 0 to 2**64 - 1, not {value!r}", hint="for example seed=7 or seed=[7, 8]"
+            )
+    if listed:
+        return tuple(index(value) for value in seeds)
+    return tuple((index(first) + image) % (_LARGEST_SEED + 1) for image in range(images))
+
+
+def _count_prompts(arguments: dict[str, Any]) -> int:
+    for name in _COUNTED:
+        value = arguments.get(name)
+        if isinstance(value, str):
+            return 1
+        if isinstance(value, torch.Tensor):
+            return int(value.shape[0])
+        if isinstance(value, Sequence) and value:
+            return len(value)
+        if isinstance(value, dict) and isinstance(value.get("prompt"), list):
+            return len(value["prompt"])
+    size = arguments.get("batch_size")
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _count_per_prompt(request: Request, signature: inspect.Signature) -> int:
+    name = request.per_prompt_name
+    if name is None:
+        return 1
+    default = signature.parameters[name].default if name in signature.parameters else 1
+    value = request.arguments.get(name, default)
+    return value if isinstance(value, int) and value > 0 else 1

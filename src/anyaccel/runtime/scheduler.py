@@ -1,0 +1,111 @@
+"""The scheduler on the host: its timesteps and sigmas are looked up there, and the device is never asked.
+
+While a call runs, the scheduler's methods are told to keep their numbers on the host, and `HostNumbers` knows those
+numbers: a pipeline that takes one to the device gets it on the host, and torch's function seam takes it along where it
+meets the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["HostNumbers", "keep_on_host"]
+
+_BY_TIMESTEP = ("step", "scale_model_input", "index_for_timestep", "previous_timestep", "get_velocity")
+
+
+class HostNumbers:
+    """The numbers of the schedulers, and what was worked out from them alone."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """These are such numbers; they are kept, so that no other tensor takes their place in memory."""
+        self._kept[tensor.untyped_storage().data_ptr()] = tensor
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is made of such numbers, or is a view of them."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._kept
+
+
+@contextmanager
+def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
+    """Keep every scheduler among the components on the host while the block runs."""
+    numbers = HostNumbers()
+    schedulers = [part for part in components.values() if _is_scheduler(part)]
+    try:
+        for scheduler in schedulers:
+            _add_numbers(scheduler, numbers)
+            vars(scheduler).update(_bind_to_host(scheduler, numbers))
+        yield numbers
+    finally:
+        for scheduler in schedulers:
+            for name in _find_methods(type(scheduler)):
+                vars(scheduler).pop(name, None)
+
+
+def _is_scheduler(part: Any) -> bool:
+    return hasattr(part, "set_timesteps") and hasattr(part, "step") and not isinstance(part, torch.nn.Module)
+
+
+def _add_numbers(scheduler: Any, numbers: HostNumbers) -> None:
+    for value in vars(scheduler).values():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            numbers.add(value)
+
+
+@functools.cache
+def _find_methods(kind: type) -> dict[str, inspect.Signature]:
+    """The methods of a scheduler's class that name a device or a timestep, with their signatures."""
+    found = {}
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        parameters = inspect.signature(method).parameters
+        if not name.startswith("__") and ("device" in parameters or (name in _BY_TIMESTEP and "timestep" in parameters)):
+            found[name] = inspect.signature(method)
+    return found
+
+
+def _bind_to_host(scheduler: Any, numbers: HostNumbers) -> dict[str, Any]:
+    """The methods to put on the scheduler itself: its class stays what it is, since pipelines look at it."""
+    return {
+        name: _take_to_host(scheduler, getattr(scheduler, name), signature, numbers)
+        for name, signature in _find_methods(type(scheduler)).items()
+    }
+
+
+def _take_to_host(scheduler: Any, method: Any, signature: inspect.Signature, numbers: HostNumbers) -> Any:
+    """A method whose device is the host, and whose timestep is read back if a pipeline took it to the device."""
+    names = list(signature.parameters)[1:]
+    device = names.index("device") if "device" in names else None
+    timestep = names.index("timestep") if "timestep" in names else None
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = list(args)
+        if device is not None:
+            _put(values, kwargs, device, "device", torch.device("cpu"))
+        if timestep is not None:
+            given = values[timestep] if timestep < len(values) else kwargs.get("timestep")
+            if isinstance(given, torch.Tensor) and given.device.type != "cpu":
+                _put(values, kwargs, timestep, "timestep", given.cpu())
+        result = method(*values, **kwargs)
+        if device is not None:
+            _add_numbers(scheduler, numbers)
+        return result
+
+    return call
+
+
+def _put(values: list[Any], named: dict[str, Any], position: int, name: str, value: Any) -> None:
+    """Give an argument another value, where it stands or by its name."""
+    if position < len(values):
+        values[position] = value
+    else:
+        named[name] = value

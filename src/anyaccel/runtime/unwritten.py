@@ -1,0 +1,42 @@
+"""Memory that is read before it is written, where a device lets what lay in it through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["make_addend_handlers", "make_zero_handlers"]
+
+Tensor = torch.Tensor
+_ZEROS = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    Tensor.new_empty: Tensor.new_zeros,
+}
+
+
+def make_zero_handlers(device: torch.device) -> dict[Any, Any]:
+    """`torch.empty` on the device gives zeros."""
+
+    def zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        asked = kwargs.get("device")
+        place = args[0].device if asked is None and isinstance(args[0], Tensor) else asked
+        there = place is not None and torch.device(place).type == device.type
+        return (_ZEROS[func] if there else func)(*args, **kwargs)
+
+    return dict.fromkeys(_ZEROS, zero)
+
+
+def make_addend_handlers() -> dict[Any, Any]:
+    """`baddbmm(…, beta=0)` and its like multiply without the first argument that they should ignore."""
+
+    def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("beta", 1) != 0:
+            return func(*args, **kwargs)
+        left = args[1] if len(args) > 1 else kwargs.get("batch1", kwargs.get("mat1"))
+        right = args[2] if len(args) > 2 else kwargs.get("batch2", kwargs.get("mat2"))
+        alpha = kwargs.get("alpha", 1)
+        return torch.matmul(left, right) if alpha == 1 else torch.matmul(left, right) * alpha
+
+    return {torch.baddbmm: multiply, Tensor.baddbmm: multiply, torch.addmm: multiply, Tensor.addmm: multiply}
