@@ -14,6 +14,7 @@
     │   └── RealDeviceError       the real one is here, and wins
     ├── NotFiniteError            exit status 1: the picture is not finite, in float32 neither (also an ArithmeticError)
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
+    ├── UnmappedError             exit status 1: no other device has what a CUDA script asks for (also an AttributeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
 A message says the limit and what was asked; `hint` says a way out and is printed on a line of its own.
@@ -39,6 +40,7 @@ __all__ = [
     "UnknownDeviceError",
     "UnknownDtypeError",
     "UnknownProductError",
+    "UnmappedError",
     "UsageError",
     "VirtualDeviceError",
     "nearest",
@@ -125,6 +127,12 @@ class NotFiniteError(AnyaccelError, ArithmeticError):
 
 class NotMeasurableError(AnyaccelError, RuntimeError):
     """The device keeps no such figure, so that none is made up."""
+
+    exit_status = 1
+
+
+class UnmappedError(AnyaccelError, AttributeError):
+    """A script that was written for CUDA asks for what no other device has; `hasattr` is answered with no."""
 
     exit_status = 1
 

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from anyaccel.cli.devices import show_devices
+from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.errors import AnyaccelError
 
 __all__ = ["app", "main"]
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("devices")(show_devices)
+app.command("run", context_settings=CONTEXT)(run_program)
 
 
 def _show_version(wanted: bool) -> None:

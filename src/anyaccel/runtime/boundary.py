@@ -1,6 +1,6 @@
 """The module boundary: what goes into a model lies on the device, in a type that the device takes.
 
-Hooks on the models of a pipeline. They also step out of torch's function seam while a model runs that needs none of it,
+Hooks on the models of a pipeline. They also change torch's function seam from the one around the models to the one inside,
 and hand what came out to the watch.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.meeting import Meeting
-from anyaccel.runtime.seam import leave_seam, make_meeting, return_to_seam
+from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
 
 __all__ = ["Boundary", "set_boundaries"]
@@ -27,8 +27,11 @@ _LEFT = threading.local()
 class Boundary:
     """The two hooks of one model."""
 
-    def __init__(self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device, seam: ModelSeam | None
+    ) -> None:
         self.name = name
+        self.seam = seam
         self.device = device
         self.plan = plan
         self.meeting: Meeting = make_meeting(plan, device)
@@ -61,7 +64,16 @@ class Boundary:
         """Before the model runs."""
         if torch.compiler.is_compiling():
             return None
-        # The seam is left last: what is done here is ours, and a failure must not leave it behind.
+        left = enter_model(self.seam)
+        try:
+            adapted = self._adapt(args, kwargs)
+        except BaseException:
+            leave_model(*left)
+            raise
+        _LEFT.__dict__.setdefault("stack", []).append(left)
+        return adapted
+
+    def _adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         position, name = self.timestep_position
         moved = [self._bring(value) for value in args]
         named = {key: self._bring(value) for key, value in kwargs.items()}
@@ -69,8 +81,6 @@ class Boundary:
             moved[position] = self._settle_timestep(moved[position])
         elif name in named:
             named[name] = self._settle_timestep(named[name])
-        stack = _LEFT.__dict__.setdefault("stack", [])
-        stack.append(leave_seam())
         return tuple(moved), named
 
     def leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -79,7 +89,7 @@ class Boundary:
             return None
         stack = _LEFT.__dict__.get("stack")
         if stack:
-            return_to_seam(stack.pop())
+            leave_model(*stack.pop())
         note_output(self.name, output)
         return None if self.cast_to is None else _cast_back(output, getattr(torch, self.plan.dtype.value))
 
@@ -116,6 +126,7 @@ class Boundary:
 def _rebuild(name: str, plan: Plan, device: torch.device, position: Any, floats: bool, cast_to: Any) -> Boundary:
     made = Boundary.__new__(Boundary)
     made.name, made.plan, made.device = name, plan, device
+    made.seam = make_model_seam(plan, device)
     made.meeting = make_meeting(plan, device)
     made.timestep_position, made.float_timesteps, made.cast_to, made.handles = position, floats, cast_to, []
     return made
@@ -123,17 +134,29 @@ def _rebuild(name: str, plan: Plan, device: torch.device, position: Any, floats:
 
 def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
     """Put a boundary on every model that has none for this plan: those that were exchanged since, too."""
+    seam: ModelSeam | None = None
     for name, component in components.items():
         if not isinstance(component, torch.nn.Module):
             continue
         for part in _entrances(component):
+            if hasattr(part, "_orig_mod"):
+                _remove_boundary(part._orig_mod)
             earlier = vars(part).get(_MARK)
             if isinstance(earlier, Boundary) and earlier.plan is plan and earlier.device == device and earlier.handles:
                 continue
-            boundary = Boundary(name, part, plan, device)
+            seam = seam or make_model_seam(plan, device)
+            # A compiled model is repaired in its graph: tracing one inside a mode breaks too often.
+            boundary = Boundary(name, part, plan, device, None if hasattr(part, "_orig_mod") else seam)
             if isinstance(earlier, Boundary):
                 boundary.cast_to = earlier.cast_to
             boundary.attach(part)
+
+
+def _remove_boundary(module: torch.nn.Module) -> None:
+    """Take the boundary off a model that was compiled since: it goes around what was compiled."""
+    earlier = vars(module).pop(_MARK, None)
+    if isinstance(earlier, Boundary):
+        earlier.detach()
 
 
 def find_boundaries(component: torch.nn.Module) -> list[Boundary]:
@@ -151,7 +174,7 @@ def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _find_timestep(module: torch.nn.Module) -> tuple[int | None, str]:
     """Where a model takes its timestep: the position and the name."""
-    names = list(inspect.signature(module.forward).parameters)
+    names = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters)
     found = next((name for name in names if name in _TIMESTEPS), "")
     return (names.index(found), found) if found else (None, "")
 

@@ -12,12 +12,12 @@ from anyaccel.errors import NotFiniteError
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results, split_request
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
-from anyaccel.runtime.compile import compiling
-from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, make_generators
+from anyaccel.runtime.compile import compiling, note_shape
+from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.placement import Placement, find_components
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
-from anyaccel.runtime.seam import make_seam
+from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
 
 __all__ = ["run_call"]
@@ -39,6 +39,7 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
     try:
         results = []
         for row, part in enumerate(parts):
+            note_shape(placement, part)
             run = _Run(pipe, placement, call, part, draws.take(row, len(parts)))
             results.append(run.finish())
     finally:
@@ -126,7 +127,8 @@ class _Run:
             stack.enter_context(compiling(placement))
             on_host = placement.plan.schedule.value == "host"
             numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
-            stack.enter_context(make_seam(placement.plan, placement.device, source, numbers))
+            stack.enter_context(drawing_from(source))
+            stack.enter_context(make_glue_seam(placement.plan, placement.device, numbers))
             yield
 
     def _mend(self, broken: list[str]) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "make_generators", "make_handlers"]
+__all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "drawing_from", "make_generators", "make_handlers"]
 
 Tensor = torch.Tensor
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
@@ -58,16 +60,33 @@ class OneOfABatch(NoiseSource):
         return whole[self.row * shape[0] : (self.row + 1) * shape[0]].clone()
 
 
+_NOW = threading.local()
+_TORCHS_OWN = NoiseSource()
+
+
+@contextmanager
+def drawing_from(source: NoiseSource) -> Iterator[None]:
+    """Draw from a source while the block runs."""
+    before = getattr(_NOW, "source", None)
+    _NOW.source = source
+    try:
+        yield
+    finally:
+        _NOW.source = before
+
+
+def _current_source() -> NoiseSource:
+    return getattr(_NOW, "source", None) or _TORCHS_OWN
+
+
 def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
     """A generator of the host for each image."""
     return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
 
-def make_handlers(
-    device: torch.device, source: NoiseSource, replacements: dict[torch.dtype, torch.dtype]
-) -> dict[Any, Any]:
+def make_handlers(device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> dict[Any, Any]:
     """Handlers for every function of torch's that draws."""
-    drawing = _Drawing(device, source, replacements)
+    drawing = _Drawing(device, replacements)
     handlers: dict[Any, Any] = dict.fromkeys(_BY_SHAPE, drawing.by_shape)
     handlers |= dict.fromkeys(_LIKE, drawing.like)
     handlers |= dict.fromkeys(_IN_PLACE, drawing.in_place)
@@ -77,8 +96,8 @@ def make_handlers(
 
 
 class _Drawing:
-    def __init__(self, device: torch.device, source: NoiseSource, replacements: dict[torch.dtype, torch.dtype]):
-        self.device, self.source, self.replacements = device, source, replacements
+    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> None:
+        self.device, self.replacements = device, replacements
 
     def _is_drawn_there(self, generator: Any, place: torch.device) -> bool:
         """Whether the caller's own generator lives where the numbers are wanted, and so draws them itself."""
@@ -97,7 +116,7 @@ class _Drawing:
             return func(*args, **kwargs)
         sizes = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        drawn = self.source.draw(_draw_by(func, dtype), tuple(sizes), given)
+        drawn = _current_source().draw(_draw_by(func, dtype), tuple(sizes), given)
         return self._finish(drawn, dtype, place, kwargs)
 
     def like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +126,7 @@ class _Drawing:
         if self._is_drawn_there(given, place):
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype") or model.dtype
-        drawn = self.source.draw(_draw_by(_LIKE[func], dtype), tuple(model.shape), given)
+        drawn = _current_source().draw(_draw_by(_LIKE[func], dtype), tuple(model.shape), given)
         return self._finish(drawn, dtype, place, kwargs)
 
     def whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +141,7 @@ class _Drawing:
             drawn: Tensor = func(*args, generator=generator, **rest)
             return drawn
 
-        drawn = self.source.draw(draw, (), given)
+        drawn = _current_source().draw(draw, (), given)
         return self._finish(drawn, drawn.dtype, place, kwargs)
 
     def like_whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +163,7 @@ class _Drawing:
             drawn: Tensor = func(torch.empty(shape, dtype=kind), *args[1:], generator=generator, **rest)
             return drawn
 
-        return target.copy_(self.source.draw(draw, tuple(target.shape), given))
+        return target.copy_(_current_source().draw(draw, tuple(target.shape), given))
 
     def from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`torch.multinomial(chances, …)` and its like: the chances are read on the host."""
@@ -159,7 +178,7 @@ class _Drawing:
             drawn: Tensor = func(*host, generator=generator, **rest)
             return drawn
 
-        return self.source.draw(draw, (), given).to(kwargs.get("device") or place)
+        return _current_source().draw(draw, (), given).to(kwargs.get("device") or place)
 
 
 def _draw_by(func: Any, dtype: torch.dtype) -> Draw:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import diffusers
 import torch
 
 from anyaccel.planning.plan import Plan
+from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.call import run_call
+from anyaccel.runtime.compile import compile_components
 from anyaccel.runtime.place import place_pipeline, plan_pipeline, resolve_device, settle
 from anyaccel.runtime.placement import Placement, find_placement, forget_placement
-from anyaccel.planning.wishes import Wishes
+from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.runtime.warmup import warm_up
 
-__all__ = ["Portable", "make_portable", "place"]
+__all__ = ["Portable", "inherit_placement", "make_portable", "place", "plain_class"]
 
 
 class Portable:
@@ -57,6 +63,58 @@ class Portable:
         """Attend to all heads at once again, where the device's limits allow it."""
         self.enable_attention_slicing(None)
 
+    def enable_compile(
+        self,
+        model_names: Sequence[str] | str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        fullgraph: bool | None = None,
+    ) -> None:
+        """Compile models with the device's compiler: the denoiser, or those that are named; `"all"` for every one.
+
+        `cache_dir` is where the vendor's compiler keeps its graphs, so that a second process finds them; the
+        environment is changed only while a call runs. Each size is compiled when it is first run: see `warmup`.
+        """
+        compile_components(self, _placement_of(self), model_names, cache_dir, fullgraph)
+
+    def enable_neuron_compile(
+        self,
+        model_names: Sequence[str] | str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        fullgraph: bool = True,
+    ) -> None:
+        """`enable_compile` under the name that diffusers' pull request for Neuron gives it."""
+        self.enable_compile(model_names, cache_dir, fullgraph)
+
+    def warmup(self, shapes: Any = None, **arguments: Any) -> None:
+        """Run one step at each size, so that the first picture is as fast as the next: `warmup([(512, 512)])`.
+
+        Further arguments are the call's: what decides the shapes, such as `num_images_per_prompt`, belongs there. It
+        leaves no trace: the next picture is the one that would have come without it.
+        """
+        warm_up(self, shapes, arguments)
+
+    def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:
+        """One pass with a call's own arguments, under the name that the pull request for Neuron gives it."""
+        names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator,attr-defined]
+        warm_up(self, None, {**dict(zip(names, args, strict=False)), **kwargs})
+
+    def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
+        """Move each model to the device only while it runs; the device is `auto` unless one is named."""
+        self._offload("enable_model_cpu_offload", gpu_id, device)
+
+    def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
+        """Move each layer to the device only while it runs; the device is `auto` unless one is named."""
+        self._offload("enable_sequential_cpu_offload", gpu_id, device)
+
+    def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
+        wanted = (device if device is not None else "auto") if gpu_id is None else gpu_id
+        place_pipeline(self, wanted, {}, _stay)
+        placement = _placement_of(self)
+        enable: Any = getattr(super(), method)
+        with make_glue_seam(placement.plan, placement.device):
+            enable(device=placement.device)
+        placement.offloaded = True
+
     def __reduce__(self) -> tuple[Any, ...]:
         # The class is made here and cannot be found by its name: the plain one is pickled, and made portable again.
         return _unpickle, (self._plain_class, forget_placement(vars(self)))
@@ -97,6 +155,19 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
         elif value is not None:
             device = value
     return device, {name: value for name, value in asked.items() if value is not None}
+
+
+def plain_class(pipe: Any) -> type:
+    """The diffusers class of a pipeline, portable or not."""
+    return type(pipe)._plain_class if isinstance(pipe, Portable) else type(pipe)
+
+
+def inherit_placement(pipe: Any, source: Any) -> None:
+    """Plan a pipeline for where the one is whose components it took over."""
+    found = find_placement(source)
+    if found is not None:
+        plan = plan_pipeline(pipe, found.opened, found.wishes)
+        settle(pipe, Placement(found.opened, found.device, plan, found.wishes))
 
 
 def make_portable(pipe: Any) -> Any:

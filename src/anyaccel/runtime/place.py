@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +21,15 @@ from anyaccel.errors import UsageError
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, read_wishes
 from anyaccel.runtime.boundary import set_boundaries
-from anyaccel.runtime.noise import NoiseSource
-from anyaccel.runtime.placement import Placement, find_components, find_placement, keep_placement, read_facts
-from anyaccel.runtime.seam import make_seam
+from anyaccel.runtime.placement import (
+    Placement,
+    find_components,
+    find_placement,
+    find_wishes,
+    keep_placement,
+    read_facts,
+)
+from anyaccel.runtime.seam import make_glue_seam
 
 __all__ = ["place_pipeline", "plan_pipeline", "resolve_device"]
 
@@ -89,12 +98,12 @@ def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move
     before = find_placement(pipe)
     if "dtype" in asked and asked["dtype"] is not None:
         asked = {**asked, "dtype": dtype_name(asked["dtype"])}
-    wishes = read_wishes(asked, before.wishes if before else None)
+    wishes = read_wishes(asked, find_wishes(pipe))
     opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     _execute(plan, opened)
-    with torch.no_grad(), make_seam(plan, place, NoiseSource()):
+    with torch.no_grad(), make_glue_seam(plan, place), _without_advice():
         move(place, getattr(torch, plan.dtype.value))
         _keep_float32(pipe, plan)
     settle(pipe, Placement(opened, place, plan, wishes), before)
@@ -103,7 +112,8 @@ def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
     """Put the boundaries on a pipeline's models, and remember its placement."""
     if before is not None and before.device == placement.device:
-        placement.primed, placement.cache_dir, placement.shapes = before.primed, before.cache_dir, before.shapes
+        placement.primed, placement.cache_dir = before.primed, before.cache_dir
+        placement.plan = replace(placement.plan, compiled=before.plan.compiled, buckets=before.plan.buckets)
     set_boundaries(find_components(pipe), placement.plan, placement.device)
     keep_placement(pipe, placement)
 
@@ -112,6 +122,21 @@ def _execute(plan: Plan, opened: OpenDevice) -> None:
     """What a plan switches on for the whole process."""
     if plan.bf16_attention.value and hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
         torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """diffusers advises against casting modules that are to stay in float32, which is seen to here."""
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+
+    def is_no_advice(record: logging.LogRecord) -> bool:
+        return "should be kept in float32" not in record.getMessage()
+
+    logger.addFilter(is_no_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_advice)
 
 
 def _keep_float32(pipe: Any, plan: Plan) -> None:
@@ -131,8 +156,3 @@ def _keep_float32(pipe: Any, plan: Plan) -> None:
 def _is_transformers(component: torch.nn.Module) -> bool:
     """transformers keeps most of its own list for float16 alone."""
     return type(component).__module__.startswith("transformers.")
-
-
-def diffusers_version() -> str:
-    """The version of diffusers that is installed."""
-    return importlib.metadata.version("diffusers")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import OpenDevice
 from anyaccel.planning.facts import ComponentFacts, Facts
 from anyaccel.planning.plan import Plan
@@ -16,9 +16,19 @@ from anyaccel.planning.wishes import Wishes
 if TYPE_CHECKING:
     from anyaccel.runtime.batch import SharedProgress
 
-__all__ = ["Placement", "find_components", "find_placement", "keep_placement", "read_facts"]
+__all__ = [
+    "Placement",
+    "find_components",
+    "find_placement",
+    "find_wishes",
+    "forget_placement",
+    "keep_placement",
+    "read_facts",
+    "remember_wishes",
+]
 
 _KEY = "_anyaccel_placement"
+_WISHES = "_anyaccel_wishes"
 
 
 @dataclass
@@ -36,8 +46,8 @@ class Placement:
     primed: bool = False
     cache_dir: str | None = None
     """Where this pipeline's compiled graphs are kept, if it was told."""
-    shapes: set[tuple[Any, ...]] = field(default_factory=set)
-    """The shapes that were run compiled."""
+    offloaded: bool = False
+    """Whether its models come to the device only while they run."""
 
 
 def find_placement(pipe: Any) -> Placement | None:
@@ -49,6 +59,20 @@ def find_placement(pipe: Any) -> Placement | None:
 def keep_placement(pipe: Any, placement: Placement) -> None:
     """Remember where a pipeline is; not through its own attributes, which it registers and saves."""
     vars(pipe)[_KEY] = placement
+
+
+def remember_wishes(pipe: Any, wishes: Wishes) -> None:
+    """Remember what a pipeline was loaded with, for when it is placed."""
+    vars(pipe)[_WISHES] = wishes
+
+
+def find_wishes(pipe: Any) -> Wishes:
+    """What was wished for a pipeline so far."""
+    placement = find_placement(pipe)
+    if placement is not None:
+        return placement.wishes
+    found = vars(pipe).get(_WISHES)
+    return found if isinstance(found, Wishes) else Wishes()
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
@@ -72,8 +96,6 @@ def read_facts(pipe: Any) -> Facts:
 
 
 def _read_component(name: str, module: torch.nn.Module) -> ComponentFacts:
-    import inspect
-
     plain = getattr(module, "_orig_mod", module)
     floating = [parameter for parameter in plain.parameters() if parameter.is_floating_point()]
     dtype = str(floating[0].dtype).removeprefix("torch.") if floating else "float32"
@@ -86,8 +108,3 @@ def _read_component(name: str, module: torch.nn.Module) -> ComponentFacts:
         denoises=bool(taken & {"timestep", "timesteps", "timestep_ratio"}),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
     )
-
-
-def is_limit(answer: object) -> bool:
-    """Whether an answer of a sheet speaks against."""
-    return isinstance(answer, Limit)

@@ -75,32 +75,39 @@ def _find_methods(kind: type) -> dict[str, inspect.Signature]:
 def _bind_to_host(scheduler: Any, numbers: HostNumbers) -> dict[str, Any]:
     """The methods to put on the scheduler itself: its class stays what it is, since pipelines look at it."""
     return {
-        name: _take_to_host(scheduler, getattr(scheduler, name), signature, numbers)
+        name: _HostMethod(scheduler, name, signature, numbers)
         for name, signature in _find_methods(type(scheduler)).items()
     }
 
 
-def _take_to_host(scheduler: Any, method: Any, signature: inspect.Signature, numbers: HostNumbers) -> Any:
+class _HostMethod:
     """A method whose device is the host, and whose timestep is read back if a pipeline took it to the device."""
-    names = list(signature.parameters)[1:]
-    device = names.index("device") if "device" in names else None
-    timestep = names.index("timestep") if "timestep" in names else None
 
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, scheduler: Any, name: str, signature: inspect.Signature, numbers: HostNumbers) -> None:
+        self.scheduler, self.name, self.signature, self.numbers = scheduler, name, signature, numbers
+        self.method = getattr(type(scheduler), name).__get__(scheduler)
+        functools.update_wrapper(self, self.method)
+        names = list(signature.parameters)[1:]
+        self.device = names.index("device") if "device" in names else None
+        self.timestep = names.index("timestep") if "timestep" in names else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         values = list(args)
-        if device is not None:
-            _put(values, kwargs, device, "device", torch.device("cpu"))
-        if timestep is not None:
-            given = values[timestep] if timestep < len(values) else kwargs.get("timestep")
+        if self.device is not None:
+            _put(values, kwargs, self.device, "device", torch.device("cpu"))
+        if self.timestep is not None:
+            given = values[self.timestep] if self.timestep < len(values) else kwargs.get("timestep")
             if isinstance(given, torch.Tensor) and given.device.type != "cpu":
-                _put(values, kwargs, timestep, "timestep", given.cpu())
-        result = method(*values, **kwargs)
-        if device is not None:
-            _add_numbers(scheduler, numbers)
+                _put(values, kwargs, self.timestep, "timestep", given.cpu())
+        result = self.method(*values, **kwargs)
+        if self.device is not None:
+            _add_numbers(self.scheduler, self.numbers)
         return result
 
-    return call
+    def __deepcopy__(self, memo: dict[int, Any]) -> _HostMethod:
+        # Some pipelines copy their scheduler for a second stream: the copy's methods are its own.
+        copied = memo.get(id(self.scheduler), self.scheduler)
+        return _HostMethod(copied, self.name, self.signature, self.numbers)
 
 
 def _put(values: list[Any], named: dict[str, Any], position: int, name: str, value: Any) -> None:

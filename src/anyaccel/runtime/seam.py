@@ -1,13 +1,13 @@
 """Torch's own function seam: what a plan puts right where a pipeline, or a model in it, calls torch.
 
-A `TorchFunctionMode` that is entered while a call runs. It looks after the glue of every pipeline: noise, and tensors of
-the host that meet the device. It stays out of the models unless the plan names a repair that is needed inside them.
+Two `TorchFunctionMode`s, entered while a call runs. One looks after the glue of every pipeline: noise, and tensors of
+the host that meet the device. The other is for inside the models, and only where the plan names a repair that they need:
+elsewhere a model runs as it always did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from anyaccel.runtime import attention, dtypes, noise, pairs, shapes, unwritten
 from anyaccel.runtime.meeting import Meeting
 from anyaccel.runtime.scheduler import HostNumbers
 
-__all__ = ["FunctionSeam", "Handler", "leave_seam", "make_meeting", "make_seam", "return_to_seam"]
+__all__ = ["GlueSeam", "ModelSeam", "enter_model", "leave_model", "make_glue_seam", "make_meeting", "make_model_seam"]
 
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -42,15 +42,13 @@ _PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.__getitem__}
 """Functions whose own repair brings the arguments together."""
 
 
-class FunctionSeam(TorchFunctionMode):
-    """Hands each call to the repair that is for it; the others go on as they are, with their tensors in one place."""
+class GlueSeam(TorchFunctionMode):
+    """Around the models: repairs, and tensors of the host that meet the device."""
 
-    def __init__(self, handlers: dict[Any, Handler], meeting: Meeting, inside: bool) -> None:
+    def __init__(self, handlers: dict[Any, Handler], meeting: Meeting) -> None:
         super().__init__()
         self.handlers = handlers
         self.meeting = meeting
-        self.inside = inside
-        """Whether it stays while a model runs."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,6 +65,23 @@ class FunctionSeam(TorchFunctionMode):
         return self.meeting.run(func, args, kwargs)
 
 
+class ModelSeam(TorchFunctionMode):
+    """Inside a model, where everything lies on the device: the repairs alone."""
+
+    def __init__(self, handlers: dict[Any, Handler]) -> None:
+        super().__init__()
+        self.handlers = handlers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One call of torch's."""
+        handler = self.handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(func, args, kwargs or {})
+
+
 def make_meeting(plan: Plan, device: torch.device) -> Meeting:
     """How tensors of the host go to the device by this plan."""
     replacements = {
@@ -76,13 +91,8 @@ def make_meeting(plan: Plan, device: torch.device) -> Meeting:
     return Meeting(device, replacements, clone_numbers="numbers" in repairs, pair_complex="pairs" in repairs)
 
 
-def make_seam(
-    plan: Plan, device: torch.device, source: noise.NoiseSource, numbers: HostNumbers | None = None
-) -> FunctionSeam:
-    """The seam for one call on one device."""
-    meeting = make_meeting(plan, device)
-    meeting.numbers = numbers
-    replacements = meeting.replacements
+def _make_handlers(plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> dict[Any, Handler]:
+    """The repairs that the plan names, by the function of torch's that they are for."""
     repairs = set(plan.repairs.value)
     handlers: dict[Any, Handler] = {}
     if "shapes" in repairs:
@@ -97,10 +107,29 @@ def make_seam(
         handlers = pairs.make_handlers(device, handlers)
     if "attention" in repairs:
         handlers |= attention.make_handlers(plan.attention.value)
-    handlers |= noise.make_handlers(device, source, replacements)
+    return handlers
+
+
+def make_glue_seam(plan: Plan, device: torch.device, numbers: HostNumbers | None = None) -> GlueSeam:
+    """The seam around the models, for one call."""
+    meeting = make_meeting(plan, device)
+    meeting.numbers = numbers
+    handlers = _make_handlers(plan, device, meeting.replacements)
+    handlers |= noise.make_handlers(device, meeting.replacements)
     if numbers is not None:
         handlers |= {func: _let_numbers_stay(meeting, handlers.get(func)) for func in _MOVES}
-    return FunctionSeam(handlers, meeting, inside=bool(repairs))
+    return GlueSeam(handlers, meeting)
+
+
+def make_model_seam(plan: Plan, device: torch.device) -> ModelSeam | None:
+    """The seam inside the models, for as long as the plan holds; None where no repair is needed there."""
+    if not plan.repairs.value:
+        return None
+    replacements = make_meeting(plan, device).replacements
+    handlers = _make_handlers(plan, device, replacements)
+    if "noise" in plan.repairs.value:
+        handlers |= noise.make_handlers(device, replacements)
+    return ModelSeam(handlers)
 
 
 def _let_numbers_stay(meeting: Meeting, behind: Handler | None) -> Handler:
@@ -117,26 +146,19 @@ def _let_numbers_stay(meeting: Meeting, behind: Handler | None) -> Handler:
     return move
 
 
-def leave_seam() -> FunctionSeam | None:
-    """Step out of the seam before a model runs, where no repair is needed inside; gives what `return_to_seam` needs."""
+def enter_model(seam: ModelSeam | None) -> tuple[GlueSeam | None, ModelSeam | None]:
+    """Step out of the seam around the models and into the one inside; gives what `leave_model` needs."""
     stack = _get_current_function_mode_stack()
-    if stack and isinstance(stack[-1], FunctionSeam) and not stack[-1].inside:
-        seam = _pop_mode()
-        return seam if isinstance(seam, FunctionSeam) else None
-    return None
+    around = _pop_mode() if stack and isinstance(stack[-1], GlueSeam) else None
+    inside = seam if seam is not None and (around is not None or not stack) else None
+    if inside is not None:
+        _push_mode(inside)
+    return around if isinstance(around, GlueSeam) else None, inside
 
 
-def return_to_seam(seam: FunctionSeam | None) -> None:
-    """Step in again behind the model."""
-    if seam is not None:
-        _push_mode(seam)
-
-
-@contextmanager
-def outside_seam() -> Iterator[None]:
-    """Run a block of our own as if no seam were there."""
-    seam = leave_seam()
-    try:
-        yield
-    finally:
-        return_to_seam(seam)
+def leave_model(around: GlueSeam | None, inside: ModelSeam | None) -> None:
+    """Step back behind the model."""
+    if inside is not None:
+        _pop_mode()
+    if around is not None:
+        _push_mode(around)

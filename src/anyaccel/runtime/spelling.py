@@ -1,0 +1,116 @@
+"""Spellings that torch's function seam does not see: generators, autocast, default devices, files, compilers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from anyaccel.backends.device import find_device
+from anyaccel.backends.portable import adjust_dtype
+from anyaccel.runtime.migration import Migration
+
+__all__ = ["install_spellings"]
+
+_FOR_ANY_DEVICE = ("inductor", "cudagraphs", None)
+"""Compilers that a script names, or leaves to torch, without a device of its own in mind."""
+
+
+def install_spellings(migration: Migration) -> None:
+    """Change what torch has of these; it stays changed until the process ends."""
+    _draw_on_host(migration)
+    _change_first_argument(torch.amp.autocast_mode.autocast, "device_type", migration)
+    _change_first_argument(torch.amp.GradScaler, "device", migration)
+    _change_first_argument(DeviceContext, "device", migration, whole=True)
+    _change_loading(migration)
+    _change_compiling(migration)
+
+
+def _draw_on_host(migration: Migration) -> None:
+    """`torch.Generator("cuda")` is a generator of the host: one seed gives one noise on every device."""
+    original: Any = torch.Generator
+
+    class _AnyGenerator(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, original)
+
+        def __call__(cls, device: Any = "cpu") -> Any:
+            migration.translate(device, "Generator")
+            return original("cpu")
+
+    class Generator(metaclass=_AnyGenerator):
+        """torch.Generator, on the host."""
+
+    vars(torch)["Generator"] = Generator
+
+
+def _change_first_argument(kind: Any, name: str, migration: Migration, whole: bool = False) -> None:
+    """A class whose first argument is a device, or the kind of one, and perhaps a number type."""
+    make = kind.__init__
+    asked = kind.__name__
+
+    @functools.wraps(make)
+    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = args[0] if args else kwargs.pop(name, migration.foreign)
+        meant = migration.translate(given, asked)
+        if meant is not given and isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs["dtype"] = adjust_dtype(kwargs["dtype"], str(meant))
+        make(self, meant.type if isinstance(meant, torch.device) and not whole else meant, *args[1:], **kwargs)
+
+    kind.__init__ = make_here
+
+
+def _change_loading(migration: Migration) -> None:
+    """`torch.load(…, map_location=…)`; what was saved on CUDA and says nothing goes to the device too."""
+    load = torch.load
+
+    @functools.wraps(load)
+    def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(map_location, dict):
+            map_location = {
+                source: str(migration.translate(target, "load")) for source, target in map_location.items()
+            }
+        elif map_location is not None:
+            map_location = migration.translate(map_location, "load")
+        return load(f, map_location, *args, **kwargs)
+
+    torch.load = torch.serialization.load = load_here
+
+
+def _change_compiling(migration: Migration) -> None:
+    """`torch.compile`: with the device's own compiler, as its sheet says."""
+    rule, compile_there = migration.make_plan().compile.value, torch.compile
+
+    @functools.wraps(compile_there)
+    def compile_here(model: Any = None, **options: Any) -> Any:
+        if options.get("backend") not in _FOR_ANY_DEVICE:
+            return compile_there(model, **options)
+        if model is None:
+            return lambda function: compile_here(function, **options)
+        refusal = _refuse_compiling(rule.backend, migration)
+        if refusal:
+            migration.note(refusal)
+            return model
+        changed = {name: value for name, value in options.items() if name not in ("mode", "options", "backend")}
+        if rule.static:
+            changed["dynamic"] = False
+        migration.record(f"compile, by {rule.backend}")
+        return compile_there(model, backend=rule.backend, **changed)
+
+    torch.compile = compile_here
+
+
+def _refuse_compiling(backend: str, migration: Migration) -> str:
+    """Why nothing is compiled here; empty where it is."""
+    if not backend:
+        return "compile is left out: no compiler is known for this device"
+    if backend in _FOR_ANY_DEVICE and find_device(migration.opened.sheet.name).virtual:
+        return "compile is left out: torch's own compiler makes no code for a virtual device"
+    return ""
+
+
