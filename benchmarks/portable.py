@@ -29,6 +29,7 @@ from anyaccel.backends.device import this_machine
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import Recipe, recipes, run
+from anyaccel.runtime.pipeline import place
 from benchmarks.round_trip import read_commit
 from benchmarks.sweep import virtual_devices
 
@@ -83,19 +84,20 @@ class Outcome:
         return self.placed.works != bool(self.excuse)
 
 
-def attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, place: Callable[[Any], Any]) -> Attempt:
+def attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, put: Callable[[Any], Any]) -> Attempt:
     """Make a pipeline, place it in one of the two ways, run it, and hold it against the CPU's picture."""
     pipe: Any = recipe.make()
     accelerator.ledger.clear()
     try:
-        seen = run(recipe, place(pipe))
+        seen = run(recipe, put(pipe))
     except Exception as error:  # noqa: BLE001 - a failure is a finding here, and is shown with its words
         return Attempt(False, f"{type(error).__name__}: {error}".splitlines()[0][:300])
     rows = accelerator.ledger.rows()
     sites = {effect: [f"{row.limit} {row.file}:{row.line}" for row in rows if row.effect == effect]
              for effect in ("error", "wrong")}  # fmt: skip
     waits = [f"{row.file}:{row.line}" for row in rows if row.limit == "host_round_trip" and row.step is not None]
-    difference = float(numpy.abs(expected - seen).max())
+    same_shape = expected.shape == seen.shape
+    difference = float(numpy.abs(expected - seen).max()) if same_shape else float("inf")
     return Attempt(True, "", difference, sites["error"], sites["wrong"], waits)
 
 
@@ -109,7 +111,7 @@ def try_one(accelerator: VirtualAccelerator, recipe: Recipe, plain: bool = True)
         device=accelerator.name,
         plain=attempt(accelerator, recipe, expected, lambda pipe: pipe.to(device)) if plain else nothing,
         placed=attempt(
-            accelerator, recipe, expected, lambda pipe: anyaccel.place(pipe, device, dtype=torch.float32)
+            accelerator, recipe, expected, lambda pipe: place(pipe, device, dtype=torch.float32)
         ),
     )
 

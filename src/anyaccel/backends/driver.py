@@ -111,6 +111,12 @@ class Driver:
         """Start counting the peak anew."""
         self._figure("reset_peak_memory_stats")(index)
 
+    def capture(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Record a model as a graph of the device that is replayed; only where the sheet has a mode that captures."""
+        raise NotMeasurableError(
+            f"{self.sheet.title} ({self.sheet.name}) records no graphs", hint="take another mode, such as eager"
+        )
+
     def settle(self, device: torch.device) -> Sheet:
         """The sheet with every number type in doubt (contradicted, or conditional) asked of the device itself.
 

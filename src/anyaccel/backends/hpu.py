@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Mode, Product, Sheet, Variable
 from anyaccel.backends.sources import ACCELERATE_SOURCE, DIFFUSERS_SOURCE, GB
+
+if TYPE_CHECKING:
+    import torch
 
 _DOCS = "https://docs.habana.ai/en/latest/"
 _BRIDGE = "https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/"
@@ -288,6 +293,12 @@ class HpuDriver(Driver):
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()
+
+    def capture(self, model: torch.nn.Module) -> torch.nn.Module:
+        import habana_frameworks.torch as vendor  # type: ignore[import-not-found]
+
+        wrapped: torch.nn.Module = vendor.hpu.wrap_in_hpu_graph(model)
+        return wrapped
 
 
 BACKEND = Backend(sheet=SHEET, driver=HpuDriver)

@@ -21,6 +21,11 @@ __all__ = ["install_vendor_packages", "make_device_module"]
 
 _KERNELS: dict[str, dict[str, Any]] = {"torch_npu": ASCEND_KERNELS}
 """What a package has beside the device's module, where programs call it by name."""
+_FUNCTIONS: dict[str, dict[str, Any]] = {
+    # A graph runs operation by operation here, as it would without one.
+    "habana_frameworks.torch": {"wrap_in_hpu_graph": lambda module, *args, **kwargs: module}
+}
+"""What the device's module has besides, by the package that brings it."""
 
 UNLIMITED_BYTES = 64 * 2**30
 """What a device without a named capacity says that it has."""
@@ -197,6 +202,7 @@ def _capacity(accelerator: VirtualAccelerator) -> int:
 def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType) -> None:
     """The packages that the sheet says bring the device, importable and empty but for what programs use of them."""
     for dotted in accelerator.sheet.modules:
+        vars(module).update(_FUNCTIONS.get(dotted, {}))
         parts = dotted.split(".")
         for depth in range(1, len(parts) + 1):
             _install(".".join(parts[:depth]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from anyaccel.backends.claim import DtypeLimit, Limit
+from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import Facts
@@ -61,6 +61,10 @@ def _as_far_as_it_goes(sheet: Sheet, name: str, reason: str) -> Decision[str]:
     return Decision(instead, f"{reason}, and the device lacks it: {answer.says}")
 
 
+def _fails(limit: OperationLimit) -> bool:
+    return not limit.conditional and limit.effect in ("error", "wrong")
+
+
 def choose_component_dtypes(sheet: Sheet, facts: Facts, chosen: str) -> Decision[tuple[tuple[str, str], ...]]:
     """The type of each model where it differs from the pipeline's: quantized weights stay as they are."""
     kept = tuple((component.name, component.dtype) for component in facts.components if component.quantized)
@@ -83,7 +87,10 @@ def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
             replaced.append((name, answer.becomes))
         elif name.startswith("complex") and answer.effect != "narrowed":
             replaced.append((name, "pairs"))
+    patchy = [limit for limit in sheet.limits(OperationLimit).values() if _fails(limit) and "complex64" in limit.dtypes]
+    if patchy:
+        replaced.append(("complex64", "pairs"))
     if any(pair == ("complex64", "pairs") for pair in replaced):
         replaced = [pair for pair in replaced if pair[0] != "complex128"] + [("complex128", "pairs")]
-    reasons = [sheet.dtype(name).says for name, _ in replaced]
+    reasons = [sheet.dtype(name).says for name, _ in replaced] + [limit.says for limit in patchy]
     return Decision(tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device takes them all")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy
@@ -79,7 +79,8 @@ def join_results(results: list[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_join([result[position] for result in results]) for position in range(len(first)))
     if hasattr(first, "to_tuple"):
-        return type(first)(**{name: _join([getattr(result, name) for result in results]) for name in first.keys()})  # noqa: SIM118
+        names = [field.name for field in fields(first)]
+        return type(first)(**{name: _join([getattr(result, name) for result in results]) for name in names})
     return _join(results)
 
 

@@ -100,10 +100,13 @@ class Boundary:
             elif value.dtype in self.meeting.replacements and value.device.type == self.device.type:
                 value = value.to(self.meeting.replacements[value.dtype])
             return value if self.cast_to is None or not value.is_floating_point() else value.to(self.cast_to)
-        if isinstance(value, dict):
-            return {key: self._bring(item) for key, item in value.items()}
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return type(value)([self._bring(item) for item in value])
+        # A list or dictionary stays the same object unless something in it moves: some models write to theirs.
+        if type(value) is dict:
+            moved = {key: self._bring(item) for key, item in value.items()}
+            return moved if any(moved[key] is not item for key, item in value.items()) else value
+        if type(value) in (list, tuple):
+            brought = [self._bring(item) for item in value]
+            return type(value)(brought) if any(a is not b for a, b in zip(brought, value, strict=True)) else value
         return value
 
     def _settle_timestep(self, timestep: Any) -> Any:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from anyaccel.errors import NotFiniteError
+from anyaccel.errors import NotFiniteError, UsageError
+from anyaccel.planning.decision import Decision
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results, split_request
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
+from anyaccel.runtime.place import without_advice
 from anyaccel.runtime.placement import Placement, find_components
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
 from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.runtime.warmup import leaving_no_trace
 from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
 
 __all__ = ["run_call"]
@@ -55,6 +59,14 @@ def _label(result: Any, placement: Placement, request: Request) -> None:
     """A result carries its plan and its seeds, where it is an object that can."""
     if hasattr(result, "to_tuple"):
         vars(result)["plan"], vars(result)["seeds"] = placement.plan, request.seeds
+
+
+def _is_about_arguments(error: ValueError) -> bool:
+    """Whether it was the pipeline's own check of its arguments that raised."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return innermost is not None and innermost.tb_frame.f_code.co_name == "check_inputs"
 
 
 class _Draws:
@@ -105,6 +117,7 @@ class _Run:
 
     def finish(self) -> Any:
         """The result, which is finite."""
+        self._prime()
         result, outputs = self._once()
         if not self.placement.plan.watch.value:
             return result
@@ -114,10 +127,27 @@ class _Run:
         explain_black(result)
         return result
 
+    def _prime(self) -> None:
+        """Where the first pass gives other results than the later ones: one step, which is dropped."""
+        if not self.placement.plan.prime.value or self.placement.primed:
+            return
+        self.placement.primed = True
+        part, source = self.begin(self.part)
+        if "num_inference_steps" in part.accepts:
+            part = part.with_arguments(num_inference_steps=1)
+        with leaving_no_trace(self.pipe), self._seams(source):
+            self.call(self.pipe, **part.arguments)
+
     def _once(self) -> tuple[Any, Outputs]:
         part, source = self.begin(self.part)
         with watching() as outputs, self._seams(source):
-            return self.call(self.pipe, **part.arguments), outputs
+            try:
+                return self.call(self.pipe, **part.arguments), outputs
+            except ValueError as error:
+                if _is_about_arguments(error):
+                    hint = "change that argument; the pipeline can be called again"
+                    raise UsageError(str(error), hint=hint) from error
+                raise
 
     @contextmanager
     def _seams(self, source: NoiseSource) -> Iterator[None]:
@@ -139,31 +169,28 @@ class _Run:
         name = module.split(".")[0]
         component = self.components[name]
         where = f"{module} at pass {step}"
-        if self._widen(name, component):
+        narrow = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
+        if narrow:
+            self._cast(component, torch.float32, torch.float32)
             result, outputs = self._once()
             if not find_broken(outputs):
                 self._say_mended(name, where)
                 return result
+            self._cast(component, next(iter(narrow)), None)
         raise NotFiniteError(
             f"the picture is not finite: {where} is the first module whose output is not, on {self.placement.plan.device} "
             f"in {self.placement.plan.dtype.value}; in float32 it is not finite either",
             hint=f"look at the weights of {name}, or compare with a run on the cpu",
         )
 
-    def _widen(self, name: str, component: torch.nn.Module) -> bool:
-        """Cast one model to float32; False if it is in float32 already."""
-        if all(parameter.dtype == torch.float32 for parameter in component.parameters()):
-            return False
-        component.to(torch.float32)
+    def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:
+        """Cast one model, and what goes into it."""
+        with without_advice():
+            component.to(dtype)
         for boundary in find_boundaries(component):
-            boundary.cast_to = torch.float32
-        return True
+            boundary.cast_to = inputs
 
     def _say_mended(self, name: str, where: str) -> None:
-        from dataclasses import replace
-
-        from anyaccel.planning.decision import Decision
-
         plan = self.placement.plan
         kept = {**dict(plan.component_dtypes.value), name: "float32"}
         reason = f"{name} was not finite in {plan.dtype.value} ({where}), and is in float32"

@@ -16,7 +16,13 @@ from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.call import run_call
 from anyaccel.runtime.compile import compile_components
 from anyaccel.runtime.place import place_pipeline, plan_pipeline, resolve_device, settle
-from anyaccel.runtime.placement import Placement, find_placement, forget_placement
+from anyaccel.runtime.placement import (
+    Placement,
+    being_offloaded,
+    find_placement,
+    forget_placement,
+    is_being_offloaded,
+)
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.warmup import warm_up
 
@@ -33,6 +39,8 @@ class Portable:
 
         Takes what diffusers takes, `auto`, `virtual:NAME`, an index, and every wish of `anyaccel.place`.
         """
+        if is_being_offloaded(self):  # diffusers brings the models to the host first
+            return super().to(*args, **kwargs)  # type: ignore[misc]
         device, asked = _read_target(args, kwargs)
 
         def move(place: torch.device, dtype: torch.dtype) -> None:
@@ -107,13 +115,21 @@ class Portable:
         self._offload("enable_sequential_cpu_offload", gpu_id, device)
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
-        wanted = (device if device is not None else "auto") if gpu_id is None else gpu_id
-        place_pipeline(self, wanted, {}, _stay)
-        placement = _placement_of(self)
         enable: Any = getattr(super(), method)
-        with make_glue_seam(placement.plan, placement.device):
+        placement = find_placement(self)
+        if placement is not None and placement.running:  # diffusers does it anew after every call
             enable(device=placement.device)
-        placement.offloaded = True
+            return
+        wanted = (device if device is not None else "auto") if gpu_id is None else gpu_id
+
+        def cast(place: torch.device, dtype: torch.dtype) -> None:
+            super(Portable, self).to(dtype=dtype, silence_dtype_warnings=True)  # type: ignore[misc]
+
+        with being_offloaded(self):
+            place_pipeline(self, wanted, {}, cast)
+            placement = _placement_of(self)
+            with make_glue_seam(placement.plan, placement.device):
+                enable(device=placement.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class is made here and cannot be found by its name: the plain one is pickled, and made portable again.

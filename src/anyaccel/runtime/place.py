@@ -31,7 +31,7 @@ from anyaccel.runtime.placement import (
 )
 from anyaccel.runtime.seam import make_glue_seam
 
-__all__ = ["place_pipeline", "plan_pipeline", "resolve_device"]
+__all__ = ["place_pipeline", "plan_pipeline", "resolve_device", "settle", "without_advice"]
 
 _VIRTUAL = "virtual:"
 Device = str | int | torch.device
@@ -103,10 +103,22 @@ def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     _execute(plan, opened)
-    with torch.no_grad(), make_glue_seam(plan, place), _without_advice():
+    with torch.no_grad(), make_glue_seam(plan, place), without_advice():
         move(place, getattr(torch, plan.dtype.value))
         _keep_float32(pipe, plan)
     settle(pipe, Placement(opened, place, plan, wishes), before)
+    if any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
+        _capture(pipe, opened)
+
+
+def _capture(pipe: Any, opened: OpenDevice) -> None:
+    """Record the models that run at every step as graphs of the device, once."""
+    for name in read_facts(pipe).denoisers:
+        model = getattr(pipe, name)
+        if not vars(model).get("_anyaccel_captured"):
+            captured = opened.driver.capture(model)
+            vars(captured)["_anyaccel_captured"] = True
+            setattr(pipe, name, captured)
 
 
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
@@ -125,7 +137,7 @@ def _execute(plan: Plan, opened: OpenDevice) -> None:
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """diffusers advises against casting modules that are to stay in float32, which is seen to here."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Placement",
+    "being_offloaded",
     "find_components",
     "find_placement",
     "find_wishes",
     "forget_placement",
+    "is_being_offloaded",
     "keep_placement",
     "read_facts",
     "remember_wishes",
@@ -29,6 +33,7 @@ __all__ = [
 
 _KEY = "_anyaccel_placement"
 _WISHES = "_anyaccel_wishes"
+_OFFLOADING = "_anyaccel_offloading"
 
 
 @dataclass
@@ -46,8 +51,6 @@ class Placement:
     primed: bool = False
     cache_dir: str | None = None
     """Where this pipeline's compiled graphs are kept, if it was told."""
-    offloaded: bool = False
-    """Whether its models come to the device only while they run."""
 
 
 def find_placement(pipe: Any) -> Placement | None:
@@ -73,6 +76,22 @@ def find_wishes(pipe: Any) -> Wishes:
         return placement.wishes
     found = vars(pipe).get(_WISHES)
     return found if isinstance(found, Wishes) else Wishes()
+
+
+@contextmanager
+def being_offloaded(pipe: Any) -> Iterator[None]:
+    """While the block runs, a pipeline's own moves are diffusers', and are left alone."""
+    vars(pipe)[_OFFLOADING] = True
+    try:
+        yield
+    finally:
+        vars(pipe).pop(_OFFLOADING, None)
+
+
+def is_being_offloaded(pipe: Any) -> bool:
+    """Whether diffusers is moving the pipeline's models itself now."""
+    placement = find_placement(pipe)
+    return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:

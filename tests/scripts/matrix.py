@@ -1,0 +1,165 @@
+"""Programs that were written for CUDA, on virtual devices: each in a process of its own, against the CPU's picture."""
+
+import contextlib
+import io
+import multiprocessing
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+__all__ = ["DEVICES", "PROGRAMS", "REFUSED", "Outcome", "compare", "find_program", "run_on", "run_reference"]
+
+DEVICES = ("mps", "hpu", "neuron", "xpu", "npu", "mlu")
+FOLDER = Path(__file__).parent / "programs"
+PROGRAMS = tuple(sorted(path.stem for path in FOLDER.glob("*.py")))
+
+REFUSED = {
+    "cuda_graph": "CUDAGraph cannot be mapped",
+    "triton_kernel": "triton is kernels that are compiled for CUDA",
+}
+"""Programs that no other device can run, with what is said about it."""
+WITHOUT_REFERENCE = {
+    "autocast": "the CPU's autocast casts other operations",
+    "mixed_precision": "the CPU's autocast casts other operations",
+}
+HALF = {"text_to_image_half", "half_then_move", "available", "flux", "video"}
+"""Programs in half precision, whose pictures differ in the last digits of that."""
+TOLERANCE, HALF_TOLERANCE, PIXEL = 1e-3, 0.05, 1 / 255
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one program ended on one device."""
+
+    program: str
+    device: str
+    status: int
+    results: Results
+    """What it wrote, by file name: pictures from 0 to 1, arrays as they are."""
+    stderr: str
+
+
+def find_program(name: str) -> Path:
+    """The file of a program."""
+    return FOLDER / f"{name}.py"
+
+
+def run_on(device: str, name: str, models: Path) -> Outcome:
+    """Run one program as `anyaccel run --device virtual:DEVICE` would, in a process that is forked from this one."""
+
+    def work(output: Path) -> int:
+        from anyaccel.runtime.script import run_script
+
+        return run_script(str(find_program(name)), [str(models), str(output)], f"virtual:{device}", verbose=True)
+
+    return _run_apart(name, device, work)
+
+
+def run_reference(name: str, models: Path) -> Outcome:
+    """The same program with plain diffusers on the CPU, its device's name exchanged by hand."""
+    text = find_program(name).read_text()
+    text = text.replace('"cuda"', '"cpu"').replace('"cuda:0"', '"cpu"').replace(".cuda(", ".cpu(")
+    text = text.replace("device=0", 'device="cpu"').replace('{"": 0}', '{"": "cpu"}').replace(".cpu(0)", ".cpu()")
+    text = text.replace(".pin_memory().cpu(non_blocking=True)", "").replace(', device_map="balanced"', "")
+    lines = [line for line in text.splitlines() if not re.search(_CUDA_ALONE, line)]
+    text = re.sub(r"\n    pipe\.enable_group_offload\((.|\n)*?\n\)", "", "\n".join(lines))
+
+    def work(output: Path) -> int:
+        sys.argv = [name, str(models), str(output)]
+        exec(compile(text, name, "exec"), {"__name__": "__main__"})
+        return 0
+
+    return _run_apart(name, "cpu", work)
+
+
+_CUDA_ALONE = (
+    r"torch\.cuda\.(?!is_available)|offload\(|onload_device=|xformers|assert .*is_cuda|assert device ==|torch\.compile"
+    r"|elapsed_time|properties|free, total|^stream\.|record_stream"
+)
+"""Lines that only ask, wait or save memory, and that a CPU has no answer to."""
+
+
+def _run_apart(name: str, device: str, work: Callable[[Path], int]) -> Outcome:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        worker = context.Process(target=_work, args=(sender, Path(folder), work), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            worker.start()
+        sender.close()
+        try:
+            status, stderr = receiver.recv()
+        except EOFError:
+            status, stderr = 3, "the process died"
+        worker.join()
+        results = {path.name: _read(path) for path in sorted(Path(folder).iterdir()) if path.suffix in _READERS}
+    return Outcome(name, device, status, results, stderr)
+
+
+def _work(sender: Any, output: Path, work: Callable[[Path], int]) -> None:
+    """Run in the other process; what it prints is kept, and whatever happens is told."""
+    warnings.simplefilter("ignore")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = work(output)
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 1
+        except BaseException:  # noqa: BLE001 - the words are handed on
+            traceback.print_exc()
+            status = 3
+    sender.send((status, said.getvalue()))
+    sender.close()
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".png": lambda path: np.asarray(Image.open(path), dtype=np.float32) / 255,
+    ".npy": lambda path: np.load(path),
+}
+
+
+def _read(path: Path) -> Any:
+    return _READERS[path.suffix](path)
+
+
+def compare(outcome: Outcome, reference: Outcome | None) -> str:
+    """What is wrong with an outcome, in words; empty where nothing is."""
+    if outcome.program in REFUSED:
+        said = REFUSED[outcome.program] in outcome.stderr and f"{outcome.program}.py:" in outcome.stderr
+        return "" if outcome.status == 1 and said else "it does not say why it cannot run"
+    if outcome.status:
+        return _last_words(outcome.stderr)
+    if not outcome.results:
+        return "it wrote nothing"
+    for name, result in outcome.results.items():
+        if not np.isfinite(result).all():
+            return f"{name} is not finite"
+    return "" if reference is None else _differ(outcome, reference)
+
+
+def _differ(outcome: Outcome, reference: Outcome) -> str:
+    if reference.status or outcome.results.keys() != reference.results.keys():
+        return f"the reference did not run: {_last_words(reference.stderr)}"
+    most = HALF_TOLERANCE if outcome.program in HALF else TOLERANCE
+    for name, result in outcome.results.items():
+        far = float(np.abs(result - reference.results[name]).max())
+        if far > most + (PIXEL if name.endswith(".png") else 0.0):
+            return f"{name} differs by {far:.2g} from the CPU's"
+    return ""
+
+
+def _last_words(stderr: str) -> str:
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith("anyaccel:")]
+    return lines[-1][:300] if lines else "it said nothing"
