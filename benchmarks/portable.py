@@ -3,7 +3,7 @@
     python -m benchmarks.portable [--device mps …] [--recipe flux …] [--json benchmarks/results/portable.json]
 
 A pipeline works if it runs to the end with no `error` and no `wrong` in the ledger, never waits for the device between
-its first and its last step (unless its model's own forward asks to), and gives the CPU's picture within 1e-3 in float32.
+its first and its last step (unless its model's own forward does), and gives the CPU's picture within 1e-3 in float32.
 All of this is virtual: it says what the documented limits of a device do to a pipeline, and nothing of its kernels.
 """
 
@@ -110,9 +110,7 @@ def try_one(accelerator: VirtualAccelerator, recipe: Recipe, plain: bool = True)
         recipe=recipe.name,
         device=accelerator.name,
         plain=attempt(accelerator, recipe, expected, lambda pipe: pipe.to(device)) if plain else nothing,
-        placed=attempt(
-            accelerator, recipe, expected, lambda pipe: place(pipe, device, dtype=torch.float32)
-        ),
+        placed=attempt(accelerator, recipe, expected, lambda pipe: place(pipe, device, dtype=torch.float32)),
     )
 
 

@@ -164,6 +164,7 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """The number type of torch's by that name: `torch.bfloat16`."""
     import torch
 
     kind = getattr(torch, name, None)

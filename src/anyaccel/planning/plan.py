@@ -21,6 +21,8 @@ from anyaccel.planning.wishes import Wishes
 
 __all__ = ["Plan", "make_plan"]
 
+_NOT_COMPILED: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
+_NO_BUCKETS: Decision[tuple[str, ...]] = Decision((), "no size has been run compiled yet")
 _BYTES = {"float64": 8, "float32": 4}
 
 
@@ -49,8 +51,8 @@ class Plan:
     compile: Decision[CompileRule]
     prime: Decision[bool]
     watch: Decision[bool]
-    compiled: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
-    buckets: Decision[tuple[str, ...]] = Decision((), "no size has been run yet")
+    compiled: Decision[tuple[str, ...]] = _NOT_COMPILED
+    buckets: Decision[tuple[str, ...]] = _NO_BUCKETS
 
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
         """Each decision with its name."""

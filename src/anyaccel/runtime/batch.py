@@ -39,9 +39,7 @@ def _take_rows(request: Request, rows: range) -> Iterator[Request]:
     whole = len(rows) == len(prompts) * request.per_prompt
     groups = [(prompts, list(rows))] if whole else [([row // request.per_prompt], [row]) for row in rows]
     for chosen, images in groups:
-        arguments = {
-            name: _take(name, value, request, chosen, images) for name, value in request.arguments.items()
-        }
+        arguments = {name: _take(name, value, request, chosen, images) for name, value in request.arguments.items()}
         per_prompt = len(images) // len(chosen)
         name = request.per_prompt_name
         if name is not None:
@@ -67,7 +65,7 @@ def _take(name: str, value: Any, request: Request, prompts: list[int], images: l
             chosen = [value[image] for image in images]
             return chosen[0] if len(chosen) == 1 else chosen
         if len(value) == request.prompts and request.prompts > 1:
-            return type(value)([value[prompt] for prompt in prompts])
+            return [value[prompt] for prompt in prompts]
     return value
 
 

@@ -1,7 +1,7 @@
 """The module boundary: what goes into a model lies on the device, in a type that the device takes.
 
-Hooks on the models of a pipeline. They also change torch's function seam from the one around the models to the one inside,
-and hand what came out to the watch.
+Hooks on the models of a pipeline. They also change torch's function seam from the one around the models to the one
+inside, and hand what came out to the watch.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
         if not isinstance(component, torch.nn.Module):
             continue
         for part in _entrances(component):
-            if hasattr(part, "_orig_mod"):
-                _remove_boundary(part._orig_mod)
+            inside = getattr(part, "_orig_mod", None)
+            if isinstance(inside, torch.nn.Module):
+                _remove_boundary(inside)
             earlier = vars(part).get(_MARK)
             if isinstance(earlier, Boundary) and earlier.plan is plan and earlier.device == device and earlier.handles:
                 continue

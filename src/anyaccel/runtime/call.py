@@ -89,6 +89,7 @@ class _Draws:
                     part = part.with_arguments(generator=generators if len(generators) > 1 else generators[0])
                 return part, OneToAnImage(generators)
             if self.one_for_all:
+                assert self.start is not None
                 self.shared.set_state(self.start)
                 if parts > 1:
                     return part, OneOfABatch(self.shared, parts, row)
@@ -178,8 +179,8 @@ class _Run:
                 return result
             self._cast(component, next(iter(narrow)), None)
         raise NotFiniteError(
-            f"the picture is not finite: {where} is the first module whose output is not, on {self.placement.plan.device} "
-            f"in {self.placement.plan.dtype.value}; in float32 it is not finite either",
+            f"the picture is not finite: {where} is the first module whose output is not, on "
+            f"{self.placement.plan.device} in {self.placement.plan.dtype.value}; in float32 it is not finite either",
             hint=f"look at the weights of {name}, or compare with a run on the cpu",
         )
 

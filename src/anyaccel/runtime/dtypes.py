@@ -19,7 +19,7 @@ _FACTORIES = (
 _WHOLE_BY_DEFAULT = {torch.arange, torch.full, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices}
 """Factories that give whole numbers of 64 bits for whole arguments."""
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-_CASTS = {Tensor.double: torch.float64, Tensor.long: torch.int64, Tensor.cdouble: torch.complex128}
+_CASTS = {Tensor.double: torch.float64, Tensor.long: torch.int64}
 _NEEDS_INT64 = (
     torch.gather, Tensor.gather, torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
     Tensor.scatter_add, Tensor.scatter_add_, torch.take_along_dim, Tensor.take_along_dim, torch.take, Tensor.take,
@@ -103,7 +103,11 @@ class _Adjust:
             func = torch.tensor
         if place is None and isinstance(data, Tensor):
             place = data.device
-        if place is None or _kind_of(place) != self.kind or isinstance(data, Tensor) and data.device.type == self.kind:
+        if (
+            place is None
+            or _kind_of(place) != self.kind
+            or (isinstance(data, Tensor) and data.device.type == self.kind)
+        ):
             return func(*args, **({**kwargs, "device": place} if place is not None else kwargs))
         built = func(*args, **{**kwargs, "device": "cpu"})
         return adjust_tensor(built, self.replacements).to(place)

@@ -15,15 +15,19 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.portable import adjust_dtype
+from anyaccel.backends.portable import adjust_dtype, dtype_name
+from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.migration import Migration
 
 __all__ = ["install_libraries"]
 
 Change = Callable[[ModuleType, Migration], None]
+_OFFLOADS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
 _WHOLE = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways to spread a model over the devices: with one device it lies there."""
-_XFORMERS = "enable_xformers_memory_efficient_attention is left out: xformers is for CUDA, and torch's own attention runs"
+_XFORMERS = (
+    "enable_xformers_memory_efficient_attention is left out: xformers is for CUDA, and torch's own attention runs"
+)
 
 
 def install_libraries(migration: Migration) -> None:
@@ -81,13 +85,12 @@ def _replace(kind: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 def _change_pipelines(module: ModuleType, migration: Migration) -> None:
     kind = module.DiffusionPipeline
-    move = kind.to
     _replace(kind, "to", lambda before: _placing(before, migration))
     _replace(kind, "from_pretrained", lambda before: _loading_pipeline(before, migration))
     _replace(kind, "from_pipe", lambda before: _deriving(before, migration))
-    for name in ("enable_model_cpu_offload", "enable_sequential_cpu_offload"):
-        _replace(kind, name, lambda before: _offloading(before, move, migration))
-    _replace(kind, "enable_group_offload", lambda before: _grouping(before, move, migration))
+    for name in _OFFLOADS:
+        _replace(kind, name, lambda before: _offloading(before, migration))
+    _replace(kind, "enable_group_offload", lambda before: _grouping(before, migration))
     _leave_out_xformers(kind, migration)
 
 
@@ -101,12 +104,10 @@ def _change_modular_pipelines(module: ModuleType, migration: Migration) -> None:
 
 
 def _change_portable(module: ModuleType, migration: Migration) -> None:
-    """A portable pipeline places itself: it is told the device, and stays out of the way of diffusers' own hooks."""
+    """A portable pipeline places itself, and is told the device."""
 
     def moving(before: Callable[..., Any]) -> Callable[..., Any]:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if migration.plain:
-                return super(module.Portable, self).to(*args, **kwargs)
             here = [migration.translate(value, "pipeline.to") for value in args]
             if kwargs.get("device") is not None:
                 kwargs["device"] = migration.translate(kwargs["device"], "pipeline.to")
@@ -114,7 +115,15 @@ def _change_portable(module: ModuleType, migration: Migration) -> None:
 
         return to
 
+    def offloading(before: Callable[..., Any]) -> Callable[..., Any]:
+        def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
+            before(self, device=_find_target(gpu_id, device, before.__name__, migration))
+
+        return enable
+
     _replace(module.Portable, "to", moving)
+    for name in _OFFLOADS:
+        _replace(module.Portable, name, offloading)
 
 
 def _change_models(module: ModuleType, migration: Migration, kind: str) -> None:
@@ -181,8 +190,7 @@ def place_pipeline_of_script(pipe: Any, device: torch.device, dtype: torch.dtype
         # The script placed it before, or had anyaccel load it: what was wished for then still holds.
         wishes = {"dtype": dtype} if dtype is not None else {}
     place(make_portable(pipe), str(device), **wishes)
-    for component, kept in types.items():
-        component.to(adjust_dtype(kept, str(device)))
+    _give_types_back(types, device)
     migration.pipelines += 1
     return pipe
 
@@ -191,59 +199,65 @@ def _read_types(pipe: Any) -> dict[Any, torch.dtype]:
     """The models whose type is not the pipeline's own, with their types."""
     models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     types = {model: getattr(model, "dtype", None) for model in models}
-    return {
-        model: kept for model, kept in types.items() if isinstance(kept, torch.dtype) and kept != pipe.dtype
-    }
+    return {model: kept for model, kept in types.items() if isinstance(kept, torch.dtype) and kept != pipe.dtype}
 
 
-def _offloading(before: Callable[..., Any], move: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Models that wait on the host: diffusers' own hooks, with the device that is here."""
+def _give_types_back(types: dict[Any, torch.dtype], device: torch.device) -> None:
+    for model, kept in types.items():
+        model.to(adjust_dtype(kept, str(device)))
+
+
+def _find_target(gpu_id: int | None, device: Any, asked: str, migration: Migration) -> Any:
+    """The device that models are to come to from the host."""
+    if device is not None:
+        return migration.translate(device, asked)
+    return migration.translate(migration.foreign if gpu_id is None else gpu_id, asked)
+
+
+def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Models that wait on the host: made portable first, so that they are planned for the device that is here."""
 
     def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
-        asked = migration.foreign if device is None and gpu_id is None else device if device is not None else gpu_id
-        target = migration.translate(asked, before.__name__)
+        from anyaccel.runtime.pipeline import Portable, make_portable
+        from anyaccel.runtime.placement import remember_wishes
+
+        if isinstance(self, Portable):
+            before(self, gpu_id, device)
+            return
+        target = _find_target(gpu_id, device, before.__name__, migration)
         if str(target) == "cpu":
             migration.note(f"{before.__name__} is left out: there is no accelerator to come from the host to")
             return
-        _settle_with(self, target, move, migration, lambda place: before(self, device=place))
+        types = _read_types(self)
+        remember_wishes(self, Wishes(dtype=dtype_name(self.dtype)))
+        getattr(make_portable(self), before.__name__)(device=target)
+        _give_types_back(types, target)
+        migration.pipelines += 1
 
     return enable
 
 
-def _grouping(before: Callable[..., Any], move: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+def _grouping(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
     """Groups of layers that wait on the host."""
 
     def enable(self: Any, onload_device: Any, *args: Any, use_stream: bool = False, **kwargs: Any) -> None:
+        from anyaccel.runtime.pipeline import make_portable
+        from anyaccel.runtime.place import place_pipeline
+
         target = torch.device(migration.translate(onload_device, before.__name__))
         if use_stream and not migration.is_native:
             migration.note("use_stream is left out: layers are fetched in the order in which they run")
-        stream = use_stream and migration.is_native
-        _settle_with(
-            self, target, move, migration, lambda place: before(self, target, *args, use_stream=stream, **kwargs)
-        )
+            use_stream = False
+
+        def bring(place: torch.device, dtype: torch.dtype) -> None:
+            if dtype != self.dtype:
+                self.to(dtype)
+            before(self, target, *args, use_stream=use_stream, **kwargs)
+
+        place_pipeline(make_portable(self), str(target), {"dtype": self.dtype}, bring)
+        migration.pipelines += 1
 
     return enable
-
-
-def _settle_with(
-    pipe: Any,
-    device: torch.device,
-    move: Callable[..., Any],
-    migration: Migration,
-    do: Callable[[torch.device], Any],
-) -> None:
-    """Plan a pipeline for the device, and let diffusers bring its models there by hooks of its own."""
-    from anyaccel.runtime.pipeline import make_portable
-    from anyaccel.runtime.place import place_pipeline
-
-    def bring(place: torch.device, dtype: torch.dtype) -> None:
-        if dtype != pipe.dtype:
-            move(pipe, dtype)
-        do(place)
-
-    with migration.moving_plainly():
-        place_pipeline(make_portable(pipe), str(device), {"dtype": pipe.dtype}, bring)
-    migration.pipelines += 1
 
 
 def _loading_pipeline(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ __all__ = [
 _LOG = logging.getLogger("anyaccel")
 
 
-class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):  # type: ignore[misc]
+class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
     """`diffusers.DiffusionPipeline`, portable: loads any pipeline, and places it wherever it lands."""
 
     @classmethod

@@ -7,8 +7,6 @@ that nothing is mapped in silence.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -69,8 +67,6 @@ class Migration:
     """What was left out or answered in another way, with the first line of each."""
     pipelines: int = 0
     """How many pipelines were placed."""
-    plain: bool = False
-    """Whether pipelines are moved by diffusers itself now: inside of our own placing."""
 
     def __post_init__(self) -> None:
         self.foreign: str = find_sheet("cuda").torch_name
@@ -140,15 +136,6 @@ class Migration:
     def note(self, words: str) -> None:
         """Something was left out, or answered in another way: said at the end."""
         self.notes.setdefault(words, read_site())
-
-    @contextmanager
-    def moving_plainly(self) -> Iterator[None]:
-        """Let diffusers move a pipeline by itself while the block runs."""
-        before, self.plain = self.plain, True
-        try:
-            yield
-        finally:
-            self.plain = before
 
     def summarize(self, verbose: bool = False) -> list[str]:
         """What was mapped, in lines for a reader."""

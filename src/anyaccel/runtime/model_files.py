@@ -36,7 +36,11 @@ def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
             check_safetensors(path)
         return
     if not path.is_dir():
-        if str(model).startswith((".", "/", "~")) or str(model).count("/") > 1 or os.sep != "/" and os.sep in str(model):
+        if (
+            str(model).startswith((".", "/", "~"))
+            or str(model).count("/") > 1
+            or (os.sep != "/" and os.sep in str(model))
+        ):
             raise ModelError(f"there is no folder {model}", hint="is the path right?")
         return
     index = next((path / name for name in _INDEXES if (path / name).is_file()), None)
@@ -87,7 +91,9 @@ def _refuse_pickles(path: Path) -> None:
     """Every component that has weights has them as safetensors."""
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
         names = [file.name for file in folder.iterdir()]
-        weights = [name for name in names if name.endswith(_PICKLES) and not name.startswith(("optimizer", "scheduler"))]
+        weights = [
+            name for name in names if name.endswith(_PICKLES) and not name.startswith(("optimizer", "scheduler"))
+        ]
         if weights and not any(name.endswith(".safetensors") for name in names):
             raise _pickled(folder / weights[0])
 

@@ -35,15 +35,15 @@ class Pair(Tensor):
     @staticmethod
     def __new__(cls: type[Pair], real: Tensor, imaginary: Tensor) -> Pair:
         """A wrapper without memory of its own."""
-        made = Tensor._make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
         made.real_part, made.imaginary_part = real, imaginary
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Pair({tuple(self.shape)}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """One operation: one of the few that mix the parts, or the same one on each part."""
         kwargs = kwargs or {}
         special = _SPECIAL.get(func.overloadpacket)

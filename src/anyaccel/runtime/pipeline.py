@@ -103,7 +103,7 @@ class Portable:
 
     def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:
         """One pass with a call's own arguments, under the name that the pull request for Neuron gives it."""
-        names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator,attr-defined]
+        names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator]
         warm_up(self, None, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
@@ -140,7 +140,7 @@ def _stay(place: torch.device, dtype: torch.dtype) -> None:
     """Move nothing: only the plan changes."""
 
 
-def _unpickle(kind: type, state: dict[str, Any]) -> Any:
+def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
     pipe = kind.__new__(kind)
     vars(pipe).update(state)
     return make_portable(pipe)
@@ -189,12 +189,13 @@ def inherit_placement(pipe: Any, source: Any) -> None:
 def make_portable(pipe: Any) -> Any:
     """The same object with a class that is portable."""
     if not isinstance(pipe, Portable):
-        pipe.__class__ = portable_class(type(pipe))
+        kind: Any = type(pipe)
+        pipe.__class__ = portable_class(kind)
     return pipe
 
 
 @functools.cache
-def portable_class(kind: type) -> type:
+def portable_class(kind: Any) -> type:
     """A class like the pipeline's own, under its name: `isinstance`, the call's signature and the config stay."""
     from anyaccel.runtime.loading import DiffusionPipeline
 
@@ -205,9 +206,8 @@ def portable_class(kind: type) -> type:
         "__doc__": kind.__doc__,
         "_plain_class": kind,
     }
-    call = getattr(kind, "__call__", None)
-    if call is not None:
-        content["__call__"] = _wrap_call(call)
+    if any("__call__" in vars(base) for base in kind.__mro__):
+        content["__call__"] = _wrap_call(kind.__call__)
     return type(kind.__name__, (first, kind), content)
 
 

@@ -138,7 +138,7 @@ def _execute(plan: Plan, opened: OpenDevice) -> None:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """diffusers advises against casting modules that are to stay in float32, which is seen to here."""
+    """Diffusers advises against casting modules that are to stay in float32, which is seen to here."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
 
     def is_no_advice(record: logging.LogRecord) -> bool:
@@ -159,12 +159,14 @@ def _keep_float32(pipe: Any, plan: Plan) -> None:
         names = getattr(component, "_keep_in_fp32_modules", None)
         strict = getattr(component, "_keep_in_fp32_modules_strict", None) or ()
         if isinstance(component, torch.nn.Module) and (names or strict):
-            narrow = list(strict) if _is_transformers(component) and plan.dtype.value != "float16" else list(names or ())
+            narrow = (
+                list(strict) if _is_transformers(component) and plan.dtype.value != "float16" else list(names or ())
+            )
             for path, module in component.named_modules():
                 if any(name in path.split(".") for name in narrow):
                     module.to(torch.float32)
 
 
 def _is_transformers(component: torch.nn.Module) -> bool:
-    """transformers keeps most of its own list for float16 alone."""
+    """Transformers keeps most of its own list for float16 alone."""
     return type(component).__module__.startswith("transformers.")

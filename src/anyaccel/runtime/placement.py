@@ -107,9 +107,7 @@ def find_components(pipe: Any) -> dict[str, Any]:
 def read_facts(pipe: Any) -> Facts:
     """What a plan needs to know of a pipeline that is in memory."""
     models = [
-        _read_component(name, part)
-        for name, part in find_components(pipe).items()
-        if isinstance(part, torch.nn.Module)
+        _read_component(name, part) for name, part in find_components(pipe).items() if isinstance(part, torch.nn.Module)
     ]
     return Facts(pipeline=type(pipe).__name__, components=tuple(models))
 

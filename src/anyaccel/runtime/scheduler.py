@@ -47,7 +47,7 @@ def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
         yield numbers
     finally:
         for scheduler in schedulers:
-            for name in _find_methods(type(scheduler)):
+            for name in _find_methods(_kind_of(scheduler)):
                 vars(scheduler).pop(name, None)
 
 
@@ -61,13 +61,19 @@ def _add_numbers(scheduler: Any, numbers: HostNumbers) -> None:
             numbers.add(value)
 
 
+def _kind_of(scheduler: Any) -> Any:
+    return type(scheduler)
+
+
 @functools.cache
-def _find_methods(kind: type) -> dict[str, inspect.Signature]:
+def _find_methods(kind: Any) -> dict[str, inspect.Signature]:
     """The methods of a scheduler's class that name a device or a timestep, with their signatures."""
     found = {}
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         parameters = inspect.signature(method).parameters
-        if not name.startswith("__") and ("device" in parameters or (name in _BY_TIMESTEP and "timestep" in parameters)):
+        if not name.startswith("__") and (
+            "device" in parameters or (name in _BY_TIMESTEP and "timestep" in parameters)
+        ):
             found[name] = inspect.signature(method)
     return found
 
@@ -76,7 +82,7 @@ def _bind_to_host(scheduler: Any, numbers: HostNumbers) -> dict[str, Any]:
     """The methods to put on the scheduler itself: its class stays what it is, since pipelines look at it."""
     return {
         name: _HostMethod(scheduler, name, signature, numbers)
-        for name, signature in _find_methods(type(scheduler)).items()
+        for name, signature in _find_methods(_kind_of(scheduler)).items()
     }
 
 

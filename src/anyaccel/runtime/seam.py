@@ -1,8 +1,8 @@
 """Torch's own function seam: what a plan puts right where a pipeline, or a model in it, calls torch.
 
 Two `TorchFunctionMode`s, entered while a call runs. One looks after the glue of every pipeline: noise, and tensors of
-the host that meet the device. The other is for inside the models, and only where the plan names a repair that they need:
-elsewhere a model runs as it always did.
+the host that meet the device. The other is for inside the models, and only where the plan names a repair that they
+need: elsewhere a model runs as it always did.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from anyaccel.runtime.scheduler import HostNumbers
 
 __all__ = ["GlueSeam", "ModelSeam", "enter_model", "leave_model", "make_glue_seam", "make_meeting", "make_model_seam"]
 
+Types: TypeAlias = dict[torch.dtype, torch.dtype]
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _FREE = {
@@ -91,7 +92,9 @@ def make_meeting(plan: Plan, device: torch.device) -> Meeting:
     return Meeting(device, replacements, clone_numbers="numbers" in repairs, pair_complex="pairs" in repairs)
 
 
-def _make_handlers(plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> dict[Any, Handler]:
+def _make_handlers(
+    plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]
+) -> dict[Any, Handler]:
     """The repairs that the plan names, by the function of torch's that they are for."""
     repairs = set(plan.repairs.value)
     handlers: dict[Any, Handler] = {}

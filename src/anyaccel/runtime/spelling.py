@@ -72,9 +72,7 @@ def _change_loading(migration: Migration) -> None:
     @functools.wraps(load)
     def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(map_location, dict):
-            map_location = {
-                source: str(migration.translate(target, "load")) for source, target in map_location.items()
-            }
+            map_location = {source: str(migration.translate(target, "load")) for source, target in map_location.items()}
         elif map_location is not None:
             map_location = migration.translate(map_location, "load")
         return load(f, map_location, *args, **kwargs)
@@ -112,5 +110,3 @@ def _refuse_compiling(backend: str, migration: Migration) -> str:
     if backend in _FOR_ANY_DEVICE and find_device(migration.opened.sheet.name).virtual:
         return "compile is left out: torch's own compiler makes no code for a virtual device"
     return ""
-
-

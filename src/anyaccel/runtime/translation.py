@@ -38,7 +38,6 @@ class ScriptSeam(GlueSeam):
         }
         self.answers: dict[Any, Callable[[Any, tuple[Any, ...], Named], Any]] = {
             Tensor.pin_memory: self._pin,
-            Tensor.record_stream: lambda func, args, kwargs: None,
         }
         question = getattr(torch._C.TensorBase, f"is_{migration.foreign}", None) or own.get(f"is_{migration.foreign}")
         self.question = getattr(question, "__get__", None)
@@ -101,6 +100,7 @@ def install_seam(migration: Migration) -> ScriptSeam:
     for name in _BUILDERS:
         if hasattr(torch, name):
             setattr(torch, name, _build(getattr(torch, name), migration))
+    Tensor.record_stream = _stay_on_stream  # type: ignore[assignment,method-assign]
     start = threading.Thread.start
 
     @functools.wraps(start)
@@ -118,6 +118,10 @@ def install_seam(migration: Migration) -> ScriptSeam:
     entered = ScriptSeam(migration, seam)
     entered.__enter__()
     return entered
+
+
+def _stay_on_stream(self: Tensor, stream: Any) -> None:
+    """There is one stream, and no memory is given away before its work is done; torch would look at its type first."""
 
 
 def _build(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 __all__ = ["make_addend_handlers", "make_zero_handlers"]
 
 Tensor = torch.Tensor
-_ZEROS = {
+_ZEROS: dict[Any, Any] = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
     Tensor.new_empty: Tensor.new_zeros,
@@ -34,8 +34,8 @@ def make_addend_handlers() -> dict[Any, Any]:
     def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("beta", 1) != 0:
             return func(*args, **kwargs)
-        left = args[1] if len(args) > 1 else kwargs.get("batch1", kwargs.get("mat1"))
-        right = args[2] if len(args) > 2 else kwargs.get("batch2", kwargs.get("mat2"))
+        left: Any = args[1] if len(args) > 1 else kwargs.get("batch1", kwargs.get("mat1"))
+        right: Any = args[2] if len(args) > 2 else kwargs.get("batch2", kwargs.get("mat2"))
         alpha = kwargs.get("alpha", 1)
         return torch.matmul(left, right) if alpha == 1 else torch.matmul(left, right) * alpha
 

@@ -90,6 +90,4 @@ def _read_shape(shape: Any) -> dict[str, Any]:
         return dict(shape)
     if isinstance(shape, Sequence) and len(shape) == 2 and all(isinstance(side, int) for side in shape):
         return {"height": shape[0], "width": shape[1]}
-    raise UsageError(
-        f"{shape!r} is no shape", hint="a shape is (height, width), or a dictionary of call arguments"
-    )
+    raise UsageError(f"{shape!r} is no shape", hint="a shape is (height, width), or a dictionary of call arguments")
