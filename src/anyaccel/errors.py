@@ -14,7 +14,7 @@
     │   └── RealDeviceError       the real one is here, and wins
     ├── NotFiniteError            exit status 1: the picture is not finite, in float32 neither (also an ArithmeticError)
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
-    ├── UnmappedError             exit status 1: no other device has what a CUDA script asks for (also an AttributeError)
+    ├── UnmappedError             exit status 1: a script asks for what CUDA alone has (also an AttributeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
 A message says the limit and what was asked; `hint` says a way out and is printed on a line of its own.

@@ -6,11 +6,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import diffusers  # noqa: F401 - imported once, before the processes are forked
 import torch
-import transformers  # noqa: F401
 
-from tests.scripts.matrix import DEVICES, PROGRAMS, REFUSED, WITHOUT_REFERENCE, compare, run_on, run_reference
+from tests.scripts.matrix import DEVICES, PROGRAMS, REFUSED, WITHOUT_REFERENCE, compare, preload, run_on, run_reference
 from tests.scripts.models import make_models
 
 
@@ -23,6 +21,7 @@ def main() -> None:
     parser.add_argument("--errors", action="store_true", help="Show what each failure printed.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    preload()
     devices = arguments.devices.split(",")
     models = arguments.models or make_models(Path(tempfile.mkdtemp()))
     rows, began = [], time.time()
@@ -35,8 +34,7 @@ def main() -> None:
         for device in devices:
             outcome = run_on(device, program, models)
             problem = compare(outcome, reference)
-            refused = program in REFUSED and not problem
-            state = "failed" if problem else "refused" if refused else "ran"
+            state = "failed" if problem else "refused" if program in REFUSED else "ran"
             compared = reference is not None and not problem
             rows.append({"program": program, "device": device, "state": state, "compared": compared, "why": problem})
             line += f"{state:8}"
@@ -47,7 +45,8 @@ def main() -> None:
         print("\n".join([line, *problems]), flush=True)
     ran = sum(row["state"] == "ran" for row in rows)
     refused = sum(row["state"] == "refused" for row in rows)
-    print(f"{ran} of {len(rows)} ran unedited ({ran / len(rows):.0%}), {refused} said why not; {time.time() - began:.0f} s")
+    share, took_s = ran / len(rows), time.time() - began
+    print(f"{ran} of {len(rows)} ran unedited ({share:.0%}), {refused} said why not; {took_s:.0f} s")
     if arguments.json:
         summary = {"ran": ran, "refused": refused, "of": len(rows), "virtual": True, "rows": rows}
         arguments.json.write_text(json.dumps(summary, indent=1) + "\n")

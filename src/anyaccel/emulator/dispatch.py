@@ -73,6 +73,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     facts = _FACTS.get(func)
     if facts is None:
         facts = _FACTS[func] = read_operation(func)
+    if torch.is_inference_mode_enabled() and facts.name != _ATTENTION and func._can_decompose():
+        # In inference mode an operation that is made of others arrives whole: `to` with a device by position, for one.
+        return func.decompose(*args, **kwargs)
     call = _Call(facts.name, bool(args) and isinstance(args[0], VirtualTensor))
     call.values = args[2] if facts.name in _PUTS else None
     plain_args = [call.unwrap(value) for value in args]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,16 +40,18 @@ class VirtualTensor(torch.Tensor):
         """
         if device is None:
             return torch.nn.Parameter(inner, requires_grad)
-        wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=device,
-            requires_grad=requires_grad,
-        )
+        # A view that is made in inference mode of a tensor from outside is a tensor like that one, and counts versions.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=device,
+                requires_grad=requires_grad,
+            )
         wrapper._inner = inner
         return wrapper
 

@@ -17,7 +17,7 @@ from anyaccel.runtime.meeting import Meeting
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
 
-__all__ = ["Boundary", "set_boundaries"]
+__all__ = ["Boundary", "find_boundaries", "remove_boundaries", "set_boundaries"]
 
 _MARK = "_anyaccel_boundary"
 _TIMESTEPS = ("timestep", "timesteps")
@@ -161,6 +161,14 @@ def _remove_boundary(module: torch.nn.Module) -> None:
     earlier = vars(module).pop(_MARK, None)
     if isinstance(earlier, Boundary):
         earlier.detach()
+
+
+def remove_boundaries(components: dict[str, Any]) -> None:
+    """Take all boundaries off, so that the models are as diffusers made them."""
+    for component in components.values():
+        if isinstance(component, torch.nn.Module):
+            for part in _entrances(component):
+                _remove_boundary(part)
 
 
 def find_boundaries(component: torch.nn.Module) -> list[Boundary]:

@@ -1,7 +1,7 @@
 """Migration: what a script that was written for CUDA means by its device's name, and where it said so.
 
-A script says `cuda` in many places. Each of them asks one `Migration` which device that is here, and leaves its line, so
-that nothing is mapped in silence.
+A script says `cuda` in many places. Each of them asks one `Migration` which device that is here, and leaves its line:
+nothing is mapped in silence.
 """
 
 from __future__ import annotations

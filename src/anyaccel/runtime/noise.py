@@ -138,7 +138,7 @@ class _Drawing:
         rest = {name: value for name, value in kwargs.items() if name not in ("device", "generator")}
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(*args, generator=generator, **rest)
+            drawn: Tensor = func(*args, generator=generator, device="cpu", **rest)
             return drawn
 
         drawn = _current_source().draw(draw, (), given)
@@ -147,7 +147,7 @@ class _Drawing:
     def like_whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`torch.randint_like(tensor, …)`."""
         place = torch.device(kwargs.get("device") or args[0].device)
-        host = torch.empty(args[0].shape, dtype=args[0].dtype)
+        host = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
         drawn = func(host, *args[1:], **{name: value for name, value in kwargs.items() if name != "device"})
         return self._finish(drawn, drawn.dtype, place, kwargs)
 
@@ -160,7 +160,7 @@ class _Drawing:
         kind = torch.float32 if target.dtype in _NARROW else target.dtype
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(torch.empty(shape, dtype=kind), *args[1:], generator=generator, **rest)
+            drawn: Tensor = func(torch.empty(shape, dtype=kind, device="cpu"), *args[1:], generator=generator, **rest)
             return drawn
 
         return target.copy_(_current_source().draw(draw, tuple(target.shape), given))
@@ -186,7 +186,7 @@ def _draw_by(func: Any, dtype: torch.dtype) -> Draw:
     kind = torch.float32 if dtype in _NARROW else dtype
 
     def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        drawn: Tensor = func(shape, generator=generator, dtype=kind)
+        drawn: Tensor = func(shape, generator=generator, dtype=kind, device="cpu")
         return drawn
 
     return draw

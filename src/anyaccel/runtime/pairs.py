@@ -220,7 +220,12 @@ def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]
         result = func(args[0].cpu(), *args[1:], **kwargs)
         return make_pair(result, args[0].device) if result.is_complex() else result.to(args[0].device)
 
+    def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # It makes the padded tensor itself, before it looks at what it is given.
+        return _each(func, args, kwargs) if isinstance(args[0][0], Pair) else call(func, args, kwargs)
+
     handlers = dict(inner)
+    handlers |= {torch._C._nn.pad_sequence: pad}
     handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), join)
     handlers |= dict.fromkeys((*_FACTORIES, *_LIKE), make)
     handlers |= dict.fromkeys(_TRANSFORMS, transform)

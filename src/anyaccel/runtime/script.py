@@ -82,7 +82,7 @@ def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbos
 
 
 def _read_code(path: str) -> bytes:
-    if not os.path.isfile(path):
+    if os.path.isdir(path) or not os.path.exists(path):
         reason = "is a folder" if os.path.isdir(path) else "is not there"
         raise UsageError(f"{path} {reason}", hint="anyaccel run [--device NAME] SCRIPT.py [ARGUMENT]…")
     try:

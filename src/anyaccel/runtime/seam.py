@@ -38,6 +38,7 @@ _FREE = {
     torch.is_floating_point,
 }
 """Functions that may take tensors of the host beside those of the device, or take one alone."""
+_LONGEST_SCHEDULE = 4096
 _MOVES = (torch.Tensor.to, torch.Tensor.type_as)
 _PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.__getitem__}
 """Functions whose own repair brings the arguments together."""
@@ -121,6 +122,7 @@ def make_glue_seam(plan: Plan, device: torch.device, numbers: HostNumbers | None
     handlers |= noise.make_handlers(device, meeting.replacements)
     if numbers is not None:
         handlers |= {func: _let_numbers_stay(meeting, handlers.get(func)) for func in _MOVES}
+        handlers |= {func: _know_schedules(numbers, handlers.get(func)) for func in (torch.linspace, torch.logspace)}
     return GlueSeam(handlers, meeting)
 
 
@@ -147,6 +149,18 @@ def _let_numbers_stay(meeting: Meeting, behind: Handler | None) -> Handler:
         return meeting.run(func, args, kwargs) if target.type == "cpu" else func(*args, **kwargs)
 
     return move
+
+
+def _know_schedules(numbers: HostNumbers, behind: Handler | None) -> Handler:
+    """A line of numbers that a pipeline draws on the host is a schedule, as those of its scheduler are."""
+
+    def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = func(*args, **kwargs) if behind is None else behind(func, args, kwargs)
+        if made.device.type == "cpu" and made.numel() <= _LONGEST_SCHEDULE:
+            numbers.add(made)
+        return made
+
+    return draw
 
 
 def enter_model(seam: ModelSeam | None) -> tuple[GlueSeam | None, ModelSeam | None]:

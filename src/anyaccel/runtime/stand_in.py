@@ -269,7 +269,8 @@ class Answers:
 
     def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
         """The figures in words."""
-        return f"{self._migration.title}: {self.memory_allocated(device)} bytes, at most {self.max_memory_allocated(device)}"
+        used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
+        return f"{self._migration.title}: {used} bytes, at most {peak}"
 
 
 def install_stand_in(migration: Migration) -> None:
@@ -297,5 +298,5 @@ def _make_refusal(migration: Migration, spelled: str, name: str) -> UnmappedErro
     reason = _REASONS.get(name, "nothing on another device is known to mean the same")
     return UnmappedError(
         f"{read_site()}: {spelled} cannot be mapped to {migration.title}: {reason}",
-        hint="leave it out where the device is another one, or tell us what it should mean: an issue with the line helps",
+        hint="leave it out where the device is another one; if it has a meaning there, an issue with the line helps us",
     )

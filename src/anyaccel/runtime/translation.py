@@ -1,7 +1,7 @@
 """Translation: torch's own function seam over a whole script, with the device's name mapped in every call.
 
-A pipeline that is placed has a seam of its own while it runs. This one is for everything around it: factories, moves, and
-denoising loops that are written by hand.
+A pipeline that is placed has a seam of its own while it runs. This one is for everything around it: factories, moves,
+and denoising loops that are written by hand.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from anyaccel.runtime import noise
 from anyaccel.runtime.migration import Migration, is_devices_own
-from anyaccel.runtime.seam import GlueSeam, make_glue_seam
+from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam
 
 __all__ = ["ScriptSeam", "install_seam"]
 
@@ -28,7 +29,9 @@ class ScriptSeam(GlueSeam):
     """What a script calls of torch's: the device is mapped first, then it is repaired as in any pipeline."""
 
     def __init__(self, migration: Migration, seam: GlueSeam) -> None:
-        super().__init__(seam.handlers, seam.meeting)
+        draws = noise.make_handlers(migration.device, {})
+        behind = {func: _draw_there(handler) for func, handler in seam.handlers.items() if func in draws}
+        super().__init__({**seam.handlers, **behind}, seam.meeting)
         self.migration = migration
         own = vars(Tensor)
         self.spellings: dict[Any, Callable[[Any, tuple[Any, ...], Named], tuple[Any, tuple[Any, ...], Named]]] = {
@@ -118,6 +121,17 @@ def install_seam(migration: Migration) -> ScriptSeam:
     entered = ScriptSeam(migration, seam)
     entered.__enter__()
     return entered
+
+
+def _draw_there(handler: Handler) -> Handler:
+    """A draw for the device is made as the seam makes it; one for the host may be a pipeline's own, and stays whole."""
+
+    def draw(func: Any, args: tuple[Any, ...], kwargs: Named) -> Any:
+        place = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
+        on_host = torch.device(place or torch.get_default_device()).type == "cpu"
+        return func(*args, **kwargs) if on_host else handler(func, args, kwargs)
+
+    return draw
 
 
 def _stay_on_stream(self: Tensor, stream: Any) -> None:

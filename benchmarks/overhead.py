@@ -1,0 +1,184 @@
+"""What placing costs: the same pipeline object called as plain diffusers does, and as anyaccel does, in turns.
+
+    python -m benchmarks.overhead cpu [COMMIT] [OUT]        a mid-size UNet and a mid-size transformer
+    python -m benchmarks.overhead cuda [COMMIT] [OUT]       SDXL and FLUX.1-schnell at full size, random weights, eager
+
+Writes benchmarks/results/overhead_DEVICE.json. One pipeline serves both: for the plain call its class's own `__call__`
+runs with every hook of ours taken off, for the placed one they are put back; neither is timed. Order alternates.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+import anyaccel
+from anyaccel.backends.device import this_machine
+from anyaccel.runtime.boundary import remove_boundaries, set_boundaries
+from anyaccel.runtime.pipeline import place, plain_class
+from anyaccel.runtime.placement import find_components, find_placement
+from benchmarks.round_trip import read_commit
+
+RESULTS = Path(__file__).parent / "results"
+PAIRS = 30
+
+
+def make_unet_pipeline() -> tuple[Any, dict[str, Any]]:
+    """A Stable Diffusion pipeline of about 60 million parameters, without a text encoder."""
+    unet = diffusers.UNet2DConditionModel(  # type: ignore[attr-defined]
+        sample_size=32, block_out_channels=(64, 128, 256), layers_per_block=2, cross_attention_dim=256,
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=8,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(  # type: ignore[attr-defined]
+        block_out_channels=(32, 64, 64, 64), latent_channels=4, norm_num_groups=32,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+    )  # fmt: skip
+    pipe = diffusers.StableDiffusionPipeline(  # type: ignore[attr-defined]
+        vae=vae, unet=unet, text_encoder=None, tokenizer=None, scheduler=diffusers.DDIMScheduler(),  # type: ignore[attr-defined]
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    embedding = torch.randn(1, 16, 256)
+    return pipe, {
+        "prompt_embeds": embedding, "negative_prompt_embeds": torch.zeros_like(embedding), "num_inference_steps": 4,
+        "height": 128, "width": 128, "output_type": "latent",
+    }  # fmt: skip
+
+
+def make_transformer_pipeline(full_size: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A FLUX pipeline without text encoders: FLUX.1-schnell's own sizes, or a mid-size one."""
+    small = {} if full_size else {
+        "num_layers": 3, "num_single_layers": 6, "attention_head_dim": 64, "num_attention_heads": 8,
+        "joint_attention_dim": 512, "pooled_projection_dim": 256, "axes_dims_rope": (8, 28, 28),
+    }  # fmt: skip
+    transformer = diffusers.FluxTransformer2DModel(guidance_embeds=False, **small)  # type: ignore[attr-defined]
+    channels = (128, 256, 512, 512) if full_size else (32, 64, 64, 64)
+    vae = diffusers.AutoencoderKL(  # type: ignore[attr-defined]
+        block_out_channels=channels, latent_channels=16, layers_per_block=2, use_quant_conv=False,
+        use_post_quant_conv=False, down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, shift_factor=0.1159, scaling_factor=0.3611,
+    )  # fmt: skip
+    pipe = diffusers.FluxPipeline(  # type: ignore[attr-defined]
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=vae, text_encoder=None, tokenizer=None,  # type: ignore[attr-defined]
+        text_encoder_2=None, tokenizer_2=None, transformer=transformer,
+    )  # fmt: skip
+    width, pooled = transformer.config.joint_attention_dim, transformer.config.pooled_projection_dim
+    length, side = (256, 1024) if full_size else (64, 128)
+    return pipe, {
+        "prompt_embeds": torch.randn(1, length, width), "pooled_prompt_embeds": torch.randn(1, pooled),
+        "num_inference_steps": 4, "height": side, "width": side, "guidance_scale": 0.0,
+        "output_type": "pt" if full_size else "latent",
+    }  # fmt: skip
+
+
+def make_sdxl_pipeline() -> tuple[Any, dict[str, Any]]:
+    """SDXL at its own sizes, without text encoders, 30 steps with guidance at 1024²."""
+    unet = diffusers.UNet2DConditionModel(  # type: ignore[attr-defined]
+        sample_size=128, in_channels=4, out_channels=4, block_out_channels=(320, 640, 1280), layers_per_block=2,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 10), attention_head_dim=(5, 10, 20), cross_attention_dim=2048,
+        addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+        use_linear_projection=True,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(  # type: ignore[attr-defined]
+        block_out_channels=(128, 256, 512, 512), latent_channels=4, layers_per_block=2, force_upcast=False,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+    )  # fmt: skip
+    pipe = diffusers.StableDiffusionXLPipeline(  # type: ignore[attr-defined]
+        vae=vae, text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None, unet=unet,
+        scheduler=diffusers.EulerDiscreteScheduler(), add_watermarker=False,  # type: ignore[attr-defined]
+    )  # fmt: skip
+    prompt, pooled = torch.randn(1, 77, 2048), torch.randn(1, 1280)
+    return pipe, {
+        "prompt_embeds": prompt, "negative_prompt_embeds": torch.zeros_like(prompt), "pooled_prompt_embeds": pooled,
+        "negative_pooled_prompt_embeds": torch.zeros_like(pooled), "num_inference_steps": 30, "height": 1024,
+        "width": 1024, "output_type": "pt",
+    }  # fmt: skip
+
+
+def measure(
+    name: str, make: Callable[[], tuple[Any, dict[str, Any]]], device: str, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Interleaved pairs of the plain and the placed call, and the ratio of their medians."""
+    opened = anyaccel.open_device(device)
+    with torch.device(opened.torch_device):
+        pipe, call = make()
+    pipe = place(pipe, device, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    call = {key: value.to(opened.torch_device, dtype) if isinstance(value, torch.Tensor) else value
+            for key, value in call.items()}  # fmt: skip
+    kind: Any = plain_class(pipe)
+    placement = find_placement(pipe)
+    assert placement is not None
+
+    def time_s(placed: bool) -> float:
+        components = find_components(pipe)
+        remove_boundaries(components)
+        if placed:
+            set_boundaries(components, placement.plan, placement.device)
+        arguments = {**call, "generator": torch.Generator("cpu").manual_seed(0)}
+        anyaccel.synchronize(device)
+        start = time.perf_counter()
+        pipe(**arguments) if placed else kind.__call__(pipe, **arguments)
+        anyaccel.synchronize(device)
+        return time.perf_counter() - start
+
+    for _ in range(3):
+        time_s(True), time_s(False)
+    pairs = []
+    for turn in range(PAIRS):
+        first = time_s(bool(turn % 2))
+        second = time_s(not turn % 2)
+        pairs.append((second, first) if turn % 2 else (first, second))
+    plain, placed = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratios = sorted(there / here for here, there in pairs)
+    parameters = sum(p.numel() for part in find_components(pipe).values() if isinstance(part, torch.nn.Module)
+                     for p in part.parameters())  # fmt: skip
+    result = {
+        "case": name, "dtype": str(dtype), "parameters": parameters, "pairs": PAIRS, "plain_s": round(plain, 5),
+        "placed_s": round(placed, 5), "ratio_of_medians": round(placed / plain, 4),
+        "median_ratio_of_pairs": round(statistics.median(ratios), 4),
+        "middle_half_of_ratios": [round(ratios[PAIRS // 4], 4), round(ratios[3 * PAIRS // 4], 4)],
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def main() -> None:
+    """Measure on the device that the command line names, and keep the result."""
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    commit = sys.argv[2] if len(sys.argv) > 2 else read_commit()  # a copy without .git is told its commit
+    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else RESULTS
+    opened = anyaccel.open_device(device)
+    cases: list[tuple[str, Callable[[], tuple[Any, dict[str, Any]]], torch.dtype]]
+    if opened.sheet.torch_name == "cpu":
+        cases = [("mid-size UNet", make_unet_pipeline, torch.float32),
+                 ("mid-size transformer", make_transformer_pipeline, torch.float32)]  # fmt: skip
+    else:
+        cases = [("SDXL 1024², 30 steps, eager", make_sdxl_pipeline, torch.bfloat16),
+                 ("FLUX.1-schnell 1024², 4 steps, eager", lambda: make_transformer_pipeline(True), torch.bfloat16)]  # fmt: skip
+    machine = this_machine()
+    result = {
+        "what": "placed by anyaccel against plain diffusers, eager, the same pipeline object in turns",
+        "device": opened.driver.device_name(opened.index),
+        "evidence": "hardware",
+        "cases": [measure(name, make, device, dtype) for name, make, dtype in cases],
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit,
+        "system": f"{machine.system} {machine.architecture}",
+        "versions": dict(machine.versions) | {"diffusers": diffusers.__version__},
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / f"overhead_{opened.sheet.name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Portable pipelines on real accelerators: the CPU's picture, the same seed, and every mechanism once."""
+
+import os
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.recipes import recipes, run
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = [pytest.mark.hardware, NEEDS_RECIPES]
+
+PRESENT = [device.name for device in anyaccel.devices() if device.available and device.name != "cpu"]
+TOLERANCES = {"float32": 5e-3, "bfloat16": 1e-1, "float16": 5e-2}
+"""By type, of pictures from 0 to 1: matrix units round float32 too, and random weights amplify what they drop."""
+NAMES = ["stable-diffusion", "stable-diffusion-xl", "flux", "pixart-alpha", "flux-2-klein", "stable-diffusion-3"]
+CALL: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "output_type": "np"}
+
+
+@pytest.fixture(params=PRESENT or ["none"])
+def device(request: pytest.FixtureRequest) -> Any:
+    if not PRESENT:
+        pytest.skip("no accelerator is here; `anyaccel devices` says why")
+    before = dict(os.environ)
+    yield request.param
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def make(name: str, device: str, dtype: str = "float32") -> Any:
+    pipe = anyaccel.place(recipes()[name].make(), device, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_placed_pipeline_gives_the_picture_of_the_cpu(device: str, name: str) -> None:
+    recipe = recipes()[name]
+    expected = run(recipe, recipe.make())
+    for dtype in ("float32", "bfloat16"):
+        pipe = make(name, device, dtype)
+        assert not pipe.plan.virtual
+        seen = run(recipe, pipe)
+        assert numpy.abs(expected - seen).mean() < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_seed_is_one_noise(device: str, dtype: str) -> None:
+    """The latents that enter the first step, bit for bit, alone and in a batch."""
+    first: list[torch.Tensor] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        if len(first) == 0 or first[-1].shape != args[0].shape:
+            first.append(args[0].detach().float().cpu())
+
+    pipes = [make("stable-diffusion", place, kind) for place, kind in (("cpu", "float32"), (device, dtype))]
+    for pipe in pipes:
+        pipe.unet.register_forward_pre_hook(note, with_kwargs=True)
+        pipe(["a", "b"], seed=[5, 6], guidance_scale=1.0, **CALL)
+    reference = first[0].to(getattr(torch, dtype)).float()
+    assert torch.equal(reference, first[-1])
+
+
+def test_an_image_of_a_batch_is_the_image_made_alone(device: str) -> None:
+    pipe = make("stable-diffusion", device)
+    together = pipe("a fox", seed=7, num_images_per_prompt=3, **CALL).images
+    alone = [pipe("a fox", seed=7 + image, **CALL).images[0] for image in range(3)]
+    assert numpy.abs(together - numpy.stack(alone)).max() < TOLERANCES["float32"]
+
+
+def test_attention_in_slices_is_attention(device: str) -> None:
+    pipe = make("stable-diffusion", device)
+    whole = pipe("a fox", seed=1, **CALL).images
+    pipe.enable_attention_slicing("max")
+    assert numpy.abs(whole - pipe("a fox", seed=1, **CALL).images).max() < TOLERANCES["float32"]
+
+
+@pytest.mark.parametrize("method", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_offloading(device: str, method: str) -> None:
+    recipe = recipes()["stable-diffusion"]
+    expected = run(recipe, recipe.make())
+    pipe = make("stable-diffusion", "cpu")
+    getattr(pipe, method)(device=device)
+    for _ in range(2):
+        assert numpy.abs(expected - run(recipe, pipe)).max() < TOLERANCES["float32"]
+
+
+def test_a_picture_that_is_not_finite_is_traced_and_mended(device: str) -> None:
+    pipe = make("stable-diffusion", device, "float16")
+    with torch.no_grad():
+        pipe.vae.decoder.conv_in.weight.mul_(1e5)
+        pipe.vae.decoder.conv_in.bias.mul_(1e5)
+    assert numpy.isfinite(pipe("a fox", seed=1, **CALL).images).all()
+    assert dict(pipe.plan.component_dtypes.value) == {"vae": "float32"}
+    with torch.no_grad():
+        pipe.unet.conv_in.weight.fill_(float("nan"))
+    with pytest.raises(anyaccel.AnyaccelError, match="unet.conv_in at pass 1"):
+        pipe("a fox", seed=1, **CALL)
+
+
+def test_compiled_and_warm_it_is_the_same_picture(device: str) -> None:
+    pipe = make("stable-diffusion", device)
+    eager = pipe("a fox", seed=1, **CALL).images
+    before = dict(os.environ)
+    pipe.enable_compile()
+    pipe.warmup([(16, 16)])
+    assert numpy.abs(eager - pipe("a fox", seed=1, **CALL).images).max() < TOLERANCES["float32"]
+    assert dict(os.environ) == before
