@@ -28,21 +28,31 @@ from benchmarks.round_trip import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS = 30
+Make = Callable[[torch.device], tuple[Any, dict[str, Any]]]
 
 
-def make_unet_pipeline() -> tuple[Any, dict[str, Any]]:
+LIBRARY: Any = diffusers
+
+
+def build(device: torch.device, kind: str, **config: Any) -> Any:
+    """A model with random weights, made where it will run."""
+    with torch.device(device):
+        return getattr(LIBRARY, kind)(**config).eval()
+
+
+def make_unet_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
     """A Stable Diffusion pipeline of about 60 million parameters, without a text encoder."""
-    unet = diffusers.UNet2DConditionModel(  # type: ignore[attr-defined]
+    unet = build(device, "UNet2DConditionModel",
         sample_size=32, block_out_channels=(64, 128, 256), layers_per_block=2, cross_attention_dim=256,
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=8,
     )  # fmt: skip
-    vae = diffusers.AutoencoderKL(  # type: ignore[attr-defined]
+    vae = build(device, "AutoencoderKL",
         block_out_channels=(32, 64, 64, 64), latent_channels=4, norm_num_groups=32,
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
     )  # fmt: skip
-    pipe = diffusers.StableDiffusionPipeline(  # type: ignore[attr-defined]
-        vae=vae, unet=unet, text_encoder=None, tokenizer=None, scheduler=diffusers.DDIMScheduler(),  # type: ignore[attr-defined]
+    pipe = LIBRARY.StableDiffusionPipeline(
+        vae=vae, unet=unet, text_encoder=None, tokenizer=None, scheduler=LIBRARY.DDIMScheduler(steps_offset=1, clip_sample=False),
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     embedding = torch.randn(1, 16, 256)
@@ -52,21 +62,21 @@ def make_unet_pipeline() -> tuple[Any, dict[str, Any]]:
     }  # fmt: skip
 
 
-def make_transformer_pipeline(full_size: bool = False) -> tuple[Any, dict[str, Any]]:
+def make_transformer_pipeline(device: torch.device, full_size: bool = False) -> tuple[Any, dict[str, Any]]:
     """A FLUX pipeline without text encoders: FLUX.1-schnell's own sizes, or a mid-size one."""
-    small = {} if full_size else {
+    small: dict[str, Any] = {} if full_size else {
         "num_layers": 3, "num_single_layers": 6, "attention_head_dim": 64, "num_attention_heads": 8,
         "joint_attention_dim": 512, "pooled_projection_dim": 256, "axes_dims_rope": (8, 28, 28),
     }  # fmt: skip
-    transformer = diffusers.FluxTransformer2DModel(guidance_embeds=False, **small)  # type: ignore[attr-defined]
+    transformer = build(device, "FluxTransformer2DModel", guidance_embeds=False, **small)
     channels = (128, 256, 512, 512) if full_size else (32, 64, 64, 64)
-    vae = diffusers.AutoencoderKL(  # type: ignore[attr-defined]
+    vae = build(device, "AutoencoderKL",
         block_out_channels=channels, latent_channels=16, layers_per_block=2, use_quant_conv=False,
         use_post_quant_conv=False, down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4, shift_factor=0.1159, scaling_factor=0.3611,
     )  # fmt: skip
-    pipe = diffusers.FluxPipeline(  # type: ignore[attr-defined]
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=vae, text_encoder=None, tokenizer=None,  # type: ignore[attr-defined]
+    pipe = LIBRARY.FluxPipeline(
+        scheduler=LIBRARY.FlowMatchEulerDiscreteScheduler(), vae=vae, text_encoder=None, tokenizer=None,
         text_encoder_2=None, tokenizer_2=None, transformer=transformer,
     )  # fmt: skip
     width, pooled = transformer.config.joint_attention_dim, transformer.config.pooled_projection_dim
@@ -78,9 +88,14 @@ def make_transformer_pipeline(full_size: bool = False) -> tuple[Any, dict[str, A
     }  # fmt: skip
 
 
-def make_sdxl_pipeline() -> tuple[Any, dict[str, Any]]:
+def make_schnell_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """FLUX.1-schnell at its own sizes."""
+    return make_transformer_pipeline(device, full_size=True)
+
+
+def make_sdxl_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
     """SDXL at its own sizes, without text encoders, 30 steps with guidance at 1024²."""
-    unet = diffusers.UNet2DConditionModel(  # type: ignore[attr-defined]
+    unet = build(device, "UNet2DConditionModel",
         sample_size=128, in_channels=4, out_channels=4, block_out_channels=(320, 640, 1280), layers_per_block=2,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -88,13 +103,13 @@ def make_sdxl_pipeline() -> tuple[Any, dict[str, Any]]:
         addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
         use_linear_projection=True,
     )  # fmt: skip
-    vae = diffusers.AutoencoderKL(  # type: ignore[attr-defined]
+    vae = build(device, "AutoencoderKL",
         block_out_channels=(128, 256, 512, 512), latent_channels=4, layers_per_block=2, force_upcast=False,
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
     )  # fmt: skip
-    pipe = diffusers.StableDiffusionXLPipeline(  # type: ignore[attr-defined]
+    pipe = LIBRARY.StableDiffusionXLPipeline(
         vae=vae, text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None, unet=unet,
-        scheduler=diffusers.EulerDiscreteScheduler(), add_watermarker=False,  # type: ignore[attr-defined]
+        scheduler=LIBRARY.EulerDiscreteScheduler(), add_watermarker=False,
     )  # fmt: skip
     prompt, pooled = torch.randn(1, 77, 2048), torch.randn(1, 1280)
     return pipe, {
@@ -104,13 +119,10 @@ def make_sdxl_pipeline() -> tuple[Any, dict[str, Any]]:
     }  # fmt: skip
 
 
-def measure(
-    name: str, make: Callable[[], tuple[Any, dict[str, Any]]], device: str, dtype: torch.dtype
-) -> dict[str, Any]:
+def measure(name: str, make: Make, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Interleaved pairs of the plain and the placed call, and the ratio of their medians."""
     opened = anyaccel.open_device(device)
-    with torch.device(opened.torch_device):
-        pipe, call = make()
+    pipe, call = make(opened.torch_device)
     pipe = place(pipe, device, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     call = {key: value.to(opened.torch_device, dtype) if isinstance(value, torch.Tensor) else value
@@ -158,13 +170,15 @@ def main() -> None:
     commit = sys.argv[2] if len(sys.argv) > 2 else read_commit()  # a copy without .git is told its commit
     folder = Path(sys.argv[3]) if len(sys.argv) > 3 else RESULTS
     opened = anyaccel.open_device(device)
-    cases: list[tuple[str, Callable[[], tuple[Any, dict[str, Any]]], torch.dtype]]
+    cases: list[tuple[str, Make, torch.dtype]]
     if opened.sheet.torch_name == "cpu":
         cases = [("mid-size UNet", make_unet_pipeline, torch.float32),
                  ("mid-size transformer", make_transformer_pipeline, torch.float32)]  # fmt: skip
     else:
-        cases = [("SDXL 1024², 30 steps, eager", make_sdxl_pipeline, torch.bfloat16),
-                 ("FLUX.1-schnell 1024², 4 steps, eager", lambda: make_transformer_pipeline(True), torch.bfloat16)]  # fmt: skip
+        cases = [
+            ("SDXL 1024², 30 steps, eager", make_sdxl_pipeline, torch.bfloat16),
+            ("FLUX.1-schnell 1024², 4 steps, eager", make_schnell_pipeline, torch.bfloat16),
+        ]
     machine = this_machine()
     result = {
         "what": "placed by anyaccel against plain diffusers, eager, the same pipeline object in turns",

@@ -35,7 +35,10 @@ from benchmarks.sweep import virtual_devices
 
 TOLERANCE = 1e-3
 EXCUSED: dict[tuple[str, str], str] = {
-    ("attend-and-excite", "*"): "asks for gradients as it denoises, which virtual devices do not give through attention",
+    (
+        "attend-and-excite",
+        "*",
+    ): "asks for gradients as it denoises, which virtual devices do not give through attention",
     ("semantic-guidance", "*"): "writes its estimates to tensors of the host at every step, for the caller to read",
     ("score-sde-ve", "*"): "its scheduler makes a timestep on the device and looks it up on the host at every step",
     ("unclip", "mps"): "diffusers itself enlarges the picture in another way there (pipeline_unclip.py, line 447)",

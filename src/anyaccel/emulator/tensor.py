@@ -41,7 +41,8 @@ class VirtualTensor(torch.Tensor):
         if device is None:
             return torch.nn.Parameter(inner, requires_grad)
         # A view that is made in inference mode of a tensor from outside is a tensor like that one, and counts versions.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        outlives = torch.is_inference_mode_enabled() and not inner.is_inference()
+        with torch.inference_mode(False) if outlives else nullcontext():
             wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 inner.size(),

@@ -49,9 +49,9 @@ def _attend(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.most_scores, **options)
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")  # as torch has it
+    return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.most_scores, causal=is_causal, **options)
 
 
 def _read_heads(rule: AttentionRule, heads: int) -> int | None:
@@ -68,30 +68,41 @@ def attend_in_slices(
     mask: Tensor | None,
     rows_at_once: int,
     most_scores: int | None,
+    *,
+    causal: bool = False,
     **options: Any,
 ) -> Tensor:
     """Attention over some rows (batch × heads) and some queries at a time."""
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     queries, keys = query.shape[-2], key.shape[-2]
-    query, key, value = (part.expand(*lead, *part.shape[-2:]).flatten(0, -3) for part in (query, key, value))
+    query, key, value = (_flatten(part, lead) for part in (query, key, value))
     if most_scores is not None:
-        rows_at_once = max(1, min(rows_at_once, most_scores // (queries * keys)))
-        queries_at_once = max(1, min(queries, most_scores // (rows_at_once * keys)))
+        rows_at_once = max(1, min(rows_at_once, most_scores // max(1, queries * keys)))
+        queries_at_once = max(1, min(queries, most_scores // max(1, rows_at_once * keys)))
     else:
-        queries_at_once = queries
+        queries_at_once = max(1, queries)
     parts = []
     for first in range(0, query.shape[0], rows_at_once):
         rows = slice(first, first + rows_at_once)
         columns = []
         for start in range(0, queries, queries_at_once):
             some = slice(start, start + queries_at_once)
-            part = scaled_dot_product_attention(
-                query[rows, some], key[rows], value[rows], _cut(mask, lead, rows, some), **options
-            )
-            columns.append(part)
+            cut = _lower_triangle(query, some, keys) if causal else _cut(mask, lead, rows, some)
+            columns.append(scaled_dot_product_attention(query[rows, some], key[rows], value[rows], cut, **options))
         parts.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=-2))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.reshape(*lead, queries, value.shape[-1])
+
+
+def _flatten(part: Tensor, lead: torch.Size) -> Tensor:
+    return part.expand(*lead, *part.shape[-2:]).reshape(math.prod(lead), *part.shape[-2:])
+
+
+def _lower_triangle(query: Tensor, some: slice, keys: int) -> Tensor:
+    """Which keys some queries may see; a mask over all of them is never made whole."""
+    queries = query.shape[-2]
+    rows = min(some.stop, queries) - some.start
+    return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(some.start)
 
 
 def _cut(mask: Tensor | None, lead: torch.Size, rows: slice, some: slice) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["adjust_tensor", "make_handlers", "read_target"]
+__all__ = ["FROM_DATA", "adjust_tensor", "as_builder", "find_place", "make_handlers", "read_target"]
 
 Tensor = torch.Tensor
 
@@ -18,7 +18,7 @@ _FACTORIES = (
 )  # fmt: skip
 _WHOLE_BY_DEFAULT = {torch.arange, torch.full, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices}
 """Factories that give whole numbers of 64 bits for whole arguments."""
-_FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _CASTS = {Tensor.double: torch.float64, Tensor.long: torch.int64}
 _NEEDS_INT64 = (
     torch.gather, Tensor.gather, torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
@@ -36,7 +36,7 @@ def make_handlers(
     adjust = _Adjust(device, replacements, inner)
     handlers = dict(inner)
     handlers |= dict.fromkeys(_FACTORIES, adjust.make)
-    handlers |= dict.fromkeys(_FROM_DATA, adjust.build)
+    handlers |= dict.fromkeys(FROM_DATA, adjust.build)
     handlers |= {Tensor.to: adjust.move, Tensor.type: adjust.cast_by_type, Tensor.type_as: adjust.cast_alike}
     handlers |= dict.fromkeys(_CASTS, adjust.cast)
     if torch.int64 in replacements:
@@ -90,25 +90,22 @@ class _Adjust:
         numbers = [*args, *(kwargs[name] for name in ("start", "end", "step", "fill_value") if name in kwargs)]
         if func is torch.full:
             numbers = [args[1] if len(args) > 1 else kwargs.get("fill_value", 0.0)]
+            if isinstance(numbers[0], bool | complex):
+                return None
         if func in _WHOLE_BY_DEFAULT and all(_is_whole(value) for value in numbers):
             return torch.int64
         return torch.get_default_dtype()
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor from numbers or from NumPy: cast on the host, then moved."""
+        func, args, kwargs = as_builder(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        place = kwargs.get("device")
-        if func is Tensor.new_tensor:
-            place, args = place or args[0].device, args[1:]
-            func = torch.tensor
-        if place is None and isinstance(data, Tensor):
-            place = data.device
-        if (
-            place is None
-            or _kind_of(place) != self.kind
-            or (isinstance(data, Tensor) and data.device.type == self.kind)
-        ):
-            return func(*args, **({**kwargs, "device": place} if place is not None else kwargs))
+        place = find_place(data, kwargs)
+        if place.type != self.kind:
+            return func(*args, **kwargs)
+        if isinstance(data, Tensor) and data.device.type == self.kind:
+            asked = kwargs.get("dtype") or data.dtype
+            return func(*args, **{**kwargs, "dtype": self.replacements.get(asked, asked), "device": place})
         built = func(*args, **{**kwargs, "device": "cpu"})
         return adjust_tensor(built, self.replacements).to(place)
 
@@ -154,8 +151,9 @@ def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     if func is torch.nn.functional.one_hot:
         return func(*(widen(value) for value in args), **kwargs)
-    if func in (torch.scatter_reduce, Tensor.scatter_reduce) or len(args) < 3:
-        return func(*args[:1], *(widen(value) for value in args[1:]), **{n: widen(v) for n, v in kwargs.items()})
+    if len(args) < 3:
+        named = {name: value if name == "src" else widen(value) for name, value in kwargs.items()}
+        return func(*args[:1], *(widen(value) for value in args[1:]), **named)
     index = 1 if func in (torch.take, Tensor.take, torch.take_along_dim, Tensor.take_along_dim, Tensor.put_) else 2
     widened = [widen(value) if position == index else value for position, value in enumerate(args)]
     return func(*widened, **{name: widen(value) if name == "index" else value for name, value in kwargs.items()})
@@ -176,6 +174,22 @@ def read_target(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return other.device, other.dtype
     target = tensor.device if device is None else torch.device(device)
     return target, tensor.dtype if dtype is None else dtype
+
+
+def as_builder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """`tensor.new_tensor(data)` as `torch.tensor(data)` of that tensor's place and type; the others as they are."""
+    if func is not Tensor.new_tensor:
+        return func, args, kwargs
+    named = {name: value for name, value in kwargs.items() if value is not None}
+    return torch.tensor, args[1:], {"device": args[0].device, "dtype": args[0].dtype, **named}
+
+
+def find_place(data: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Where a tensor that is built from data will lie."""
+    asked = kwargs.get("device")
+    if asked is not None:
+        return torch.device(asked)
+    return data.device if isinstance(data, Tensor) else torch.get_default_device()
 
 
 def _kind_of(device: Any) -> str:

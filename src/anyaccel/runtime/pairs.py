@@ -13,13 +13,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from anyaccel.errors import LimitError
+from anyaccel.runtime.dtypes import FROM_DATA, as_builder, find_place, read_target
 
 __all__ = ["Pair", "make_handlers", "make_pair"]
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.full)
-_LIKE = (torch.zeros_like, torch.ones_like, torch.empty_like)
+_ALIKE = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.empty_like: torch.empty}
 _TRANSFORMS = tuple(
     getattr(torch.fft, name)
     for name in ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn")
@@ -110,7 +111,7 @@ def _multiply(func: Any, args: Any, kwargs: Any) -> Pair:
 
 def _divide(func: Any, args: Any, kwargs: Any) -> Pair:
     (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
-    if not isinstance(args[1], Pair):
+    if not isinstance(d, Tensor) and d == 0:
         return Pair(a / c, b / c)
     length = c * c + d * d
     return Pair((a * c + b * d) / length, (b * c - a * d) / length)
@@ -146,7 +147,42 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _add(func: Any, args: Any, kwargs: Any) -> Pair:
     (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
-    return Pair(func(a, c, **kwargs), func(b, d, **kwargs) if isinstance(b, Tensor) else func(torch.zeros_like(d), d))
+    factor = kwargs.get("alpha", 1) * (-1 if func.overloadpacket is aten.sub else 1)
+    return _join_parts(a + c * factor, b + d * factor)
+
+
+def _join_parts(real: Tensor, imaginary: Tensor) -> Pair:
+    """A pair of parts that may have different sizes: the imaginary one of a real tensor is a number."""
+    shape = torch.broadcast_shapes(real.shape, imaginary.shape)
+    return Pair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
+
+
+def _gather_parts(values: Any) -> tuple[list[Any], list[Any]]:
+    """The real parts of several values, and their imaginary ones, which are zeros for real tensors."""
+    parts = [_parts_of(value) for value in values]
+    reals = [real for real, _ in parts]
+    return reals, [torch.zeros_like(a) if isinstance(a, Tensor) and not isinstance(b, Tensor) else b for a, b in parts]
+
+
+def _concatenate(func: Any, args: Any, kwargs: Any) -> Pair:
+    reals, imaginaries = _gather_parts(args[0])
+    return Pair(func(reals, *args[1:], **kwargs), func(imaginaries, *args[1:], **kwargs))
+
+
+def _choose(func: Any, args: Any, kwargs: Any) -> Pair:
+    reals, imaginaries = _gather_parts(args[1:])
+    return Pair(func(args[0], *reals), func(args[0], *imaginaries))
+
+
+def _pad(func: Any, args: Any, kwargs: Any) -> Pair:
+    pair, sizes, (real, imaginary) = args[0], args[1], _parts_of(args[2] if len(args) > 2 else 0.0)
+    return Pair(func(pair.real_part, sizes, real), func(pair.imaginary_part, sizes, imaginary))
+
+
+def _stride(func: Any, args: Any, kwargs: Any) -> Pair:
+    """The strides are those of the wrapper, whose parts may lie in memory otherwise."""
+    pair = args[0]
+    return Pair(func(pair.real_part.contiguous(), *args[1:]), func(pair.imaginary_part.contiguous(), *args[1:]))
 
 
 def _of_ones(func: Any, args: Any, kwargs: Any) -> Pair:
@@ -159,6 +195,11 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.div: _divide,
     aten.add: _add,
     aten.sub: _add,
+    aten.cat: _concatenate,
+    aten.stack: _concatenate,
+    aten.where: _choose,
+    aten.constant_pad_nd: _pad,
+    aten.as_strided: _stride,
     aten._to_copy: _copy,
     aten.copy_: _write,
     aten.fill_: _fill,
@@ -177,59 +218,85 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     ),
 }
 _PARTWISE = {
-    aten.alias, aten.as_strided, aten.cat, aten.clone, aten.constant_pad_nd, aten.contiguous, aten.cumsum, aten.detach,
-    aten.empty_like, aten.expand, aten.flatten, aten.flip, aten.gather, aten.index, aten.index_select, aten.lift_fresh,
-    aten.mean, aten.neg, aten.new_empty, aten.new_zeros, aten.permute, aten.repeat, aten.reshape, aten.roll,
-    aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.squeeze, aten.stack, aten.sum, aten.t,
-    aten.transpose, aten.unbind, aten.unfold, aten.unsqueeze,
-    aten.zeros_like, aten.where, aten.empty_strided, aten.new_empty_strided,
+    aten.alias, aten.clone, aten.contiguous, aten.cumsum, aten.detach, aten.empty_like, aten.expand, aten.flatten,
+    aten.flip, aten.gather, aten.index, aten.index_select, aten.lift_fresh, aten.mean, aten.neg, aten.new_empty,
+    aten.new_zeros, aten.permute, aten.repeat, aten.reshape, aten.roll, aten.select, aten.slice, aten.split,
+    aten.split_with_sizes, aten.squeeze, aten.sum, aten.t, aten.transpose, aten.unbind, aten.unfold, aten.unsqueeze,
+    aten.zeros_like, aten.empty_strided, aten.new_empty_strided,
 }  # fmt: skip
 
 
 def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]:
     """Handlers for every function that would make a complex tensor on the device; `inner` runs behind them."""
-    kind = device.type
+    making = _Making(device.type, inner)
+    handlers = dict(inner)
+    handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), making.join)
+    handlers |= dict.fromkeys((*_FACTORIES, *_ALIKE), making.make)
+    handlers |= dict.fromkeys(FROM_DATA, making.build)
+    handlers |= dict.fromkeys(_TRANSFORMS, making.transform)
+    return handlers | {Tensor.to: making.move}
 
-    def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        handler = inner.get(func)
+
+class _Making:
+    """Complex tensors that would arise on the device, made as pairs."""
+
+    def __init__(self, kind: str, inner: dict[Any, Any]) -> None:
+        self.kind, self.inner = kind, inner
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function, by way of the repair behind this one if there is one."""
+        handler = self.inner.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
-    def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _join(func, args, kwargs) if args[0].device.type == kind else func(*args, **kwargs)
+    def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """From two real tensors, or from one with both parts in it."""
+        return _join(func, args, kwargs) if args[0].device.type == self.kind else func(*args, **kwargs)
 
-    def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        asked, place = kwargs.get("dtype"), kwargs.get("device")
-        if asked is None or not asked.is_complex or place is None or torch.device(place).type != kind:
-            return call(func, args, kwargs)
+    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A factory: made on the host."""
+        place = find_place(args[0] if args else None, kwargs)
+        if place.type != self.kind or not _asks_for_complex(func, args, kwargs):
+            return self.call(func, args, kwargs)
+        if func in _ALIKE:
+            func, args = _ALIKE[func], (args[0].shape,)
         host = func(*args, **{**kwargs, "device": "cpu"})
         return make_pair(torch.zeros_like(host) if func is torch.empty else host, place)
 
-    def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor = args[0]
-        if isinstance(tensor, Pair) or not tensor.is_complex():
-            return func(*args, **kwargs) if isinstance(tensor, Pair) else call(func, args, kwargs)
-        asked = kwargs.get("device", next((v for v in args[1:] if isinstance(v, str | torch.device)), None))
-        other = next((v for v in args[1:] if isinstance(v, Tensor)), None)
-        target = other.device if other is not None else None if asked is None else torch.device(asked)
-        there = target is not None and target.type == kind
-        return make_pair(tensor, target) if there and target is not None else call(func, args, kwargs)
+    def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor from numbers or from NumPy."""
+        func, args, kwargs = as_builder(func, args, kwargs)
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        place = find_place(data, kwargs)
+        if place.type != self.kind or (isinstance(data, Tensor) and data.device.type == self.kind):
+            return self.call(func, args, kwargs)
+        host = func(*args, **{**kwargs, "device": "cpu"})
+        return make_pair(host, place) if host.is_complex() else self.call(func, args, kwargs)
 
-    def transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].device.type != kind:
+    def move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`tensor.to(…)`: to the device, or to a complex type there."""
+        tensor = args[0]
+        if isinstance(tensor, Pair):
+            return func(*args, **kwargs)
+        target, dtype = read_target(tensor, args[1:], kwargs)
+        if target.type != self.kind or not dtype.is_complex:
+            return self.call(func, args, kwargs)
+        real, imaginary = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor, torch.zeros_like(tensor))
+        return Pair(real.float().to(target), imaginary.float().to(target))
+
+    def transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A Fourier transform: on the host."""
+        if args[0].device.type != self.kind:
             return func(*args, **kwargs)
         result = func(args[0].cpu(), *args[1:], **kwargs)
         return make_pair(result, args[0].device) if result.is_complex() else result.to(args[0].device)
 
-    def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # It makes the padded tensor itself, before it looks at what it is given.
-        return _each(func, args, kwargs) if isinstance(args[0][0], Pair) else call(func, args, kwargs)
 
-    handlers = dict(inner)
-    handlers |= {torch._C._nn.pad_sequence: pad}
-    handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), join)
-    handlers |= dict.fromkeys((*_FACTORIES, *_LIKE), make)
-    handlers |= dict.fromkeys(_TRANSFORMS, transform)
-    return handlers | {Tensor.to: move}
+def _asks_for_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a factory will give complex numbers: by the type that is asked for, or by what it is filled with."""
+    asked = kwargs.get("dtype")
+    if asked is not None:
+        return bool(asked.is_complex)
+    return func is torch.full and isinstance(args[1] if len(args) > 1 else kwargs.get("fill_value"), complex)
 
 
 def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair:
@@ -238,5 +305,5 @@ def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair:
         return Pair(args[0][..., 0], args[0][..., 1])
     first, second = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
     if func is torch.complex:
-        return Pair(first, second)
+        return _join_parts(first, second)
     return Pair(first * torch.cos(second), first * torch.sin(second))

@@ -39,16 +39,21 @@ class HostNumbers:
 def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
     """Keep every scheduler among the components on the host while the block runs."""
     numbers = HostNumbers()
-    schedulers = [part for part in components.values() if _is_scheduler(part)]
+    schedulers = {id(part): part for part in components.values() if _is_scheduler(part)}.values()
+    before = []
     try:
         for scheduler in schedulers:
             _add_numbers(scheduler, numbers)
+            names = _find_methods(_kind_of(scheduler))
+            # A user may have put a method of his own on the scheduler: it is called, and is there again afterwards.
+            before.append((scheduler, {name: vars(scheduler)[name] for name in names if name in vars(scheduler)}))
             vars(scheduler).update(_bind_to_host(scheduler, numbers))
         yield numbers
     finally:
-        for scheduler in schedulers:
+        for scheduler, own in before:
             for name in _find_methods(_kind_of(scheduler)):
                 vars(scheduler).pop(name, None)
+            vars(scheduler).update(own)
 
 
 def _is_scheduler(part: Any) -> bool:
@@ -91,7 +96,7 @@ class _HostMethod:
 
     def __init__(self, scheduler: Any, name: str, signature: inspect.Signature, numbers: HostNumbers) -> None:
         self.scheduler, self.name, self.signature, self.numbers = scheduler, name, signature, numbers
-        self.method = getattr(type(scheduler), name).__get__(scheduler)
+        self.method = getattr(scheduler, name)
         functools.update_wrapper(self, self.method)
         names = list(signature.parameters)[1:]
         self.device = names.index("device") if "device" in names else None

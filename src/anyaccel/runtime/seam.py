@@ -38,6 +38,8 @@ _FREE = {
     torch.is_floating_point,
 }
 """Functions that may take tensors of the host beside those of the device, or take one alone."""
+_ATTRIBUTES = ("__get__", "__set__")
+"""Reading `tensor.shape`, writing `tensor.data`: what is written must be the tensor itself, wherever it lies."""
 _LONGEST_SCHEDULE = 4096
 _MOVES = (torch.Tensor.to, torch.Tensor.type_as)
 _PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.__getitem__}
@@ -62,7 +64,7 @@ class GlueSeam(TorchFunctionMode):
             if func not in _PLACED_BY_ITSELF:
                 args, kwargs = self.meeting.gather(args, kwargs)
             return handler(func, args, kwargs)
-        if func in _FREE or getattr(func, "__name__", "") == "__get__":
+        if func in _FREE or getattr(func, "__name__", "") in _ATTRIBUTES:
             return func(*args, **kwargs)
         return self.meeting.run(func, args, kwargs)
 

@@ -79,7 +79,9 @@ def _settle_masks(where: Any, kind: str) -> Any:
         return where
     settled: list[Any] = []
     for entry in entries:
-        if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
+        if isinstance(entry, Tensor) and entry.dtype is torch.bool and not entry.dim():
+            settled.append(bool(entry))
+        elif isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
             settled += [place.to(entry.device) for place in entry.cpu().nonzero(as_tuple=True)]
         else:
             settled.append(entry)

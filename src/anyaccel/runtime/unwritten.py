@@ -9,23 +9,17 @@ import torch
 __all__ = ["make_addend_handlers", "make_zero_handlers"]
 
 Tensor = torch.Tensor
-_ZEROS: dict[Any, Any] = {
-    torch.empty: torch.zeros,
-    torch.empty_like: torch.zeros_like,
-    Tensor.new_empty: Tensor.new_zeros,
-}
+_UNWRITTEN = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
 
 def make_zero_handlers(device: torch.device) -> dict[Any, Any]:
     """`torch.empty` on the device gives zeros."""
 
     def zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        asked = kwargs.get("device")
-        place = args[0].device if asked is None and isinstance(args[0], Tensor) else asked
-        there = place is not None and torch.device(place).type == device.type
-        return (_ZEROS[func] if there else func)(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return made.zero_() if made.device.type == device.type else made
 
-    return dict.fromkeys(_ZEROS, zero)
+    return dict.fromkeys(_UNWRITTEN, zero)
 
 
 def make_addend_handlers() -> dict[Any, Any]:
