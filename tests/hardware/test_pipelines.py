@@ -50,18 +50,17 @@ def test_a_placed_pipeline_gives_the_picture_of_the_cpu(device: str, name: str) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_seed_is_one_noise(device: str, dtype: str) -> None:
     """The latents that enter the first step, bit for bit, alone and in a batch."""
-    first: list[torch.Tensor] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        if len(first) == 0 or first[-1].shape != args[0].shape:
-            first.append(args[0].detach().float().cpu())
-
-    pipes = [make("stable-diffusion", place, kind) for place, kind in (("cpu", "float32"), (device, dtype))]
-    for pipe in pipes:
-        pipe.unet.register_forward_pre_hook(note, with_kwargs=True)
-        pipe(["a", "b"], seed=[5, 6], guidance_scale=1.0, **CALL)
-    reference = first[0].to(getattr(torch, dtype)).float()
-    assert torch.equal(reference, first[-1])
+    latents = []
+    for place, kind in (("cpu", "float32"), (device, dtype)):
+        seen: list[torch.Tensor] = []
+        pipe = make("stable-diffusion", place, kind)
+        pipe.unet.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].detach().cpu()))
+        for images in (1, 3):
+            pipe(["a"] * images, seed=list(range(5, 5 + images)), guidance_scale=1.0, **CALL)
+        latents.append((seen[0], seen[3]))  # a call has three steps
+    for reference, other in zip(*latents, strict=True):
+        assert torch.equal(reference.to(getattr(torch, dtype)), other)
+    assert torch.equal(latents[1][0], latents[1][1][:1])
 
 
 def test_an_image_of_a_batch_is_the_image_made_alone(device: str) -> None:
