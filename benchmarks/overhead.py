@@ -7,6 +7,7 @@ Writes benchmarks/results/overhead_DEVICE.json. One pipeline serves both: for th
 runs with every hook of ours taken off, for the placed one they are put back; neither is timed. Order alternates.
 """
 
+import gc
 import json
 import statistics
 import sys
@@ -52,9 +53,15 @@ def make_unet_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
     )  # fmt: skip
     pipe = LIBRARY.StableDiffusionPipeline(
-        vae=vae, unet=unet, text_encoder=None, tokenizer=None, scheduler=LIBRARY.DDIMScheduler(steps_offset=1, clip_sample=False),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
+        vae=vae,
+        unet=unet,
+        text_encoder=None,
+        tokenizer=None,
+        scheduler=LIBRARY.DDIMScheduler(steps_offset=1, clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
     embedding = torch.randn(1, 16, 256)
     return pipe, {
         "prompt_embeds": embedding, "negative_prompt_embeds": torch.zeros_like(embedding), "num_inference_steps": 4,
@@ -146,10 +153,12 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype) -> dict[str,
     for _ in range(3):
         time_s(True), time_s(False)
     pairs = []
+    gc.disable()  # a collection in the middle of one call would be counted against it
     for turn in range(PAIRS):
         first = time_s(bool(turn % 2))
         second = time_s(not turn % 2)
         pairs.append((second, first) if turn % 2 else (first, second))
+    gc.enable()
     plain, placed = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratios = sorted(there / here for here, there in pairs)
     parameters = sum(p.numel() for part in find_components(pipe).values() if isinstance(part, torch.nn.Module)

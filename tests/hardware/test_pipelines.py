@@ -53,11 +53,14 @@ def test_a_seed_is_one_noise(device: str, dtype: str) -> None:
     latents = []
     for place, kind in (("cpu", "float32"), (device, dtype)):
         seen: list[torch.Tensor] = []
+        firsts = []
         pipe = make("stable-diffusion", place, kind)
         pipe.unet.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].detach().cpu()))
         for images in (1, 3):
+            seen.clear()
             pipe(["a"] * images, seed=list(range(5, 5 + images)), guidance_scale=1.0, **CALL)
-        latents.append((seen[0], seen[3]))  # a call has three steps
+            firsts.append(seen[0])
+        latents.append(firsts)
     for reference, other in zip(*latents, strict=True):
         assert torch.equal(reference.to(getattr(torch, dtype)), other)
     assert torch.equal(latents[1][0], latents[1][1][:1])
@@ -96,7 +99,7 @@ def test_a_picture_that_is_not_finite_is_traced_and_mended(device: str) -> None:
     assert dict(pipe.plan.component_dtypes.value) == {"vae": "float32"}
     with torch.no_grad():
         pipe.unet.conv_in.weight.fill_(float("nan"))
-    with pytest.raises(anyaccel.AnyaccelError, match="unet.conv_in at pass 1"):
+    with pytest.raises(anyaccel.AnyaccelError, match=r"unet\.conv_in at pass 1"):
         pipe("a fox", seed=1, **CALL)
 
 

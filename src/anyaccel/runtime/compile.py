@@ -120,13 +120,17 @@ def _replace_types(module: torch.fx.GraphModule, types: dict[torch.dtype, torch.
 
 @contextmanager
 def compiling(placement: Placement) -> Iterator[None]:
-    """Name the cache folder to the vendor's compiler while the block runs, and put the environment back."""
+    """Name the cache folder to the vendor's compiler while the block runs, and put the environment back.
+
+    A compiler that is told nothing may write its own default there: that is put back too.
+    """
     variable = placement.plan.compile.value.cache_variable
-    if not placement.cache_dir or not variable:
+    if not variable or not (placement.cache_dir or placement.plan.compiled.value):
         yield
         return
     before = os.environ.get(variable)
-    os.environ[variable] = placement.cache_dir
+    if placement.cache_dir:
+        os.environ[variable] = placement.cache_dir
     try:
         yield
     finally:
