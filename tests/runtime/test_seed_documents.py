@@ -1,12 +1,14 @@
 """The code of the three documents that this project began with, run on the virtual devices.
 
 Diffusers' pages on Gaudi and on MPS and its pull request for Neuron are quoted as they stand, less the spaces at the
-ends of lines. Two things differ when a block is run: the import, and a tiny model of this machine in place of the hub's.
+ends of lines. Two things differ when a block is run: the import, and a tiny local model in place of the hub's.
 """
 
+import copy
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ import numpy
 import numpy.typing
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
+from anyaccel.planning import Decision, Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
 from anyaccel.recipes.flux import transformer_shape
+from anyaccel.runtime.placement import find_placement
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = [
@@ -30,12 +33,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning"),
     # Importing diffusers' automatic pipelines imports a module that uses it.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
     # A CPU without bfloat16 says so once.
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),
 ]
 
 Picture = numpy.typing.NDArray[numpy.float32]
 Block = dict[str, Any]
+library: Any = diffusers
+"""The same, for its classes, which have no types."""
 
 GAUDI = """
 import torch
@@ -142,33 +148,49 @@ def save_flux(folder: Path) -> None:
     """Flux, whose text has 512 tokens: one narrow head, since a CPU may have no bfloat16 of its own."""
     shape = transformer_shape(num_attention_heads=1, attention_head_dim=8, axes_dims_rope=(2, 2, 4))
     pipe: Any = recipes()["flux"].make()
-    pipe.transformer = FluxTransformer2DModel(**shape | {"guidance_embeds": False})
+    pipe.transformer = library.FluxTransformer2DModel(**shape | {"guidance_embeds": False})
     pipe.save_pretrained(folder)
 
 
 def save_stable_diffusion(folder: Path) -> None:
     """With float16 and float32 files side by side, as the hub has it."""
     pipe: Any = recipes()["stable-diffusion"].make()
-    halve(pipe)
-    pipe.save_pretrained(folder, variant="fp16")
-    recipes()["stable-diffusion"].make().save_pretrained(folder)
+    pipe.unet = shrink(pipe.unet)
+    half = copy.deepcopy(pipe)
+    halve(half)
+    half.save_pretrained(folder, variant="fp16")
+    pipe.save_pretrained(folder)
 
 
 def save_turbo(folder: Path) -> None:
     """SDXL whose autoencoder shrinks 32 times, so that 512 pixels are 16 by 16 for the denoiser."""
-    parts: Any = recipes()["stable-diffusion-xl"].make().components
+    base: Any = recipes()["stable-diffusion-xl"].make()
     depth = 6
     torch.manual_seed(20)
-    parts["vae"] = AutoencoderKL(
-        block_out_channels=(2,) * depth,
-        norm_num_groups=1,
+    vae = library.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * depth,
         up_block_types=("UpDecoderBlock2D",) * depth,
+        block_out_channels=(2,) * depth,
+        norm_num_groups=1,
         mid_block_add_attention=False,
     )
-    pipe: Any = diffusers.StableDiffusionXLPipeline(**parts)
+    pipe = library.StableDiffusionXLPipeline(**base.components | {"unet": shrink(base.unet), "vae": vae})
     halve(pipe)
     pipe.save_pretrained(folder, variant="fp16")
+
+
+def shrink(unet: Any) -> Any:
+    """A denoiser of the same kind with one block, one attention and no middle."""
+    smaller = {
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "mid_block_type": None,
+        "block_out_channels": (8,),
+        "transformer_layers_per_block": 1,
+        "attention_head_dim": 2,
+    }
+    torch.manual_seed(20)
+    return library.UNet2DConditionModel.from_config({**unet.config, **smaller}).eval()
 
 
 def halve(pipe: Any) -> None:
@@ -196,7 +218,10 @@ def on_the_cpu(block: str, models: dict[str, str]) -> str:
     for move in MOVES:
         block = block.replace(move, "")
     block = block.replace("import torch_neuronx  # noqa: F401 — registers torch.neuron", "")
-    return adapt(block.replace("torch.bfloat16", "torch.float32"), {**models, "from anyaccel import": "from diffusers import"})
+    block = block.replace("torch.bfloat16", "torch.float32")
+    return adapt(
+        block.replace("torch.bfloat16", "torch.float32"), {**models, "from anyaccel import": "from diffusers import"}
+    )
 
 
 def execute(block: str, folder: Path) -> Block:
@@ -204,7 +229,7 @@ def execute(block: str, folder: Path) -> Block:
     before = os.getcwd()
     os.chdir(folder)
     # Flux is asked for no size, and would draw 1024 by 1024 pixels: the class says so, not the model.
-    flux: Any = diffusers.FluxPipeline
+    flux = library.FluxPipeline
     flux.default_sample_size = property(lambda pipe: 8, lambda pipe, size: None)
     names: Block = {}
     torch.manual_seed(7)
@@ -217,7 +242,7 @@ def execute(block: str, folder: Path) -> Block:
 
 
 def read_picture(names: Block) -> Picture:
-    return numpy.asarray(names["image"], dtype=numpy.float32) / 255
+    return numpy.asarray(names["image"], dtype=numpy.float32) / numpy.float32(255)
 
 
 def draw(block: str, device: str, folder: Path) -> tuple[Picture, str, str]:
@@ -225,10 +250,11 @@ def draw(block: str, device: str, folder: Path) -> tuple[Picture, str, str]:
 
     def use(accelerator: VirtualAccelerator) -> tuple[Picture, str, str]:
         names = execute(block, folder)
-        pipe = names.get("pipe", names.get("pipeline"))
-        assert isinstance(pipe, diffusers.DiffusionPipeline)
-        plan: anyaccel.Plan = pipe.plan  # type: ignore[attr-defined]
+        pipe: Any = names.get("pipe", names.get("pipeline"))
+        assert isinstance(pipe, library.DiffusionPipeline)
+        plan: anyaccel.Plan = pipe.plan
         assert plan.virtual
+        assert isinstance(pipe._execution_device, torch.device)
         assert not accelerator.ledger.rows("error")
         return read_picture(names), plan.device, plan.dtype.value
 
@@ -242,7 +268,9 @@ def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     return {name: read_picture(execute(on_the_cpu(block, models), folder)) for name, (_, block) in BLOCKS.items()}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gaudi", "bfloat16"), ("mps", "float16"), ("neuron", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gaudi", "bfloat16"), ("mps", "float16"), ("priming", "float16"), ("neuron", "bfloat16")]
+)
 def test_the_code_of_a_document_runs(
     name: str, dtype: str, models: dict[str, str], expected: dict[str, Picture], tmp_path: Path
 ) -> None:
@@ -254,7 +282,7 @@ def test_the_code_of_a_document_runs(
     assert (tmp_path / "output.png").exists() == (name == "neuron")
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ["gaudi", "mps", "neuron"])
 def test_in_float32_the_code_of_a_document_gives_the_picture_of_the_cpu(
     name: str, models: dict[str, str], expected: dict[str, Picture], tmp_path: Path
 ) -> None:
@@ -265,3 +293,154 @@ def test_in_float32_the_code_of_a_document_gives_the_picture_of_the_cpu(
     assert chosen == "float32"
     assert picture.std() > 0.02
     assert abs(picture - expected[name]).max() < 1.5 * ONE_LEVEL
+
+
+def test_the_code_for_half_precision_loads_its_files_and_slices(models: dict[str, str], tmp_path: Path) -> None:
+    """The page on MPS ends before it draws: one step is added."""
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str, float]:
+        pipeline = execute(adapt(SLICING, models), tmp_path)["pipeline"]
+        picture = pipeline("a photo", num_inference_steps=1, output_type="np").images
+        return str(pipeline.unet.dtype), str(pipeline.plan.attention), float(picture.std())
+
+    dtype, attention, spread = run_forked("mps", use)
+    assert dtype == "torch.float16"
+    assert "sliced: auto" in attention
+    assert spread > 0.02
+
+
+SMALL = {"height": 64, "width": 64, "num_inference_steps": 1, "guidance_scale": 0.0}
+LARGE = SMALL | {"height": 128}
+
+
+def load_turbo(models: dict[str, str]) -> Any:
+    """The pull request's model, ready to be compiled; in float32, since a CPU is quicker at it."""
+    folder = models["stabilityai/sdxl-turbo"]
+    pipe = anyaccel.AutoPipelineForText2Image.from_pretrained(folder, dtype="float32", variant="fp16")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(torch.neuron.current_device())  # type: ignore[attr-defined]
+
+
+def test_neuron_compile_takes_what_the_pull_request_says() -> None:
+    pipe: Any = anyaccel.DiffusionPipeline
+    compile_it = inspect.signature(pipe.enable_neuron_compile).parameters
+    defaults = {name: parameter.default for name, parameter in compile_it.items() if name != "self"}
+    assert defaults == {"model_names": None, "cache_dir": None, "fullgraph": True}
+    kinds = [parameter.kind for parameter in inspect.signature(pipe.neuron_warmup).parameters.values()]
+    assert kinds[1:] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
+def test_neuron_warmup_compiles_a_size_once_and_a_second_process_finds_it(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    """Whole graphs of the denoiser; the random numbers and the environment are as they were before."""
+
+    def use(calls: list[dict[str, Any]]) -> Callable[[VirtualAccelerator], dict[str, Any]]:
+        def warm(accelerator: VirtualAccelerator) -> dict[str, Any]:
+            os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"] = "before"
+            pipe = load_turbo(models)
+            environment, state = dict(os.environ), torch.get_rng_state()
+            pipe.enable_neuron_compile(cache_dir=tmp_path)
+            counts = []
+            for call in calls:
+                pipe.neuron_warmup("warmup", **call)
+                counts.append(accelerator.compiler.compiled)
+            kept = torch.equal(state, torch.get_rng_state()) and dict(os.environ) == environment
+            pipe("a golden retriever", **calls[-1])
+            counts.append(accelerator.compiler.compiled)
+            book = accelerator.compiler
+            return {"compiled": counts, "graphs": len(book.graphs), "breaks": book.breaks, "kept": kept}
+
+        return warm
+
+    first = run_forked("neuron", use([SMALL, LARGE, SMALL, LARGE]))
+    assert first == {"compiled": [1, 2, 2, 2, 2], "graphs": 2, "breaks": [], "kept": True}
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    second = run_forked("neuron", use([LARGE]))
+    assert second == {"compiled": [0, 0], "graphs": 1, "breaks": [], "kept": True}
+
+
+@pytest.mark.parametrize("migration", [True, False])
+def test_placing_on_gaudi_sets_what_diffusers_sets(migration: bool) -> None:
+    """The GPU Migration Toolkit by its variable, unless it is not wished for."""
+
+    def use(accelerator: VirtualAccelerator) -> dict[str, str]:
+        anyaccel.place(recipes()["flux"].make(), "hpu", hpu_migration=migration)
+        return {name: value for name, value in os.environ.items() if name.startswith("PT_HPU_")}
+
+    toolkit = {"PT_HPU_GPU_MIGRATION": "1"} if migration else {}
+    assert run_forked("hpu", use) == {"PT_HPU_MAX_COMPOUND_OP_SIZE": "1"} | toolkit
+
+
+def test_a_timestep_reaches_the_denoiser_as_the_device_takes_it() -> None:
+    """Tensor or not, for any pipeline: what the review of the pull request asks for."""
+    given = [5, 5.0, torch.tensor(5), torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)]
+
+    def use(accelerator: VirtualAccelerator) -> list[tuple[str, str, float]]:
+        pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "neuron", dtype="float32")
+        seen: list[torch.Tensor] = []
+        pipe.unet.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        plain: Any = recipes()["stable-diffusion"].make()
+        sample, text = torch.ones(1, 4, 8, 8), torch.ones(1, 7, plain.unet.config.cross_attention_dim)
+        rows = []
+        for timestep in given:
+            with torch.no_grad():
+                expected = plain.unet(sample, timestep, text).sample
+                found = pipe.unet(sample.to("neuron"), timestep, text.to("neuron")).sample
+            difference = float((found.cpu() - expected).abs().max())
+            rows.append((str(seen[-1].dtype), seen[-1].device.type, difference))
+        return rows
+
+    rows = run_forked("neuron", use, strict=True)
+    assert [row[:2] for row in rows] == [("torch.float32", "neuron")] * len(given)
+    assert max(row[2] for row in rows) < 1e-5
+
+
+def test_priming_is_planned_for_the_torch_that_needs_it() -> None:
+    sheet, facts = anyaccel.sheet("mps"), Facts(pipeline="StableDiffusionPipeline")
+    plans = [make_plan(sheet.on(versions={"torch": v}), facts, Wishes(), device="mps:0") for v in ("1.13.1", "2.13.0")]
+    assert [plan.prime.value for plan in plans] == [True, False]
+
+
+def test_priming_runs_one_step_once_and_leaves_no_trace() -> None:
+    """No torch that needs it can be had here: the plan is told that this one does."""
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    call: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "np"}
+    expected = pipe("a photo", generator=torch.Generator().manual_seed(7), **call).images
+    placement = find_placement(pipe)
+    assert placement is not None
+    placement.plan = replace(placement.plan, prime=Decision(True, "a test"))
+    passes: list[object] = []
+    pipe.unet.register_forward_pre_hook(lambda module, args: passes.append(args))
+    counts = []
+    for _ in range(2):
+        passes.clear()
+        found = pipe("a photo", generator=torch.Generator().manual_seed(7), **call).images
+        assert numpy.array_equal(found, expected)
+        counts.append(len(passes))
+    without = counts[1]
+    assert counts[0] > without
+
+
+def test_on_mps_prompts_are_iterated_and_slices_give_the_same_picture() -> None:
+    """Batches are not reliable there; a seed of the whole batch still means what it means on the CPU."""
+    call: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    prompts = ["an astronaut", "a horse"]
+
+    def use(accelerator: VirtualAccelerator) -> tuple[list[int], list[Picture]]:
+        pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "mps", dtype="float32")
+        pipe.set_progress_bar_config(disable=True)
+        sizes: list[int] = []
+        pipe.unet.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[0]))
+        pictures = []
+        for slices in (None, "auto", "max", 1):
+            pipe.enable_attention_slicing(slices)
+            pictures.append(pipe(prompts, generator=torch.Generator().manual_seed(7), **call).images)
+        return sizes, pictures
+
+    plain: Any = recipes()["stable-diffusion"].make()
+    expected = plain(prompts, generator=torch.Generator().manual_seed(7), **call).images
+    sizes, pictures = run_forked("mps", use, strict=True)
+    assert set(sizes) == {2}, "one image, with and without guidance"
+    assert max(abs(picture - expected).max() for picture in pictures) < 1e-4

@@ -79,6 +79,8 @@ import os, sys, pathlib
 assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
 assert sys.argv == [os.environ["WANTED"], "--device", "cuda", "-v"], sys.argv
 assert pathlib.Path(sys.path[0]).resolve() == pathlib.Path(__file__).resolve().parent
+too_early = {"diffusers", "transformers", "huggingface_hub"} & set(sys.modules)
+assert not too_early, "what a script sets in the environment must count"
 import beside, torch
 assert not hasattr(torch.cuda, "nonsense") and torch.zeros(2, device="cuda").is_cuda
 print(torch.ones(2, device="cuda:0").sum().item(), torch.cuda.get_device_capability())
@@ -94,8 +96,8 @@ def test_arguments_path_and_exit_status_are_the_scripts_own(run_cli: RunCli, tmp
     done = run_cli(*call, WANTED=str(script))
     assert done.returncode == 7, done.stderr
     assert done.stdout == "2.0 (0, 0)\n"
-    assert f"anyaccel: {script}:7: zeros" in done.stderr
-    assert f"{script}:8: no compute capability is like this device's, and (0, 0) was answered" in done.stderr
+    assert f"anyaccel: {script}:9: zeros" in done.stderr
+    assert f"{script}:10: no compute capability is like this device's, and (0, 0) was answered" in done.stderr
 
 
 def test_an_error_is_shown_from_the_scripts_line_on(run_cli: RunCli, tmp_path: Path) -> None:
@@ -115,8 +117,6 @@ def test_a_device_that_is_not_there_is_named_with_its_line(run_cli: RunCli, tmp_
     done = run_cli("run", "--device", "virtual:xpu", str(script))
     assert done.returncode == 1
     assert f"{script}:2: zeros asks for cuda:1, and from xpu:0 on there is no such device" in done.stderr
-    both = run_cli("run", "--device", "virtual:xpu:2", str(script))
-    assert both.returncode == 0, both.stderr
 
 
 def test_the_host_is_a_device_too(run_cli: RunCli, tmp_path: Path) -> None:
@@ -132,15 +132,6 @@ def test_an_interruption_ends_it_with_130(run_cli: RunCli, tmp_path: Path) -> No
     done = run_cli("run", "--device", "cpu", str(script))
     assert done.returncode == 130
     assert f'File "{script}", line 2' in done.stderr
-
-
-def test_nothing_is_imported_before_the_script_can_set_its_environment(run_cli: RunCli, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nprint(sorted({'diffusers', 'transformers', 'huggingface_hub'} & set(sys.modules)))\n"
-    )
-    done = run_cli("run", "--device", "virtual:neuron", str(script))
-    assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,12 @@ def _attend(
     scores = rows * query.shape[-2] * key.shape[-2]
     fits = rule.most_scores is None or scores <= rule.most_scores
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
-    if fits and (heads is None or rows <= heads):
+    if not scores or (fits and (heads is None or rows <= heads)):
         more = {"enable_gqa": True} if enable_gqa else {}
         return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options, **more)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    if is_causal and attn_mask is not None:
-        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")  # as torch has it
     return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.most_scores, causal=is_causal, **options)
 
 
@@ -77,17 +75,19 @@ def attend_in_slices(
     queries, keys = query.shape[-2], key.shape[-2]
     query, key, value = (_flatten(part, lead) for part in (query, key, value))
     if most_scores is not None:
-        rows_at_once = max(1, min(rows_at_once, most_scores // max(1, queries * keys)))
-        queries_at_once = max(1, min(queries, most_scores // max(1, rows_at_once * keys)))
+        rows_at_once = max(1, min(rows_at_once, most_scores // (queries * keys)))
+        queries_at_once = max(1, min(queries, most_scores // (rows_at_once * keys)))
     else:
-        queries_at_once = max(1, queries)
+        queries_at_once = queries
     parts = []
     for first in range(0, query.shape[0], rows_at_once):
         rows = slice(first, first + rows_at_once)
         columns = []
         for start in range(0, queries, queries_at_once):
             some = slice(start, start + queries_at_once)
-            cut = _lower_triangle(query, some, keys) if causal else _cut(mask, lead, rows, some)
+            cut = _cut(mask, lead, rows, some)
+            if causal:
+                cut = _see_what_was_before(cut, query, some, keys)
             columns.append(scaled_dot_product_attention(query[rows, some], key[rows], value[rows], cut, **options))
         parts.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=-2))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -98,11 +98,13 @@ def _flatten(part: Tensor, lead: torch.Size) -> Tensor:
     return part.expand(*lead, *part.shape[-2:]).reshape(math.prod(lead), *part.shape[-2:])
 
 
-def _lower_triangle(query: Tensor, some: slice, keys: int) -> Tensor:
-    """Which keys some queries may see; a mask over all of them is never made whole."""
-    queries = query.shape[-2]
-    rows = min(some.stop, queries) - some.start
-    return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(some.start)
+def _see_what_was_before(cut: Tensor | None, query: Tensor, some: slice, keys: int) -> Tensor:
+    """The mask of some queries that see no key after themselves; one over all queries is never made whole."""
+    count = min(some.stop, query.shape[-2]) - some.start
+    before = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(some.start)
+    if cut is None:
+        return before
+    return cut & before if cut.dtype is torch.bool else cut.masked_fill(~before, float("-inf"))
 
 
 def _cut(mask: Tensor | None, lead: torch.Size, rows: slice, some: slice) -> Tensor | None:

@@ -8,29 +8,62 @@ from typing import Any
 
 import numpy
 import torch
+from PIL.Image import Image
 
 from anyaccel.runtime.request import Request
 
 __all__ = ["SharedProgress", "join_results", "split_request"]
 
 _WHOLE = {
-    "timesteps", "sigmas", "height", "width", "callback_on_step_end_tensor_inputs", "target_size", "original_size",
-    "crops_coords_top_left", "negative_original_size", "negative_crops_coords_top_left", "negative_target_size",
-    "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end", "control_mode",
-    "ip_adapter_image", "ip_adapter_image_embeds", "negative_ip_adapter_image_embeds", "clip_skip", "token_indices",
+    "timesteps", "sigmas", "guidance_schedule", "conditioning_scale",
+    "callback_on_step_end_tensor_inputs", "prior_callback_on_step_end_tensor_inputs",
+    "ip_adapter_image", "ip_adapter_image_embeds", "negative_ip_adapter_image", "negative_ip_adapter_image_embeds",
+    "editing_prompt", "gligen_phrases", "gligen_boxes", "gligen_images", "complex_human_instruction", "chi_prompt",
+    "video", "control_video", "mask_video", "face_video", "pose_video", "background_video", "conditioning_frames",
+    "reference_images", "token_indices", "control_mode",
 }  # fmt: skip
-"""Lists that belong to the call and not to an image, whatever their length."""
+"""Lists and tensors that belong to the call and not to an image, whatever their length; so do lists of numbers."""
+_NUMBER_AN_IMAGE = {"class_labels", "decode_timestep", "decode_noise_scale"}
+_PICTURES = ("image", "mask_image")
 
 
 def split_request(request: Request, images_per_call: int | None) -> list[Request]:
     """The request as several of at most that many images; itself where it is small enough."""
     if images_per_call is None or request.images <= images_per_call:
-        return [request]
-    parts = []
+        return [_give_each_its_picture(request)]
+    parts: list[Request] = []
     for first in range(0, request.images, images_per_call):
         rows = range(first, min(first + images_per_call, request.images))
-        parts += list(_take_rows(request, rows))
-    return parts
+        parts += _take_rows(request, rows)
+    return [_give_each_its_picture(part) for part in parts]
+
+
+def _give_each_its_picture(request: Request) -> Request:
+    """Seeded images that begin with one picture get it once each.
+
+    Diffusers encodes a shared picture once, with the noise of the first image's generator: the others would be other
+    images than the ones that their seeds give alone.
+    """
+    if len(request.seeds) < 2 or "strength" not in request.accepts:
+        return request
+    pictures = {name: request.arguments[name] for name in _PICTURES if request.arguments.get(name) is not None}
+    return request.with_arguments(**{name: _spread(value, request) for name, value in pictures.items()})
+
+
+def _spread(value: Any, request: Request) -> Any:
+    """One picture an image: of one for all, or of one a prompt."""
+    # What takes embeddings of images, as Kandinsky does, repeats the pictures of a prompt itself.
+    each = 1 if "image_embeds" in request.accepts else request.per_prompt
+    if isinstance(value, Image):
+        return [value] * (request.prompts * each)
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        batched = value.ndim == 4
+    else:
+        batched = isinstance(value, list) and not any(isinstance(item, list) for item in value)
+    if not batched or len(value) not in (1, request.prompts):
+        return value
+    rows = [row // each if len(value) > 1 else 0 for row in range(request.prompts * each)]
+    return [value[row] for row in rows] if isinstance(value, list) else value[rows]
 
 
 def _take_rows(request: Request, rows: range) -> Iterator[Request]:
@@ -61,6 +94,8 @@ def _take(name: str, value: Any, request: Request, prompts: list[int], images: l
             return value[images]
         return value[prompts] if value.shape[0] == request.prompts and request.prompts > 1 else value
     if isinstance(value, Sequence):
+        if name not in _NUMBER_AN_IMAGE and all(isinstance(item, int | float) for item in value):
+            return value
         if name == "generator" and len(value) == request.images:
             chosen = [value[image] for image in images]
             return chosen[0] if len(chosen) == 1 else chosen

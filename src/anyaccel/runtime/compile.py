@@ -45,8 +45,9 @@ def compile_components(
             f"where {placement.plan.title} keeps its compiled graphs cannot be chosen", hint="leave cache_dir out"
         )
     whole = rule.fullgraph if fullgraph is None else fullgraph
-    for name in chosen:
-        _compile(pipe, name, placement.plan, whole)
+    with _put_back(rule.cache_variable):
+        for name in chosen:
+            _compile(pipe, name, placement.plan, whole)
     plan = placement.plan
     done = tuple(dict.fromkeys((*plan.compiled.value, *chosen)))
     kept = f", kept in {placement.cache_dir}" if placement.cache_dir else ""
@@ -128,9 +129,16 @@ def compiling(placement: Placement) -> Iterator[None]:
     if not variable or not (placement.cache_dir or placement.plan.compiled.value):
         yield
         return
+    with _put_back(variable):
+        if placement.cache_dir:
+            os.environ[variable] = placement.cache_dir
+        yield
+
+
+@contextmanager
+def _put_back(variable: str) -> Iterator[None]:
+    """Leave one variable of the environment as it was."""
     before = os.environ.get(variable)
-    if placement.cache_dir:
-        os.environ[variable] = placement.cache_dir
     try:
         yield
     finally:

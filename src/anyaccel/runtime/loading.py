@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ __all__ = [
     "DiffusionPipeline",
 ]
 
-_LOG = logging.getLogger("anyaccel")
+# Newer versions of diffusers renamed it, and warn of the old name.
+_DTYPE = "dtype" if hasattr(diffusers.utils.deprecation_utils, "_resolve_dtype") else "torch_dtype"
 
 
 class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
@@ -51,9 +51,7 @@ class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
 
 
 class _AutoPipeline:
-    """Finds the pipeline for a task, as diffusers does, and makes it portable."""
-
-    _plain: Any
+    """Finds the pipeline for a task, as diffusers' class of the same name does, and makes it portable."""
 
     def __init__(self) -> None:
         raise UsageError(
@@ -63,30 +61,24 @@ class _AutoPipeline:
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
         """Load a hub id or a local folder for this task."""
-        return _load(cls._plain, model, options)
+        return _load(getattr(diffusers, cls.__name__), model, options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
         """The pipeline for this task from another one's components, on the same device."""
-        return _derive(cls._plain, pipeline, options)
+        return _derive(getattr(diffusers, cls.__name__), pipeline, options)
 
 
 class AutoPipelineForText2Image(_AutoPipeline):
     """`diffusers.AutoPipelineForText2Image`, portable."""
 
-    _plain = diffusers.AutoPipelineForText2Image
-
 
 class AutoPipelineForImage2Image(_AutoPipeline):
     """`diffusers.AutoPipelineForImage2Image`, portable."""
 
-    _plain = diffusers.AutoPipelineForImage2Image
-
 
 class AutoPipelineForInpainting(_AutoPipeline):
     """`diffusers.AutoPipelineForInpainting`, portable."""
-
-    _plain = diffusers.AutoPipelineForInpainting
 
 
 def _load(kind: Any, model: Any, options: dict[str, Any]) -> Any:
@@ -119,7 +111,7 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], Wishes]:
     if asked is not None and not isinstance(asked, dict):
         asked = dtype_of(dtype_name(asked))
     if asked is not None:
-        options["torch_dtype"] = asked
+        options[_DTYPE] = asked
     if options.get("use_safetensors") is None:
         options["use_safetensors"] = True
     chosen = str(asked).removeprefix("torch.") if isinstance(asked, torch.dtype) else None
@@ -164,9 +156,9 @@ def _derive(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
     """A pipeline from another's components; their type stays as it is unless another is asked for."""
     options, wishes = _read_options(options)
     del options["use_safetensors"]
-    if "torch_dtype" not in options and hasattr(kind, "_get_signature_keys"):
+    if _DTYPE not in options and hasattr(kind, "_get_signature_keys"):
         # diffusers would cast the components, which the other pipeline still uses, to float32.
-        options["torch_dtype"] = pipeline.dtype
+        options[_DTYPE] = pipeline.dtype
     made = make_portable(kind.from_pipe(pipeline, **options))
     remember_wishes(made, wishes)
     inherit_placement(made, pipeline)

@@ -66,7 +66,7 @@ def read_request(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
             arguments[name] = bound.arguments[name]
         accepts.add(name)
     accepts |= _block_inputs(pipe)
-    request = Request(arguments, _count_prompts(arguments), 1, frozenset(accepts))
+    request = Request(arguments, _count_prompts(arguments, accepts), 1, frozenset(accepts))
     request = replace(request, per_prompt=_count_per_prompt(request, signature))
     if seed is None:
         return request
@@ -102,7 +102,7 @@ def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
     return tuple((index(first) + image) % (_LARGEST_SEED + 1) for image in range(images))
 
 
-def _count_prompts(arguments: dict[str, Any]) -> int:
+def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
     for name in _COUNTED:
         value = arguments.get(name)
         if isinstance(value, str):
@@ -114,7 +114,17 @@ def _count_prompts(arguments: dict[str, Any]) -> int:
         if isinstance(value, dict) and isinstance(value.get("prompt"), list):
             return len(value["prompt"])
     size = arguments.get("batch_size")
-    return size if isinstance(size, int) and size > 0 else 1
+    if isinstance(size, int) and size > 0:
+        return size
+    return 1 if "prompt" in accepts else _count_pictures(arguments.get("image"))
+
+
+def _count_pictures(value: Any) -> int:
+    """Where nothing can be prompted, several pictures ask for that many images; lists of lists mean other things."""
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.dim() == 4 else 1
+    flat = isinstance(value, list) and value and not any(isinstance(item, list) for item in value)
+    return len(value) if flat else 1
 
 
 def _count_per_prompt(request: Request, signature: inspect.Signature) -> int:

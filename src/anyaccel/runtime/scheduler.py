@@ -28,7 +28,9 @@ class HostNumbers:
 
     def add(self, tensor: torch.Tensor) -> None:
         """These are such numbers; they are kept, so that no other tensor takes their place in memory."""
-        self._kept[tensor.untyped_storage().data_ptr()] = tensor
+        place = tensor.untyped_storage().data_ptr()
+        if place:  # an empty tensor lies nowhere
+            self._kept[place] = tensor
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is made of such numbers, or is a view of them."""

@@ -1,0 +1,167 @@
+"""The drop-ins: what comes back is the diffusers class and more."""
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.process import run_forked
+from anyaccel.recipes import recipes, run
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+CALL: dict[str, Any] = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "np"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    recipes()["stable-diffusion"].make().save_pretrained(path)
+    recipes()["stable-diffusion"].make().save_pretrained(path, variant="fp16")
+    return path
+
+
+def load(folder: Path, **options: Any) -> Any:
+    pipe = anyaccel.DiffusionPipeline.from_pretrained(folder, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_it_is_the_diffusers_class(folder: Path) -> None:
+    pipe = load(folder)
+    assert isinstance(pipe, diffusers.StableDiffusionPipeline)
+    assert isinstance(pipe, diffusers.DiffusionPipeline)
+    assert isinstance(pipe, anyaccel.DiffusionPipeline)
+    assert type(pipe).__name__ == "StableDiffusionPipeline"
+    assert inspect.signature(type(pipe).__call__) == inspect.signature(diffusers.StableDiffusionPipeline.__call__)
+    assert set(pipe.components) == set(diffusers.DiffusionPipeline.from_pretrained(folder).components)
+
+
+def test_what_it_saves_plain_diffusers_loads(folder: Path, tmp_path: Path) -> None:
+    pipe = load(folder)
+    expected = pipe("a fox", seed=3, **CALL).images
+    pipe.save_pretrained(tmp_path)
+    plain: Any = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
+    plain.set_progress_bar_config(disable=True)
+    assert type(plain) is diffusers.StableDiffusionPipeline
+    seen = plain("a fox", generator=torch.Generator().manual_seed(3), **CALL).images
+    assert numpy.abs(expected - seen).max() < 1e-5
+
+
+@pytest.mark.parametrize("copied", [lambda pipe: pickle.loads(pickle.dumps(pipe)), copy.deepcopy])
+def test_it_pickles_and_copies(folder: Path, copied: Any) -> None:
+    pipe = load(folder)
+    expected = pipe("a fox", seed=3, **CALL).images
+    other = copied(pipe)
+    assert type(other) is type(pipe)
+    assert other.unet is not pipe.unet
+    assert numpy.array_equal(expected, other("a fox", seed=3, **CALL).images)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"torch_dtype": torch.bfloat16}, {"dtype": "bf16"}])
+def test_the_type_in_any_spelling(folder: Path, options: dict[str, Any]) -> None:
+    pipe = load(folder, **options)
+    assert pipe.dtype == torch.bfloat16
+    assert pipe.plan.dtype.value == "bfloat16"
+
+
+def test_a_type_that_was_asked_for_stays_on_the_device(folder: Path) -> None:
+    """The device's own choice would be bfloat16."""
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
+        asked = load(folder, dtype=torch.float32).to("neuron")
+        free = load(folder).to("neuron")
+        return str(asked.unet.dtype), str(free.unet.dtype)
+
+    assert run_forked("neuron", use) == ("torch.float32", "torch.bfloat16")
+
+
+def test_variant_and_safetensors(folder: Path) -> None:
+    assert load(folder, variant="fp16", use_safetensors=True).unet.dtype == torch.float32
+
+
+@pytest.mark.parametrize("task", ["Text2Image", "Image2Image", "Inpainting"])
+def test_the_task_classes(folder: Path, task: str) -> None:
+    kind: Any = getattr(anyaccel, f"AutoPipelineFor{task}")
+    plain: Any = getattr(diffusers, f"AutoPipelineFor{task}")
+    pipe = kind.from_pretrained(folder)
+    assert isinstance(pipe, type(plain.from_pretrained(folder)))
+    assert isinstance(pipe, anyaccel.DiffusionPipeline)
+
+
+def test_from_pipe_keeps_device_type_and_components(folder: Path) -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[bool, str, str, str]:
+        pipe = load(folder).to("mps", dtype="fp16")
+        other = anyaccel.AutoPipelineForImage2Image.from_pipe(pipe)
+        third = type(pipe).from_pipe(other)
+        return other.unet is pipe.unet, other.plan.device, str(pipe.unet.dtype), type(third).__name__
+
+    assert run_forked("mps", use) == (True, "mps:0", "torch.float16", "StableDiffusionPipeline")
+
+
+def test_a_single_file(folder: Path) -> None:
+    """One file of weights as other tools write it: diffusers turns it into components by their description."""
+    with pytest.raises(anyaccel.AnyaccelError, match="which pipeline they are for"):
+        anyaccel.DiffusionPipeline.from_pretrained(folder / "unet" / "diffusion_pytorch_model.safetensors")
+
+
+def test_place_returns_the_pipeline_that_it_was_given() -> None:
+    recipe = recipes()["flux"]
+    pipe = recipe.make()
+    expected = run(recipe, pipe)
+    placed = anyaccel.place(pipe, "cpu", dtype=torch.float32)
+    assert placed is pipe
+    assert numpy.abs(expected - run(recipe, placed)).max() < 1e-5
+
+
+def test_callbacks_and_results(folder: Path) -> None:
+    pipe, steps = load(folder), []
+
+    def note(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        return {}
+
+    result = pipe("a fox", seed=[4], callback_on_step_end=note, **CALL)
+    assert steps
+    assert result.seeds == (4,)
+    assert result.plan is pipe.plan
+    assert len(pipe("a fox", return_dict=False, **CALL)) == 2
+
+
+def make_modular() -> Any:
+    from diffusers.modular_pipelines import StableDiffusionXLAutoBlocks
+
+    blocks: Any = StableDiffusionXLAutoBlocks()
+    pipe = blocks.init_pipeline()
+    parts = recipes()["stable-diffusion-xl"].make().components
+    pipe.update_components(**{name: part for name, part in parts.items() if name in pipe._component_specs})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_a_modular_pipeline(caplog: pytest.LogCaptureFixture) -> None:
+    call = {**CALL, "prompt": "a fox", "output": "images"}
+    expected = numpy.asarray(make_modular()(generator=torch.Generator().manual_seed(3), **call))
+
+    def use(accelerator: VirtualAccelerator) -> tuple[bool, list[Any], list[Any], list[Any]]:
+        pipe = anyaccel.place(make_modular(), "neuron", dtype=torch.float32)
+        rows = accelerator.ledger.rows()
+        seen = numpy.asarray(pipe(generator=torch.Generator().manual_seed(3), **call))
+        bad = [row for row in rows if row.effect in ("error", "wrong")]
+        waits = [row for row in rows if row.limit == "host_round_trip" and row.step is not None]
+        several = numpy.asarray(pipe(seed=[1, 3], num_images_per_prompt=2, **call))
+        return isinstance(pipe, diffusers.ModularPipeline), bad, waits, [seen, several[1]]
+
+    is_modular, bad, waits, pictures = run_forked("neuron", use, strict=True)
+    assert is_modular
+    assert bad == waits == []
+    for picture in (pictures[0][0], pictures[1]):
+        assert numpy.abs(expected[0] - picture).max() < 1e-3

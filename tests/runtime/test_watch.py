@@ -1,0 +1,134 @@
+"""The watch: a picture that is not finite is never returned as a success."""
+
+import logging
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.process import run_forked
+from anyaccel.errors import NotFiniteError
+from anyaccel.recipes import recipes
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+CALL: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "output_type": "np", "seed": 1}
+
+
+def make(device: str, dtype: str = "fp16", **wishes: Any) -> Any:
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), device, dtype=dtype, **wishes)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def overflow(pipe: Any) -> None:
+    """What float16 cannot hold, and float32 can."""
+    with torch.no_grad():
+        pipe.vae.decoder.conv_in.weight.mul_(3e4)
+        pipe.vae.decoder.conv_in.bias.mul_(3e4)
+
+
+def test_an_autoencoder_that_overflows_is_run_in_float32() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
+        pipe = make("neuron")
+        overflow(pipe)
+        first, second = pipe("a fox", **CALL).images, pipe("a fox", **CALL).images
+        return first, second, pipe.plan.component_dtypes.value, pipe.plan.component_dtypes.reason, str(pipe.unet.dtype)
+
+    first, second, dtypes, reason, unet = run_forked("neuron", use)
+    assert numpy.isfinite(first).all()
+    assert first.std() > 0
+    assert numpy.array_equal(first, second)
+    assert dict(dtypes) == {"vae": "float32"}
+    assert "vae was not finite in float16 (vae.decoder.conv_in at pass 1)" in reason
+    assert unet == "torch.float16"
+
+
+def test_the_first_module_and_the_step_are_named() -> None:
+    """At the second step: the hook stands for whatever breaks in the middle of a run."""
+
+    def use(accelerator: VirtualAccelerator) -> str:
+        pipe = make("mps", "fp32")
+        passes: list[int] = []
+
+        def spoil(module: Any, args: Any, output: Any) -> Any:
+            passes.append(1)
+            return output * float("nan") if len(passes) % 4 in (2, 3, 0) else output
+
+        pipe.unet.mid_block.resnets[0].conv1.register_forward_hook(spoil)
+        with pytest.raises(NotFiniteError) as caught:
+            pipe("a fox", **CALL)
+        return str(caught.value)
+
+    message = run_forked("mps", use)
+    assert "unet.mid_block.resnets.0.conv1 at pass 2" in message
+    assert "hint:" in message
+
+
+def test_after_a_failure_the_pipeline_is_as_it_was() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, Any, str]:
+        pipe = make("hpu", "bf16")
+        expected = pipe("a fox", **CALL).images
+        kept = pipe.unet.conv_in.weight.detach().clone()
+        with torch.no_grad():
+            pipe.unet.conv_in.weight.fill_(float("nan"))
+        with pytest.raises(NotFiniteError):
+            pipe("a fox", **CALL)
+        with torch.no_grad():
+            pipe.unet.conv_in.weight.copy_(kept)
+        return expected, pipe("a fox", **CALL).images, str(pipe.unet.dtype)
+
+    expected, seen, dtype = run_forked("hpu", use)
+    assert numpy.array_equal(expected, seen)
+    assert dtype == "torch.bfloat16"
+
+
+def test_a_callers_generator_is_replayed_too() -> None:
+    """The picture that is mended is the one that was asked for."""
+    call = {name: value for name, value in CALL.items() if name != "seed"}
+
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, Any]:
+        pipe = make("neuron")
+        overflow(pipe)
+        mended = pipe("a fox", generator=torch.Generator().manual_seed(5), **call).images
+        return mended, pipe("a fox", generator=torch.Generator().manual_seed(5), **call).images
+
+    mended, again = run_forked("neuron", use)
+    assert numpy.array_equal(mended, again)
+
+
+def test_finiteness_is_read_once_and_after_the_last_step() -> None:
+    def use(accelerator: VirtualAccelerator) -> list[Any]:
+        pipe = make("neuron", "fp32")
+        accelerator.ledger.clear()
+        pipe("a fox", **{**CALL, "output_type": "latent"})
+        return [row for row in accelerator.ledger.rows() if row.limit == "host_round_trip"]
+
+    rows = run_forked("neuron", use)
+    assert [row.count for row in rows] == [1]
+    assert rows[0].step is None
+
+
+def test_it_can_be_turned_off() -> None:
+    def use(accelerator: VirtualAccelerator) -> bool:
+        pipe = make("neuron", watch=False)
+        overflow(pipe)
+        return bool(numpy.isfinite(pipe("a fox", **CALL).images).all())
+
+    assert not run_forked("neuron", use)
+
+
+def test_a_safety_checker_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = make("cpu", "fp32")
+
+    def blacken(image: Any, *args: Any) -> tuple[Any, list[bool]]:
+        return torch.zeros_like(image), [True] * image.shape[0]
+
+    pipe.run_safety_checker = blacken
+    with caplog.at_level(logging.WARNING, logger="anyaccel"):
+        result = pipe("a fox", **CALL)
+    assert result.blackened == [True]
+    assert "the safety checker blackened 1 of 1 pictures" in caplog.text
