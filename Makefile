@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow sweep calibrate check lint types imports docs docs-serve clean
+.PHONY: help demo test test-slow sweep portable calibrate check lint types imports docs docs-serve clean
 
 help: ## Show what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -17,13 +18,16 @@ demo: $(READY) ## The main job: show which accelerators are here
 	$(BIN)/anyaccel devices
 
 test: $(READY) ## The tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-slow: $(READY) ## The long sweeps
 	$(BIN)/python -m pytest -m slow
 
 sweep: $(READY) ## Every tiny pipeline on every virtual device (about half an hour)
 	$(BIN)/python -m benchmarks.sweep --json benchmarks/results/virtual_sweep.json
+
+portable: $(READY) ## Plain diffusers against placed: every tiny pipeline on every virtual device (about half an hour)
+	$(BIN)/python -m benchmarks.portable --json benchmarks/results/portable.json
 
 calibrate: $(READY) ## Public failures and known good cases on the virtual devices: caught, and false alarms
 	$(BIN)/python -m tests.calibration

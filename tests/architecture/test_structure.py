@@ -80,10 +80,15 @@ def test_the_public_names_are_these() -> None:
 
     assert sorted(anyaccel.__all__) == [
         "AnyaccelError",
+        "AutoPipelineForImage2Image",
+        "AutoPipelineForInpainting",
+        "AutoPipelineForText2Image",
         "Backend",
         "Device",
+        "DiffusionPipeline",
         "Driver",
         "Memory",
+        "Plan",
         "Sheet",
         "__version__",
         "adjust_dtype",
@@ -95,6 +100,7 @@ def test_the_public_names_are_these() -> None:
         "max_memory",
         "memory",
         "open_device",
+        "place",
         "randn",
         "reset_peak_memory",
         "sheet",

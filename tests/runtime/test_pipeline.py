@@ -18,14 +18,16 @@ from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
+LIBRARY: Any = diffusers
 CALL: dict[str, Any] = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "np"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("model")
-    recipes()["stable-diffusion"].make().save_pretrained(path)
-    recipes()["stable-diffusion"].make().save_pretrained(path, variant="fp16")
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(path)
+    pipe.save_pretrained(path, variant="fp16")
     return path
 
 
@@ -41,17 +43,17 @@ def test_it_is_the_diffusers_class(folder: Path) -> None:
     assert isinstance(pipe, diffusers.DiffusionPipeline)
     assert isinstance(pipe, anyaccel.DiffusionPipeline)
     assert type(pipe).__name__ == "StableDiffusionPipeline"
-    assert inspect.signature(type(pipe).__call__) == inspect.signature(diffusers.StableDiffusionPipeline.__call__)
-    assert set(pipe.components) == set(diffusers.DiffusionPipeline.from_pretrained(folder).components)
+    assert inspect.signature(type(pipe).__call__) == inspect.signature(LIBRARY.StableDiffusionPipeline.__call__)
+    assert set(pipe.components) == set(LIBRARY.DiffusionPipeline.from_pretrained(folder).components)
 
 
 def test_what_it_saves_plain_diffusers_loads(folder: Path, tmp_path: Path) -> None:
     pipe = load(folder)
     expected = pipe("a fox", seed=3, **CALL).images
     pipe.save_pretrained(tmp_path)
-    plain: Any = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
+    plain = LIBRARY.DiffusionPipeline.from_pretrained(tmp_path)
     plain.set_progress_bar_config(disable=True)
-    assert type(plain) is diffusers.StableDiffusionPipeline
+    assert type(plain).__mro__[0] is LIBRARY.StableDiffusionPipeline
     seen = plain("a fox", generator=torch.Generator().manual_seed(3), **CALL).images
     assert numpy.abs(expected - seen).max() < 1e-5
 
@@ -137,11 +139,9 @@ def test_callbacks_and_results(folder: Path) -> None:
 
 
 def make_modular() -> Any:
-    from diffusers.modular_pipelines import StableDiffusionXLAutoBlocks
-
-    blocks: Any = StableDiffusionXLAutoBlocks()
-    pipe = blocks.init_pipeline()
-    parts = recipes()["stable-diffusion-xl"].make().components
+    pipe = LIBRARY.modular_pipelines.StableDiffusionXLAutoBlocks().init_pipeline()
+    whole: Any = recipes()["stable-diffusion-xl"].make()
+    parts = whole.components
     pipe.update_components(**{name: part for name, part in parts.items() if name in pipe._component_specs})
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -101,7 +101,7 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
     ("device", "wishes", "words"),
     [
         ("mps", {}, "mps is not available"),
-        ("nonsense", {}, "no backend"),
+        ("nonsense", {}, "no device 'nonsense'"),
         (3.5, {}, "is no device"),
         ("cpu", {"dtype": "fp99"}, "no number type"),
         ("cpu", {"attention_slice": 1}, "did you mean attention_slicing"),

@@ -321,7 +321,7 @@ def count_passes(pipe: Any) -> list[Any]:
     return passes
 
 
-@pytest.mark.parametrize("device", ["neuron", "mps"])
+@pytest.mark.parametrize("device", ["neuron", pytest.param("mps", marks=pytest.mark.slow)])
 def test_flow_matching(device: str) -> None:
     """FLUX and Stable Diffusion 3 shift their sigmas, and image-to-image begins where the strength says."""
     names = ("flux", "flux-image-to-image", "stable-diffusion-3", "stable-diffusion-3-image-to-image")

@@ -360,18 +360,6 @@ def test_neuron_warmup_compiles_a_size_once_and_a_second_process_finds_it(
     assert second == {"compiled": [0, 0], "graphs": 1, "breaks": [], "kept": True}
 
 
-@pytest.mark.parametrize("migration", [True, False])
-def test_placing_on_gaudi_sets_what_diffusers_sets(migration: bool) -> None:
-    """The GPU Migration Toolkit by its variable, unless it is not wished for."""
-
-    def use(accelerator: VirtualAccelerator) -> dict[str, str]:
-        anyaccel.place(recipes()["flux"].make(), "hpu", hpu_migration=migration)
-        return {name: value for name, value in os.environ.items() if name.startswith("PT_HPU_")}
-
-    toolkit = {"PT_HPU_GPU_MIGRATION": "1"} if migration else {}
-    assert run_forked("hpu", use) == {"PT_HPU_MAX_COMPOUND_OP_SIZE": "1"} | toolkit
-
-
 def test_a_timestep_reaches_the_denoiser_as_the_device_takes_it() -> None:
     """Tensor or not, for any pipeline: what the review of the pull request asks for."""
     given = [5, 5.0, torch.tensor(5), torch.tensor([5]), torch.tensor(5.0, dtype=torch.float64)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, OperationLimit, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.requirement import Requirement
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Product, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Mode, Product, Sheet, Variable
 
 __all__ = ["Row", "Section", "describe_sheet", "sheet_as_json"]
 
@@ -27,6 +27,7 @@ _SECTIONS = {
     "quirks": "Quirks",
     "compiler": "Software",
     "distributed": "Software",
+    "modes": "Software",
     "variables": "Software",
     "requirements": "Requirements",
     "products": "Products",
@@ -90,6 +91,7 @@ def _verdict(claim: Claim) -> str:
         return _product_verdict(claim)
     verdicts: list[tuple[type[Claim], str]] = [
         (Yes, "yes"),
+        (Mode, "yes"),
         (DtypeOrder, " > ".join(getattr(claim, "order", ()))),
         (Compiler, getattr(claim, "backend", "")),
         (Distributed, getattr(claim, "backend", "")),

@@ -190,6 +190,7 @@ SHEET = Sheet(
         dynamic=True,
         fullgraph=False,
         cache_variable="PT_HPU_RECIPE_CACHE_CONFIG",
+        cache_value="{},false,1024,false",
     ),
     distributed=Distributed(
         says="hccl, after its module was imported.",

@@ -54,6 +54,8 @@ class Compiler(Claim):
     modes: tuple[str, ...] = ("default",)
     cache_variable: str = ""
     """The environment variable that names the cache folder; empty where none is known."""
+    cache_value: str = "{}"
+    """How that variable names a folder, with `{}` in its place: `{},false,1024,false`."""
     cache_default: str = ""
     """Where results go without that variable; empty where they are not kept on disk or it is not known."""
 

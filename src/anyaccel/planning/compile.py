@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel.backends.sheet import Compiler, Sheet
@@ -22,6 +23,8 @@ class CompileRule:
     static: bool = False
     """Whether every size is a graph of its own."""
     cache_variable: str = ""
+    cache_value: str = "{}"
+    """How the variable names a folder: `{}`, or `{},false,1024,false`."""
 
     def __str__(self) -> str:
         if not self.backend:
@@ -36,17 +39,24 @@ def choose_compile(sheet: Sheet) -> Decision[CompileRule]:
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)
     static = sheet.static_shapes or not compiler.dynamic
-    rule = CompileRule(compiler.backend, compiler.fullgraph, static, compiler.cache_variable)
+    rule = CompileRule(compiler.backend, compiler.fullgraph, static, compiler.cache_variable, compiler.cache_value)
     return Decision(rule, compiler.says)
 
 
-def choose_mode(sheet: Sheet, wishes: Wishes) -> Decision[str]:
-    """How the device executes: what was asked for, else the first way that the sheet lists."""
+def choose_mode(sheet: Sheet, wishes: Wishes, environment: Mapping[str, str]) -> Decision[str]:
+    """How the device executes: what was asked for, else what the environment says, else the sheet's first way."""
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
         if wishes.mode not in (None, "eager"):
             raise UsageError(f"{sheet.title} executes in one way only, not {wishes.mode!r}", hint="leave mode out")
         return Decision("eager", "the only way that the sheet knows of")
+    set_before = [
+        mode for mode in sheet.modes if any(environment.get(variable) == value for variable, value in mode.settings)
+    ]
+    if wishes.mode is None and set_before:
+        chosen = set_before[0]
+        settings = ", ".join(f"{variable}={value}" for variable, value in chosen.settings)
+        return Decision(chosen.name, f"the environment says so ({settings}); {chosen.says} ({chosen.source})")
     name = wishes.mode or next(iter(modes))
     if name not in modes:
         raise UsageError(f"{sheet.title} has no mode {name!r}", hint=f"take one of {', '.join(modes)}")

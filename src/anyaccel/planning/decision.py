@@ -29,5 +29,7 @@ def _in_words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
+        if len(value) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+            return ", ".join(f"{_in_words(name)} → {_in_words(instead)}" for name, instead in value)
         return ", ".join(_in_words(item) for item in value)
     return str(value)

@@ -27,7 +27,7 @@ def choose_dtype(
     """
     if wishes.dtype is not None:
         return _as_far_as_it_goes(sheet, wishes.dtype, f"{wishes.dtype} was asked for")
-    chosen_before = facts.dtypes & set(HALF_PRECISIONS)
+    chosen_before = facts.denoiser_dtypes & set(HALF_PRECISIONS)
     if len(chosen_before) == 1 and not half_precision_cost:
         loaded = next(iter(chosen_before))
         return _as_far_as_it_goes(sheet, loaded, f"the weights are loaded in {loaded}")
@@ -65,11 +65,20 @@ def _fails(limit: OperationLimit) -> bool:
     return not limit.conditional and limit.effect in ("error", "wrong")
 
 
-def choose_component_dtypes(sheet: Sheet, facts: Facts, chosen: str) -> Decision[tuple[tuple[str, str], ...]]:
-    """The type of each model where it differs from the pipeline's: quantized weights stay as they are."""
-    kept = tuple((component.name, component.dtype) for component in facts.components if component.quantized)
-    reason = "quantized weights are moved and not cast" if kept else "all models run in one type"
-    return Decision(kept, reason)
+def choose_component_dtypes(facts: Facts, chosen: str, asked: str | None) -> Decision[tuple[tuple[str, str], ...]]:
+    """The type of each model where it differs from the pipeline's: as it was loaded, where that was on purpose.
+
+    Quantized weights are never cast; and a model that was loaded in float32 beside a denoiser in half precision stays.
+    """
+    quantized = {component.name: component.dtype for component in facts.components if component.quantized}
+    wide = {
+        component.name: component.dtype
+        for component in facts.components
+        if component.dtype == "float32" and asked is None and facts.denoiser_dtypes == {chosen} != {"float32"}
+    }
+    reasons = ["quantized weights are moved and not cast"] * bool(quantized)
+    reasons += [f"loaded in float32 beside a denoiser in {chosen}"] * bool(wide)
+    return Decision(tuple((wide | quantized).items()), "; ".join(reasons) or "all models run in one type")
 
 
 def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:

@@ -33,9 +33,13 @@ class Facts:
     components: tuple[ComponentFacts, ...] = ()
 
     @property
-    def dtypes(self) -> frozenset[str]:
-        """The floating types that its weights have now."""
-        return frozenset(component.dtype for component in self.components)
+    def denoiser_dtypes(self) -> frozenset[str]:
+        """The types that the weights of its denoisers were loaded in; of all models where none denoises.
+
+        What a text encoder has says little: transformers loads one in the type that its own config names.
+        """
+        denoisers = [component for component in self.components if component.denoises]
+        return frozenset(component.dtype for component in denoisers or self.components)
 
     @property
     def denoisers(self) -> tuple[str, ...]:

@@ -87,6 +87,7 @@ def make_plan(
     device: str,
     virtual: bool = False,
     half_precision_cost: Mapping[str, float] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide everything about one pipeline on one device."""
     dtype = choose_dtype(sheet, facts, wishes, half_precision_cost)
@@ -97,9 +98,9 @@ def make_plan(
         device=device,
         title=sheet.title,
         virtual=virtual,
-        mode=choose_mode(sheet, wishes),
+        mode=choose_mode(sheet, wishes, environment or {}),
         dtype=dtype,
-        component_dtypes=choose_component_dtypes(sheet, facts, dtype.value),
+        component_dtypes=choose_component_dtypes(facts, dtype.value, wishes.dtype),
         replacements=replacements,
         noise=choose_noise(sheet),
         schedule=choose_schedule(sheet, wishes),

@@ -67,10 +67,11 @@ def _spread(value: Any, request: Request) -> Any:
 
 
 def _take_rows(request: Request, rows: range) -> Iterator[Request]:
-    """Some images of a request: whole prompts together, images of one prompt by their number."""
+    """Some images of a request: whole prompts together, parts of a prompt each by itself."""
     prompts = sorted({row // request.per_prompt for row in rows})
     whole = len(rows) == len(prompts) * request.per_prompt
-    groups = [(prompts, list(rows))] if whole else [([row // request.per_prompt], [row]) for row in rows]
+    by_prompt = [([prompt], [row for row in rows if row // request.per_prompt == prompt]) for prompt in prompts]
+    groups = [(prompts, list(rows))] if whole else by_prompt
     for chosen, images in groups:
         arguments = {name: _take(name, value, request, chosen, images) for name, value in request.arguments.items()}
         per_prompt = len(images) // len(chosen)

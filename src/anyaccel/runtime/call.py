@@ -31,9 +31,14 @@ Call = Callable[..., Any]
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call of a pipeline as its plan says."""
-    if placement.running:  # a pipeline inside a pipeline, or a callback that calls it again
-        kwargs.pop("seed", None)
-        return call(pipe, *args, **kwargs)
+    with placement.lock:  # a second thread waits: a pipeline has one scheduler
+        if placement.running:  # a pipeline inside a pipeline, or a callback that calls it again
+            kwargs.pop("seed", None)
+            return call(pipe, *args, **kwargs)
+        return _run_alone(pipe, placement, call, args, kwargs)
+
+
+def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = read_request(pipe, call, args, kwargs)
     admit(pipe, placement, request)
     parts = split_request(request, placement.plan.images_per_call.value)
@@ -42,10 +47,11 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
     placement.progress = SharedProgress(len(parts)) if len(parts) > 1 else None
     try:
         results = []
-        for row, part in enumerate(parts):
+        first = 0
+        for part in parts:
             note_shape(placement, part)
-            run = _Run(pipe, placement, call, part, draws.take(row, len(parts)))
-            results.append(run.finish())
+            results.append(_Run(pipe, placement, call, part, draws.take(first, part.images)).finish())
+            first += part.images
     finally:
         if placement.progress is not None:
             placement.progress.close()
@@ -79,7 +85,7 @@ class _Draws:
         self.one_for_all = isinstance(self.shared, torch.Generator) and not request.seeds
         self.start = self.shared.get_state() if self.one_for_all else None
 
-    def take(self, row: int, parts: int) -> Callable[[Request], tuple[Request, NoiseSource]]:
+    def take(self, first: int, images: int) -> Callable[[Request], tuple[Request, NoiseSource]]:
         """A function that sets the noise of one part to its start, and gives the part and its source."""
 
         def begin(part: Request) -> tuple[Request, NoiseSource]:
@@ -91,8 +97,8 @@ class _Draws:
             if self.one_for_all:
                 assert self.start is not None
                 self.shared.set_state(self.start)
-                if parts > 1:
-                    return part, OneOfABatch(self.shared, parts, row)
+                if images < self.request.images:
+                    return part, OneOfABatch(self.shared, self.request.images, first, images)
             return part, NoiseSource()
 
         states = [] if self.one_for_all or self.request.seeds else _states(self.request.arguments.get("generator"))

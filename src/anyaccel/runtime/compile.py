@@ -131,7 +131,7 @@ def compiling(placement: Placement) -> Iterator[None]:
         return
     with _put_back(variable):
         if placement.cache_dir:
-            os.environ[variable] = placement.cache_dir
+            os.environ[variable] = placement.plan.compile.value.cache_value.format(placement.cache_dir)
         yield
 
 

@@ -68,9 +68,15 @@ def _check_index(index: Path, trusted: bool) -> None:
         components = dict(content)
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{index} cannot be read: {error}", hint="download it again") from error
+    name = components.get("_class_name")
+    if isinstance(name, str) and name.startswith("Gaudi"):
+        raise ModelError(
+            f"{index.parent} was saved by Optimum for Intel Gaudi, whose class {name} is not diffusers'",
+            hint=f'write "{name.removeprefix("Gaudi")}" for "_class_name" in {index.name}, and the schedulers\' names '
+            "likewise; docs/from-optimum-habana.md has the whole table",
+        )
     if trusted:
         return
-    name = components.get("_class_name")
     custom = [part for part in components.values() if isinstance(part, list) and _is_code(index.parent, part)]
     if isinstance(name, list) or custom:
         raise ModelError(

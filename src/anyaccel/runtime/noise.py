@@ -47,17 +47,18 @@ class OneToAnImage(NoiseSource):
 
 
 class OneOfABatch(NoiseSource):
-    """One generator for a whole batch, of which this call makes one image: the batch is drawn, its row is kept."""
+    """One generator for a whole batch, of which this call makes some images: all is drawn, their rows are kept."""
 
-    def __init__(self, generator: torch.Generator, batch: int, row: int) -> None:
-        self.generator, self.batch, self.row = generator, batch, row
+    def __init__(self, generator: torch.Generator, batch: int, first: int, images: int = 1) -> None:
+        self.generator, self.batch, self.first, self.images = generator, batch, first, images
 
     def draw(self, draw: Draw, shape: tuple[int, ...], given: torch.Generator | None) -> Tensor:
-        """The rows that this image would have had in the whole batch."""
-        if not shape:
+        """The rows that these images would have had in the whole batch."""
+        if not shape or shape[0] % self.images:
             return draw(shape, given or self.generator)
-        whole = draw((shape[0] * self.batch, *shape[1:]), given or self.generator)
-        return whole[self.row * shape[0] : (self.row + 1) * shape[0]].clone()
+        rows = shape[0] // self.images
+        whole = draw((rows * self.batch, *shape[1:]), given or self.generator)
+        return whole[self.first * rows : (self.first + self.images) * rows].clone()
 
 
 _NOW = threading.local()
@@ -173,6 +174,9 @@ class _Drawing:
             return func(*args, **kwargs)
         host = [value.cpu() if isinstance(value, Tensor) else value for value in args]
         rest = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
+        if not any(isinstance(value, Tensor) for value in args):  # nothing to be like: `torch.normal(0.0, 1.0, size)`
+            place = torch.device(kwargs.get("device") or torch.get_default_device())
+            rest["device"] = "cpu"
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
             drawn: Tensor = func(*host, generator=generator, **rest)

@@ -6,20 +6,22 @@ import functools
 import inspect
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import diffusers
 import torch
 
+from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
-from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.call import run_call
 from anyaccel.runtime.compile import compile_components
-from anyaccel.runtime.place import place_pipeline, plan_pipeline, resolve_device, settle
+from anyaccel.runtime.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
 from anyaccel.runtime.placement import (
     Placement,
     being_offloaded,
     find_placement,
+    find_wishes,
     forget_placement,
     is_being_offloaded,
 )
@@ -43,7 +45,7 @@ class Portable:
             return super().to(*args, **kwargs)  # type: ignore[misc]
         device, asked = _read_target(args, kwargs)
 
-        def move(place: torch.device, dtype: torch.dtype) -> None:
+        def move(place: torch.device, dtype: torch.dtype | None) -> None:
             # The vendor's switches are set by now, so that diffusers need not set them.
             super(Portable, self).to(place, dtype, silence_dtype_warnings=True, hpu_migration=False)  # type: ignore[misc]
 
@@ -65,7 +67,7 @@ class Portable:
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
         """Attend to some heads at a time, in every attention of every model: `auto` half of them, `max` one."""
-        place_pipeline(self, None, {"attention_slicing": slice_size}, _stay)
+        replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
         """Attend to all heads at once again, where the device's limits allow it."""
@@ -122,8 +124,9 @@ class Portable:
             return
         wanted = (device if device is not None else "auto") if gpu_id is None else gpu_id
 
-        def cast(place: torch.device, dtype: torch.dtype) -> None:
-            super(Portable, self).to(dtype=dtype, silence_dtype_warnings=True)  # type: ignore[misc]
+        def cast(place: torch.device, dtype: torch.dtype | None) -> None:
+            if dtype is not None:
+                super(Portable, self).to(dtype=dtype, silence_dtype_warnings=True)  # type: ignore[misc]
 
         with being_offloaded(self):
             place_pipeline(self, wanted, {}, cast)
@@ -134,10 +137,6 @@ class Portable:
     def __reduce__(self) -> tuple[Any, ...]:
         # The class is made here and cannot be found by its name: the plain one is pickled, and made portable again.
         return _unpickle, (self._plain_class, forget_placement(vars(self)))
-
-
-def _stay(place: torch.device, dtype: torch.dtype) -> None:
-    """Move nothing: only the plan changes."""
 
 
 def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
@@ -152,10 +151,11 @@ def _placement_of(pipe: Any) -> Placement:
     if found is not None:
         return found
     lies_on, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
-    wishes = Wishes(dtype=str(dtype).removeprefix("torch."))
+    wishes = find_wishes(pipe)
     opened = resolve_device(lies_on, wishes)
-    plan = plan_pipeline(pipe, opened, wishes)
-    settle(pipe, Placement(opened, lies_on, plan, wishes))
+    plan = plan_pipeline(pipe, opened, replace(wishes, dtype=str(dtype).removeprefix("torch.")))
+    reason = "the type that it was loaded in"
+    settle(pipe, Placement(opened, lies_on, replace(plan, dtype=Decision(plan.dtype.value, reason)), wishes))
     made = find_placement(pipe)
     assert made is not None
     return made
@@ -170,7 +170,9 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
             asked["dtype"] = value
         elif value is not None:
             device = value
-    return device, {name: value for name, value in asked.items() if value is not None}
+    if asked.get("dtype", ...) is None:  # diffusers' own way to say that the type stays
+        del asked["dtype"]
+    return device, asked
 
 
 def plain_class(pipe: Any) -> type:

@@ -31,7 +31,7 @@ from anyaccel.runtime.placement import (
 )
 from anyaccel.runtime.seam import make_glue_seam
 
-__all__ = ["place_pipeline", "plan_pipeline", "resolve_device", "settle", "without_advice"]
+__all__ = ["place_pipeline", "plan_pipeline", "replan", "resolve_device", "settle", "without_advice"]
 
 _VIRTUAL = "virtual:"
 Device = str | int | torch.device
@@ -90,6 +90,7 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
         device=f"{opened.sheet.name}:{opened.index}",
         virtual=find_device(opened.sheet.name).virtual,
         half_precision_cost=measured,
+        environment=os.environ,
     )
 
 
@@ -100,13 +101,19 @@ def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move
         asked = {**asked, "dtype": dtype_name(asked["dtype"])}
     wishes = read_wishes(asked, find_wishes(pipe))
     opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
+    loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     _execute(plan, opened)
     with torch.no_grad(), make_glue_seam(plan, place), without_advice():
-        move(place, getattr(torch, plan.dtype.value))
+        dtype = getattr(torch, plan.dtype.value)
+        kept = dict(plan.component_dtypes.value)
+        move(place, None if kept else dtype)
+        for name, component in find_components(pipe).items() if kept else ():
+            if isinstance(component, torch.nn.Module) and name not in kept:
+                component.to(dtype)
         _keep_float32(pipe, plan)
-    settle(pipe, Placement(opened, place, plan, wishes), before)
+    settle(pipe, Placement(opened, place, plan, wishes, loaded=loaded), before)
     if any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
 
@@ -119,6 +126,15 @@ def _capture(pipe: Any, opened: OpenDevice) -> None:
             captured = opened.driver.capture(model)
             vars(captured)["_anyaccel_captured"] = True
             setattr(pipe, name, captured)
+
+
+def replan(pipe: Any, placement: Placement, asked: dict[str, Any]) -> None:
+    """Plan a pipeline anew for new wishes; it stays where it is and in the type that it has."""
+    wishes = read_wishes(asked, placement.wishes)
+    before = placement.plan
+    plan = plan_pipeline(pipe, placement.opened, replace(wishes, dtype=before.dtype.value))
+    plan = replace(plan, dtype=before.dtype, component_dtypes=before.component_dtypes)
+    settle(pipe, Placement(placement.opened, placement.device, plan, wishes, loaded=placement.loaded), placement)
 
 
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,9 @@ class Placement:
     """The bar that several calls share while they run."""
     running: bool = False
     """Whether a call runs now: a pipeline inside this one leaves the seams alone."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    loaded: dict[str, str] = field(default_factory=dict)
+    """The type that each model was loaded in, before any plan cast it."""
     primed: bool = False
     cache_dir: str | None = None
     """Where this pipeline's compiled graphs are kept, if it was told."""
@@ -106,13 +110,17 @@ def find_components(pipe: Any) -> dict[str, Any]:
 
 def read_facts(pipe: Any) -> Facts:
     """What a plan needs to know of a pipeline that is in memory."""
+    placement = find_placement(pipe)
+    loaded = placement.loaded if placement is not None else {}
     models = [
-        _read_component(name, part) for name, part in find_components(pipe).items() if isinstance(part, torch.nn.Module)
+        _read_component(name, part, loaded.get(name))
+        for name, part in find_components(pipe).items()
+        if isinstance(part, torch.nn.Module)
     ]
     return Facts(pipeline=type(pipe).__name__, components=tuple(models))
 
 
-def _read_component(name: str, module: torch.nn.Module) -> ComponentFacts:
+def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = getattr(module, "_orig_mod", module)
     floating = [parameter for parameter in plain.parameters() if parameter.is_floating_point()]
     dtype = str(floating[0].dtype).removeprefix("torch.") if floating else "float32"
@@ -120,7 +128,7 @@ def _read_component(name: str, module: torch.nn.Module) -> ComponentFacts:
     return ComponentFacts(
         name=name,
         kind=type(plain).__name__,
-        dtype=dtype,
+        dtype=loaded or dtype,
         parameters=sum(parameter.numel() for parameter in plain.parameters()),
         denoises=bool(taken & {"timestep", "timesteps", "timestep_ratio"}),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),

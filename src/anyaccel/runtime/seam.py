@@ -165,19 +165,22 @@ def _know_schedules(numbers: HostNumbers, behind: Handler | None) -> Handler:
     return draw
 
 
-def enter_model(seam: ModelSeam | None) -> tuple[GlueSeam | None, ModelSeam | None]:
-    """Step out of the seam around the models and into the one inside; gives what `leave_model` needs."""
+def enter_model(seam: ModelSeam | None) -> tuple[list[GlueSeam], ModelSeam | None]:
+    """Step out of the seams around the models and into the one inside; gives what `leave_model` needs."""
     stack = _get_current_function_mode_stack()
-    around = _pop_mode() if stack and isinstance(stack[-1], GlueSeam) else None
-    inside = seam if seam is not None and (around is not None or not stack) else None
+    around: list[GlueSeam] = []
+    while stack and isinstance(stack[-1], GlueSeam):
+        around.append(_pop_mode())
+        stack.pop()
+    inside = seam if around or not stack else None
     if inside is not None:
         _push_mode(inside)
-    return around if isinstance(around, GlueSeam) else None, inside
+    return around, inside
 
 
-def leave_model(around: GlueSeam | None, inside: ModelSeam | None) -> None:
+def leave_model(around: list[GlueSeam], inside: ModelSeam | None) -> None:
     """Step back behind the model."""
     if inside is not None:
         _pop_mode()
-    if around is not None:
-        _push_mode(around)
+    for seam in reversed(around):
+        _push_mode(seam)
