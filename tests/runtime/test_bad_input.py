@@ -105,8 +105,14 @@ def test_a_file_that_is_cut_off(folder: Path) -> None:
 
 def test_pickles_are_refused_unless_trusted(folder: Path) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
-    shutil.rmtree(folder)
-    pipe.save_pretrained(folder, safe_serialization=False)
+    for name, file in {
+        "unet": "diffusion_pytorch_model",
+        "vae": "diffusion_pytorch_model",
+        "text_encoder": "model",
+    }.items():
+        (folder / name / f"{file}.safetensors").unlink()
+        pickled = file.replace("model", "pytorch_model") if name == "text_encoder" else file
+        torch.save(getattr(pipe, name).state_dict(), folder / name / f"{pickled}.bin")
     with pytest.raises(ModelError, match="are pickled") as caught:
         load(folder)
     assert "use_safetensors=False" in str(caught.value)

@@ -97,7 +97,7 @@ def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
         elif name.startswith("complex") and answer.effect != "narrowed":
             replaced.append((name, "pairs"))
     patchy = [limit for limit in sheet.limits(OperationLimit).values() if _fails(limit) and "complex64" in limit.dtypes]
-    if patchy:
+    if patchy and ("complex64", "pairs") not in replaced:
         replaced.append(("complex64", "pairs"))
     if any(pair == ("complex64", "pairs") for pair in replaced):
         replaced = [pair for pair in replaced if pair[0] != "complex128"] + [("complex128", "pairs")]

@@ -51,7 +51,9 @@ def _check(wishes: Wishes) -> None:
         )
     for name in ("attention_slicing", "images_per_call"):
         number = getattr(wishes, name)
-        if isinstance(number, bool) or (isinstance(number, int) and number < 1):
+        if number is None or (name == "attention_slicing" and isinstance(number, str)):
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} is a whole number from 1 up, not {number!r}", hint=f"for example {name}=1")
     if wishes.schedule not in (None, "host", "device"):
         raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")

@@ -229,7 +229,9 @@ _PARTWISE = {
 def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]:
     """Handlers for every function that would make a complex tensor on the device; `inner` runs behind them."""
     making = _Making(device.type, inner)
+
     handlers = dict(inner)
+    handlers |= {torch._C._nn.pad_sequence: making.pad}
     handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), making.join)
     handlers |= dict.fromkeys((*_FACTORIES, *_ALIKE), making.make)
     handlers |= dict.fromkeys(FROM_DATA, making.build)
@@ -251,6 +253,10 @@ class _Making:
     def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """From two real tensors, or from one with both parts in it."""
         return _join(func, args, kwargs) if args[0].device.type == self.kind else func(*args, **kwargs)
+
+    def pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`pad_sequence` makes the padded tensor itself, before it looks at what it is given: each part by itself."""
+        return _each(func, args, kwargs) if isinstance(args[0][0], Pair) else self.call(func, args, kwargs)
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A factory: made on the host."""
