@@ -1,16 +1,17 @@
 """What placing costs: the same pipeline object called as plain diffusers does, and as anyaccel does, in turns.
 
-    python -m benchmarks.overhead cpu [COMMIT] [OUT]        a mid-size UNet and a mid-size transformer
-    python -m benchmarks.overhead cuda [COMMIT] [OUT]       SDXL and FLUX.1-schnell at full size, random weights, eager
+    python -m benchmarks.overhead cpu        a mid-size UNet and a mid-size transformer
+    python -m benchmarks.overhead cuda       SDXL and FLUX.1-schnell at full size, random weights, eager
 
-Writes benchmarks/results/overhead_DEVICE.json. One pipeline serves both: for the plain call its class's own `__call__`
+Writes benchmarks/results/overhead_DEVICE.json; `--commit` and `--out` are for a copy without .git, `--pairs` for a
+machine that jitters. One pipeline serves both: for the plain call its class's own `__call__`
 runs with every hook of ours taken off, for the placed one they are put back; neither is timed. Order alternates.
 """
 
+import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -28,7 +29,6 @@ from anyaccel.runtime.placement import find_components, find_placement
 from benchmarks.round_trip import read_commit
 
 RESULTS = Path(__file__).parent / "results"
-PAIRS = 30
 Make = Callable[[torch.device], tuple[Any, dict[str, Any]]]
 
 
@@ -126,7 +126,7 @@ def make_sdxl_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
     }  # fmt: skip
 
 
-def measure(name: str, make: Make, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
     """Interleaved pairs of the plain and the placed call, and the ratio of their medians."""
     opened = anyaccel.open_device(device)
     pipe, call = make(opened.torch_device)
@@ -154,7 +154,7 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype) -> dict[str,
         time_s(True), time_s(False)
     pairs = []
     gc.disable()  # a collection in the middle of one call would be counted against it
-    for turn in range(PAIRS):
+    for turn in range(count):
         first = time_s(bool(turn % 2))
         second = time_s(not turn % 2)
         pairs.append((second, first) if turn % 2 else (first, second))
@@ -164,10 +164,10 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype) -> dict[str,
     parameters = sum(p.numel() for part in find_components(pipe).values() if isinstance(part, torch.nn.Module)
                      for p in part.parameters())  # fmt: skip
     result = {
-        "case": name, "dtype": str(dtype), "parameters": parameters, "pairs": PAIRS, "plain_s": round(plain, 5),
+        "case": name, "dtype": str(dtype), "parameters": parameters, "pairs": count, "plain_s": round(plain, 5),
         "placed_s": round(placed, 5), "ratio_of_medians": round(placed / plain, 4),
         "median_ratio_of_pairs": round(statistics.median(ratios), 4),
-        "middle_half_of_ratios": [round(ratios[PAIRS // 4], 4), round(ratios[3 * PAIRS // 4], 4)],
+        "middle_half_of_ratios": [round(ratios[count // 4], 4), round(ratios[3 * count // 4], 4)],
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     return result
@@ -175,9 +175,13 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype) -> dict[str,
 
 def main() -> None:
     """Measure on the device that the command line names, and keep the result."""
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    commit = sys.argv[2] if len(sys.argv) > 2 else read_commit()  # a copy without .git is told its commit
-    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else RESULTS
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("device")
+    parser.add_argument("--commit", help="the commit of a copy without .git")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--pairs", type=int, default=30)
+    options = parser.parse_args()
+    device, folder, commit = options.device, options.out, options.commit or read_commit()
     opened = anyaccel.open_device(device)
     cases: list[tuple[str, Make, torch.dtype]]
     if opened.sheet.torch_name == "cpu":
@@ -193,7 +197,7 @@ def main() -> None:
         "what": "placed by anyaccel against plain diffusers, eager, the same pipeline object in turns",
         "device": opened.driver.device_name(opened.index),
         "evidence": "hardware",
-        "cases": [measure(name, make, device, dtype) for name, make, dtype in cases],
+        "cases": [measure(name, make, device, dtype, options.pairs) for name, make, dtype in cases],
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": commit,
         "system": f"{machine.system} {machine.architecture}",
