@@ -9,7 +9,9 @@ import torch
 from anyaccel.runtime.pairs import make_pair
 from anyaccel.runtime.scheduler import HostNumbers
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "send"]
+
+_FEW = 64
 
 
 class Meeting:
@@ -83,4 +85,16 @@ class Meeting:
             tensor = tensor.to(instead)
         if tensor.dim() == 0:
             return tensor.clone() if self.clone_numbers and tensor.storage_offset() else tensor
-        return tensor.to(self.device)
+        return send(tensor, self.device)
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device; one that holds a single value is filled there, which waits for nothing.
+
+    A copy from the host's ordinary memory drains the device's queue first. A timestep of a batch is one value.
+    """
+    if 0 < tensor.numel() <= _FEW and not tensor.is_complex():
+        first = tensor.flatten()[0]
+        if tensor.numel() == 1 or not any(tensor.stride()) or bool((tensor == first).all()):
+            return torch.full(tensor.shape, first.item(), dtype=tensor.dtype, device=device)
+    return tensor.to(device)
