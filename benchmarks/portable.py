@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", action="append", help="a device; all six without it")
     parser.add_argument("--recipe", action="append", help="a recipe; all without it")
+    parser.add_argument("--jobs", type=int, default=2, help="how many devices side by side")
     parser.add_argument("--json", type=Path, help="where to keep the outcomes")
     options = parser.parse_args()
-    outcomes: list[Outcome] = []
-    for device in options.device or virtual_devices():
-        outcomes += sweep(device, options.recipe or list(recipes()), show=True)
+    names, devices = options.recipe or list(recipes()), options.device or virtual_devices()
+    with ThreadPoolExecutor(options.jobs) as pool:  # a thread waits for each process
+        parts = pool.map(lambda device: sweep(device, names, show=True), devices)
+    outcomes = [outcome for part in parts for outcome in part]
     summary = summarise(outcomes)
     print(f"\n{'device':10}{'tried':>8}{'plain diffusers':>18}{'placed':>10}     (virtual, strict)")
     for device, counts in summary["works"].items():
