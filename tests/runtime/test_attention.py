@@ -39,12 +39,14 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            query, key = args[0], args[1]
+            names = ("query", "key", "value")
+            query, key, value = [args[place] if place < len(args) else kwargs[name] for place, name in enumerate(names)]
             self.rows.append(math.prod(query.shape[:-2]))
             self.scores.append(self.rows[-1] * query.shape[-2] * key.shape[-2])
-            self.contiguous.append(all(part.is_contiguous() for part in args[:3]))
-        return func(*args, **(kwargs or {}))
+            self.contiguous.append(all(part.is_contiguous() for part in (query, key, value)))
+        return func(*args, **kwargs)
 
 
 def attend(rule: AttentionRule, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Recorder]:

@@ -351,12 +351,7 @@ def test_pipelines_without_a_prompt_are_counted_by_what_they_take(name: str) -> 
 @NEEDS_RECIPES
 @pytest.mark.parametrize(
     ("prompts", "each", "at_once"),
-    [
-        (4, 1, 2),
-        pytest.param(3, 1, 2, marks=pytest.mark.xfail(strict=True, reason="call.py counts parts and not images")),
-        (2, 3, 4),
-        pytest.param(3, 2, 4, marks=pytest.mark.xfail(strict=True, reason="call.py counts parts and not images")),
-    ],
+    [(4, 1, 2), (3, 1, 2), (2, 3, 4), (3, 2, 4)],
 )
 def test_one_generator_for_parts_of_different_sizes(prompts: int, each: int, at_once: int) -> None:
     plain = make_pipe(TEXT_TO_IMAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -174,6 +175,12 @@ def first_inputs(pipe: Any, model: str) -> list[torch.Tensor]:
     return seen
 
 
+def without_guidance(pipe: Any) -> dict[str, Any]:
+    """One step of one pass each."""
+    scales = set(inspect.signature(pipe.__call__).parameters) & {"guidance_scale", "true_cfg_scale"}
+    return dict.fromkeys(scales, 1.0) | {"num_inference_steps": 1}
+
+
 def first_noise(name: str, model: str, device: str, dtype: torch.dtype, batches: tuple[int, ...]) -> list[torch.Tensor]:
     """The first noise of batches of several sizes, with the seeds of `SEEDS`."""
     pipe = make_pipe(name) if model == "unet" else recipes()[name].make()
@@ -181,7 +188,7 @@ def first_noise(name: str, model: str, device: str, dtype: torch.dtype, batches:
     seen, found = first_inputs(pipe, model), []
     for batch in batches:
         seen.clear()
-        generate(name, pipe, batch, seed=list(SEEDS[:batch]), guidance_scale=1.0, num_inference_steps=1)
+        generate(name, pipe, batch, seed=list(SEEDS[:batch]), **without_guidance(pipe))
         found.append(torch.cat(seen))
     return found
 
@@ -191,7 +198,7 @@ def reference_noise(name: str, model: str) -> torch.Tensor:
     pipe = make_pipe(name) if model == "unet" else recipes()[name].make()
     seen = first_inputs(pipe, model)
     for seed in SEEDS:
-        generate(name, pipe, 1, generator=host(seed), guidance_scale=1.0, num_inference_steps=1)
+        generate(name, pipe, 1, generator=host(seed), **without_guidance(pipe))
     return torch.cat(seen)
 
 

@@ -206,6 +206,21 @@ def test_every_scheduler_where_a_number_of_the_host_is_read_wrong(variant: str) 
     check_variant("mps", variant, (IMAGE_TO_IMAGE,))
 
 
+def test_a_schedule_on_the_device_is_found_out() -> None:
+    """What the tests here look for is there where the timesteps go to the device, as the user may wish."""
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, list[str]]:
+        warnings.simplefilter("ignore")
+        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "neuron", dtype=torch.float32, schedule="device")
+        pipe.scheduler = make_scheduler("EulerDiscrete", pipe.scheduler)
+        call(TEXT_TO_IMAGE, pipe)
+        return pipe.scheduler.timesteps.device.type, find_problems(accelerator)
+
+    place, problems = run_forked("neuron", use)
+    assert place == "neuron"
+    assert any("host_round_trip" in problem for problem in problems)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("device", ["neuron", "mps", "hpu"])

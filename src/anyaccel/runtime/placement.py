@@ -35,6 +35,10 @@ __all__ = [
 _KEY = "_anyaccel_placement"
 _WISHES = "_anyaccel_wishes"
 _OFFLOADING = "_anyaccel_offloading"
+_TIMES = {"timestep", "timesteps", "timestep_ratio", "t", "r"}
+"""What models call the time that they are told: a model that takes one runs at every step."""
+_DENOISERS = ("unet", "transformer")
+"""What pipelines call such a model, for those that are told no time."""
 
 
 @dataclass
@@ -130,6 +134,6 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         kind=type(plain).__name__,
         dtype=loaded or dtype,
         parameters=sum(parameter.numel() for parameter in plain.parameters()),
-        denoises=bool(taken & {"timestep", "timesteps", "timestep_ratio"}),
+        denoises=bool(taken & _TIMES) or name.startswith(_DENOISERS),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
     )
