@@ -153,7 +153,7 @@ def describe(outcome: Outcome) -> str:
     return f"{mark} {outcome.device:7} {outcome.recipe:42} plain {'ok' if plain.works else '--'}  placed {detail}{told}"
 
 
-def summarise(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarise(outcomes: list[Outcome], commit: str) -> dict[str, Any]:
     """All outcomes with what they were made on."""
     machine = this_machine()
     devices = sorted({outcome.device for outcome in outcomes})
@@ -175,7 +175,7 @@ def summarise(outcomes: list[Outcome]) -> dict[str, Any]:
         "tried": len(outcomes),
         "excused": {f"{recipe} on {device}": reason for (recipe, device), reason in EXCUSED.items()},
         "waits_in_models_own_forward": own,
-        "commit": read_commit(),
+        "commit": commit,
         "anyaccel": anyaccel.__version__,
         "system": f"{machine.system} {machine.architecture}",
         "versions": dict(machine.versions),
@@ -191,11 +191,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many devices side by side")
     parser.add_argument("--json", type=Path, help="where to keep the outcomes")
     options = parser.parse_args()
+    commit = read_commit()
     names, devices = options.recipe or list(recipes()), options.device or virtual_devices()
     with ThreadPoolExecutor(options.jobs) as pool:  # a thread waits for each process
         parts = pool.map(lambda device: sweep(device, names, show=True), devices)
     outcomes = [outcome for part in parts for outcome in part]
-    summary = summarise(outcomes)
+    summary = summarise(outcomes, commit)
     print(f"\n{'device':10}{'tried':>8}{'plain diffusers':>18}{'placed':>10}     (virtual, strict)")
     for device, counts in summary["works"].items():
         print(f"{device:10}{counts['tried']:8}{counts['plain']:18}{counts['placed']:10}")
