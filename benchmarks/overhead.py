@@ -26,7 +26,7 @@ from anyaccel.backends.device import this_machine
 from anyaccel.runtime.boundary import remove_boundaries, set_boundaries
 from anyaccel.runtime.pipeline import place, plain_class
 from anyaccel.runtime.placement import find_components, find_placement
-from benchmarks.round_trip import read_commit
+from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 Make = Callable[[torch.device], tuple[Any, dict[str, Any]]]

@@ -25,13 +25,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy
 import torch
 
-import anyaccel
-from anyaccel.backends.device import this_machine
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import Recipe, recipes, run
 from anyaccel.runtime.pipeline import place
-from benchmarks.round_trip import read_commit
+from benchmarks.provenance import describe_run, read_commit
 from benchmarks.sweep import virtual_devices
 
 TOLERANCE = 1e-3
@@ -155,7 +153,6 @@ def describe(outcome: Outcome) -> str:
 
 def summarise(outcomes: list[Outcome], commit: str) -> dict[str, Any]:
     """All outcomes with what they were made on."""
-    machine = this_machine()
     devices = sorted({outcome.device for outcome in outcomes})
     by_device = {
         device: {
@@ -175,10 +172,7 @@ def summarise(outcomes: list[Outcome], commit: str) -> dict[str, Any]:
         "tried": len(outcomes),
         "excused": {f"{recipe} on {device}": reason for (recipe, device), reason in EXCUSED.items()},
         "waits_in_models_own_forward": own,
-        "commit": commit,
-        "anyaccel": anyaccel.__version__,
-        "system": f"{machine.system} {machine.architecture}",
-        "versions": dict(machine.versions),
+        **describe_run(commit),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
 

@@ -1,6 +1,6 @@
 """What reading one value back from a device costs, beside the same on the host.
 
-    python benchmarks/round_trip.py cuda [COMMIT]
+    python -m benchmarks.round_trip cuda [COMMIT]
 
 Writes benchmarks/results/round_trip_DEVICE.json: medians in microseconds, with the machine, the versions and the
 commit. A host round trip in a denoising loop costs at least this much a step, and empties the device's queue.
@@ -8,7 +8,6 @@ commit. A host round trip in a denoising loop costs at least this much a step, a
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -19,6 +18,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.device import this_machine
+from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 PAIRS = 30
@@ -49,12 +49,6 @@ def measure(device: str) -> dict[str, Any]:
         "reads_a_pair": READS,
         "total_bytes": anyaccel.memory(device).total_bytes,
     }
-
-
-def read_commit() -> str:
-    """The commit that is checked out."""
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:

@@ -22,13 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy
 import torch
 
-import anyaccel
-from anyaccel.backends.device import this_machine
 from anyaccel.backends.registry import load_registry
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import Recipe, recipes, run
-from benchmarks.round_trip import read_commit
+from benchmarks.provenance import describe_run, read_commit
 
 TOLERANCE = 1e-4
 _UNWRITTEN = "its attention reads memory that was never written, which MPS lets through as NaN (diffusers #14438)"
@@ -131,20 +129,16 @@ def describe(outcome: Outcome) -> str:
     return f"{mark} {outcome.device:7} {outcome.recipe:40} {detail}"
 
 
-def summarise(outcomes: list[Outcome]) -> dict[str, Any]:
+def summarise(outcomes: list[Outcome], commit: str) -> dict[str, Any]:
     """All outcomes with what they were made on."""
-    machine = this_machine()
     return {
         "evidence": "virtual",
         "what": "plain diffusers, not strict, eval mode, float32, one thread, against the CPU in the same process",
         "tolerance": TOLERANCE,
         "passed": sum(outcome.passes for outcome in outcomes),
         "excused": {f"{recipe} on {device}": reason for (recipe, device), reason in EXCUSED.items()},
-        "commit": read_commit(),
         "tried": len(outcomes),
-        "anyaccel": anyaccel.__version__,
-        "system": f"{machine.system} {machine.architecture}",
-        "versions": dict(machine.versions),
+        **describe_run(commit),
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }
 
@@ -159,7 +153,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     for device in options.device or virtual_devices():
         outcomes += sweep(device, options.recipe or list(recipes()), show=True)
-    summary = summarise(outcomes)
+    summary = summarise(outcomes, read_commit())
     print(f"{summary['passed']} of {summary['tried']} passed (virtual)")
     if options.json:
         options.json.write_text(json.dumps(summary, indent=1) + "\n")

@@ -24,7 +24,7 @@ from anyaccel.backends.device import this_machine
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import recipes, run
-from benchmarks.round_trip import read_commit
+from benchmarks.provenance import read_commit
 
 PIPELINES = ["stable-diffusion", "stable-diffusion-xl", "flux", "pixart-alpha", "wan"]
 PAIRS = 9
