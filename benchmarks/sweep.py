@@ -1,6 +1,6 @@
 """Every tiny pipeline on every virtual accelerator, in plain diffusers: whether it runs, and gives the CPU's picture.
 
-    python benchmarks/sweep.py [--device mps …] [--recipe flux …] [--json benchmarks/results/virtual_sweep.json]
+    python -m benchmarks.sweep [--device mps …] [--recipe flux …] [--json benchmarks/results/virtual_sweep.json]
 
 A process a device, one after another. The exit status is 1 if a pipeline fails or differs by more than 1e-4. All of
 this is virtual: it says what a device's documented limits do to a pipeline, and nothing of its speed or its kernels.
