@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from anyaccel.backends.portable import synchronize as synchronize
     from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
+    from anyaccel.pictures.generate import Result as Result
+    from anyaccel.pictures.generate import generate as generate
     from anyaccel.planning.plan import Plan as Plan
     from anyaccel.runtime.loading import AutoPipelineForImage2Image as AutoPipelineForImage2Image
     from anyaccel.runtime.loading import AutoPipelineForInpainting as AutoPipelineForInpainting
@@ -48,11 +50,13 @@ _HOMES = {
     "Driver": "anyaccel.backends",
     "Memory": "anyaccel.backends",
     "Plan": "anyaccel.planning.plan",
+    "Result": "anyaccel.pictures.generate",
     "Sheet": "anyaccel.backends",
     "adjust_dtype": "anyaccel.backends.portable",
     "device_count": "anyaccel.backends.portable",
     "devices": "anyaccel.backends.device",
     "empty_cache": "anyaccel.backends.portable",
+    "generate": "anyaccel.pictures.generate",
     "is_available": "anyaccel.backends.device",
     "manual_seed": "anyaccel.backends.portable",
     "max_memory": "anyaccel.backends.portable",

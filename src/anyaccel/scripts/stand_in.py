@@ -16,7 +16,7 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.errors import NotMeasurableError, UnmappedError
-from anyaccel.runtime.migration import Migration, is_devices_own, read_site
+from anyaccel.scripts.migration import Migration, is_devices_own, read_site
 
 __all__ = ["Answers", "install_stand_in"]
 

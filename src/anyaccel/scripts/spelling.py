@@ -10,7 +10,7 @@ from torch.utils._device import DeviceContext
 
 from anyaccel.backends.device import find_device
 from anyaccel.backends.portable import adjust_dtype
-from anyaccel.runtime.migration import Migration
+from anyaccel.scripts.migration import Migration
 
 __all__ = ["install_spellings"]
 

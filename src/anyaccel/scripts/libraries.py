@@ -17,7 +17,7 @@ import torch
 
 from anyaccel.backends.portable import adjust_dtype, dtype_name
 from anyaccel.planning.wishes import Wishes
-from anyaccel.runtime.migration import Migration
+from anyaccel.scripts.migration import Migration
 
 __all__ = ["install_libraries"]
 

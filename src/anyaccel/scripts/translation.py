@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from anyaccel.runtime import noise
-from anyaccel.runtime.migration import Migration, is_devices_own
 from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam
+from anyaccel.scripts.migration import Migration, is_devices_own
 
 __all__ = ["ScriptSeam", "install_seam"]
 

@@ -1,0 +1,138 @@
+"""What the options of `anyaccel generate` ask for, read and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.cli.show_picture import check_way
+from anyaccel.errors import UsageError
+
+if TYPE_CHECKING:
+    from anyaccel.pictures.files import Destination
+    from anyaccel.pictures.origin import Origin
+
+__all__ = ["STDOUT", "Options", "read_prompts_file", "read_size"]
+
+STDOUT = "-"
+_LARGEST_SEED = 2**64 - 1
+_SIZE = re.compile(r"(?P<width>[0-9]{1,6})[xX×](?P<height>[0-9]{1,6})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options as they were given; None where one was not."""
+
+    prompts: Sequence[str] = ()
+    prompts_file: str | None = None
+    source: str | None = None
+    model: str | None = None
+    device: str | None = None
+    seed: int | None = None
+    steps: int | None = None
+    size: str | None = None
+    count: int = 1
+    negative: str | None = None
+    guidance: float | None = None
+    dtype: str | None = None
+    output: str | None = None
+    grid: bool = False
+    force: bool = False
+    as_json: bool = False
+    explain: bool = False
+    show: str = "auto"
+
+    def read_call(self) -> dict[str, Any]:
+        """The arguments of a pipeline's call that were given."""
+        width, height = (None, None) if self.size is None else read_size(self.size)
+        call = {
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+            "negative_prompt": self.negative,
+            "width": width,
+            "height": height,
+            "num_images_per_prompt": self.count,
+        }
+        return {name: value for name, value in call.items() if value is not None}
+
+    def read_prompts(self) -> list[str]:
+        """Every prompt, those of the file after those of the command."""
+        return [*self.prompts, *(read_prompts_file(self.prompts_file) if self.prompts_file else ())]
+
+    def check(self) -> None:
+        """Raise if two options do not go together, or a number makes no sense."""
+        if self.source and (self.prompts or self.prompts_file):
+            raise UsageError(
+                "--from makes a picture again with the prompt that it was made with, and another prompt is given",
+                hint="leave one of the two out",
+            )
+        if not (self.source or self.prompts or self.prompts_file or self.explain):
+            raise UsageError("nothing says what the picture is to show", hint='anyaccel generate "a red apple"')
+        if self.seed is not None and not 0 <= self.seed <= _LARGEST_SEED:
+            raise UsageError(
+                f"a seed is a whole number from 0 to 2**64 - 1, not {self.seed}",
+                hint="for example --seed 7; without --seed one is drawn",
+            )
+        if self.count < 1:
+            raise UsageError(f"at least one picture is made of each prompt, not {self.count}", hint="-n 1")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"a picture takes at least one step, not {self.steps}", hint="for example --steps 20")
+        self.read_call()
+        check_way(self.show)
+        if self.output == STDOUT and self.as_json:
+            raise UsageError("-o - and --json both want stdout", hint="write the picture to a file: -o picture.png")
+
+    def read_destination(self, pictures: int) -> Destination | None:
+        """Where the pictures go, which is looked at before the long work begins; None is stdout."""
+        if self.output == STDOUT:
+            if sys.stdout.isatty():
+                raise UsageError("a picture is no text for a terminal", hint="-o picture.png, or send it on with |")
+            if pictures > 1 and not self.grid:
+                raise UsageError(
+                    f"{pictures} pictures do not fit into one stream", hint="--grid puts them on one; or -o FOLDER/"
+                )
+            return None
+        from anyaccel.pictures.files import read_destination
+
+        return read_destination(self.output, pictures=pictures, sheet=self.grid, force=self.force)
+
+    def read_origins(self) -> tuple[Origin, ...]:
+        """How the pictures of `--from` were made; none without it."""
+        from anyaccel.pictures.format import read_origins
+
+        return () if self.source is None else read_origins(self.source)
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """Width and height, from `640x480`."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        square = f"{text}x{text}" if text.isdecimal() else "512x512"
+        raise UsageError(f"a size is a width and a height, not {text!r}", hint=f"for example --size {square}")
+    width, height = int(match["width"]), int(match["height"])
+    if not width or not height:
+        raise UsageError(f"a picture has at least one pixel, not {text}", hint="for example --size 512x512")
+    return width, height
+
+
+def read_prompts_file(name: str) -> list[str]:
+    """The prompts of a file, one a line; blank lines and lines that begin with # are left out; - is stdin."""
+    try:
+        content = sys.stdin.buffer.read() if name == STDOUT else Path(name).expanduser().read_bytes()
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UsageError(f"line {line} of {name} is not UTF-8", hint="save the file as UTF-8") from error
+    except OSError as error:
+        raise UsageError(
+            f"{name} cannot be read: {error.strerror}", hint="give a text file, a prompt a line"
+        ) from error
+    lines = [line.strip() for line in text.splitlines()]
+    prompts = [line for line in lines if line and not line.startswith("#")]
+    if not prompts:
+        raise UsageError(f"{name} has no prompt", hint="a prompt a line; lines that begin with # are left out")
+    return prompts

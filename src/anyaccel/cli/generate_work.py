@@ -1,0 +1,233 @@
+"""One run of `anyaccel generate`: load, make picture after picture, write each as it is done, and say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from anyaccel.cli.generate_options import Options
+from anyaccel.cli.interruption import Interruption
+from anyaccel.cli.progress import Display
+from anyaccel.cli.show_picture import show_picture
+from anyaccel.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from anyaccel.cli.generate_jobs import Job
+    from anyaccel.pictures.files import Destination
+    from anyaccel.pictures.kept_model import LoadedModel
+    from anyaccel.pictures.picture import Picture
+
+__all__ = ["GenerateWork"]
+
+_INTERRUPTED = 130
+_MUCH_SLOWER = 4
+
+
+class GenerateWork:
+    """Carries the options out. It imports torch as late as it can: what is wrong with them is said at once."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.display = Display()
+        self.interruption = Interruption(on_wait=self.display.warn_of_end, on_end=self.display.abandon)
+        self.destination: Destination | None = None
+        """None is stdout."""
+        self.total = 0
+        self.made: list[tuple[Path | None, Picture]] = []
+        self.sheet_path: Path | None = None
+        self.refused: UsageError | None = None
+
+    def run(self) -> None:
+        """Do it, and leave the terminal as it was whatever happens."""
+        try:
+            with self.interruption.handling():
+                self._run()
+        except BaseException:
+            if not self.interruption.asked:
+                raise
+            # Whatever it is, it comes of the interruption: a library may turn that into an error of its own.
+            made = f": {len(self.made)} of {self.total} pictures were made" if self.total > 1 else ""
+            self.display.say(f"interrupted{made}")
+            raise typer.Exit(_INTERRUPTED) from None
+        finally:
+            self.display.clear()
+            if self.options.as_json and self.made:
+                _print_json([self._as_json(path, picture) for path, picture in self.made])
+        if self.refused is not None:
+            raise self.refused
+
+    def on_component(self, done: int, total: int, name: str) -> None:
+        """The runtime loads a component."""
+        self.display.on_component(done, total, name)
+
+    def on_step(self, done: int, total: int | None) -> None:
+        """The runtime has done a step."""
+        self.display.on_step(done, total)
+        self.interruption.check()
+
+    def _run(self) -> None:
+        options = self.options
+        options.check()
+        prompts, origins = options.read_prompts(), options.read_origins()
+        self.total = (len(prompts) + len(origins)) * options.count
+        if not options.explain:
+            with self.interruption.after_file():
+                self.destination = options.read_destination(self.total)
+        if len(options.prompts) > 1 and not any(" " in prompt for prompt in options.prompts):
+            quoted = " ".join(options.prompts)
+            self.display.say(
+                f'note: this makes {self.total} pictures; for one of several words, quote them: "{quoted}"'
+            )
+        self.display.begin("starting")
+        _quieten_libraries()
+        from anyaccel.cli.generate_jobs import make_jobs
+
+        for job in make_jobs(options, prompts, origins):
+            loaded = self._load(job)
+            if options.explain:
+                self._explain(loaded)
+                return
+            for prompt, seed in job.order.pictures:
+                self._make(loaded, job, prompt, seed)
+        if options.grid:
+            with self.interruption.after_file():
+                self._write_sheet()
+
+    def _load(self, job: Job) -> LoadedModel:
+        from anyaccel.pictures.kept_model import load_model
+
+        model = job.order.model
+        words = f"loading {model.name}"
+        # The hub shows its own bars for what it downloads, and ours would be in their way.
+        self.display.say(words) if model.kind == "hub" else self.display.begin(words)
+        try:
+            loaded = load_model(job.order, self)
+        except ModelError as error:
+            if job.then is None:
+                raise
+            raise ModelError(
+                f"the picture was made with {job.then.model}, which cannot be loaded: {error.message}",
+                hint=f"--model says where it is now; {error.hint}",
+            ) from error
+        if loaded.load_s:
+            self._introduce(loaded)
+        if job.then is not None:
+            self._warn_of_differences(loaded, job)
+        return loaded
+
+    def _introduce(self, loaded: LoadedModel) -> None:
+        """Say what is used; and that the host stands in for a virtual device, where that will take long."""
+        plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
+        if not plan.virtual:
+            self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}")
+            return
+        self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}, virtual: nothing here is about hardware")
+        from anyaccel.backends.half_precision import measure_half_precision
+
+        times = measure_half_precision().get(dtype, 1.0)
+        if times > _MUCH_SLOWER:
+            self.display.say(f"note: this host computes {dtype} {times:.0f} times slower; --dtype float32 is fast here")
+
+    def _warn_of_differences(self, loaded: LoadedModel, job: Job) -> None:
+        from anyaccel.pictures.origin import find_differences
+        from anyaccel.pictures.picture import foresee_origin
+
+        assert job.then is not None
+        now = foresee_origin(loaded, *job.order.pictures[0], job.order.call)
+        for difference in find_differences(job.then, now):
+            self.display.say(f"warning: {difference}: the picture may not be the same")
+
+    def _explain(self, loaded: LoadedModel) -> None:
+        self.display.clear()
+        plan = loaded.pipe.plan
+        _print_json(plan.to_dict()) if self.options.as_json else print(plan)
+
+    def _make(self, loaded: LoadedModel, job: Job, prompt: str, seed: int) -> None:
+        from anyaccel.pictures.picture import make_picture
+
+        place = len(self.made)
+        self.display.begin(f"picture {place + 1} of {self.total}" if self.total > 1 else "picture")
+        with self.interruption.at_steps():
+            picture = make_picture(loaded, prompt, seed, job.order.call, self)
+        self.display.clear()
+        with self.interruption.after_file():
+            path = self._write(picture, place)
+            self.made.append((path, picture))
+            if path is None:
+                self.display.say(f"seed {seed}")
+            elif not self.options.as_json:
+                show_picture(picture.image, sys.stdout, self.options.show)
+                print(f"{path}  seed {seed}", flush=True)
+
+    def _write(self, picture: Picture, place: int) -> Path | None:
+        from anyaccel.pictures.format import encode_picture
+
+        origin = picture.origin
+        if self.destination is None:
+            if not self.options.grid:
+                _write_to_stdout(encode_picture(picture.image, ".png", [origin]))
+            return None
+        content = encode_picture(picture.image, self.destination.suffix, [origin])
+        return self._save(self.destination, self.destination.path_of(place, origin.prompt, origin.seed), content)
+
+    def _write_sheet(self) -> None:
+        from anyaccel.pictures.contact_sheet import make_contact_sheet
+        from anyaccel.pictures.format import encode_picture
+
+        origins = [picture.origin for _, picture in self.made]
+        several = len({origin.prompt for origin in origins}) > 1 and self.options.count > 1
+        columns = self.options.count if several else None  # a row a prompt
+        sheet = make_contact_sheet([picture.image for _, picture in self.made], columns)
+        if self.destination is None:
+            _write_to_stdout(encode_picture(sheet, ".png", origins))
+            return
+        content = encode_picture(sheet, self.destination.suffix, origins)
+        path = self.destination.sheet_path(origins[0].prompt, origins[0].seed)
+        self.sheet_path = self._save(self.destination, path, content)
+        if not self.options.as_json:
+            print(f"{self.sheet_path}  {len(origins)} pictures")
+
+    def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
+        """Write a file; a name that was taken meanwhile is left alone, and the picture is not lost for it."""
+        from anyaccel.pictures.files import write_free
+
+        try:
+            return destination.write(path, content)
+        except FileExistsError:
+            kept = write_free(path, content)
+            self.refused = UsageError(
+                f"{path} was written by another while the picture was made, which is in {kept}",
+                hint="--force writes over what is there",
+            )
+            return kept
+
+    def _as_json(self, path: Path | None, picture: Picture) -> dict[str, Any]:
+        record = asdict(picture.origin)
+        del record["scheduler_config"]
+        sheet = {"grid": str(self.sheet_path)} if self.sheet_path else {}
+        return {"path": str(path), **record, "seconds": round(picture.seconds, 3), **sheet}
+
+
+def _print_json(document: object) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _write_to_stdout(content: bytes) -> None:
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
+
+
+def _quieten_libraries() -> None:
+    """What libraries say to their developers is left out, unless the user asked for it by `-W` or a variable."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # half precision on a host that has none

@@ -1,0 +1,76 @@
+"""What is seen while pictures are made: a bar for loading and one for the steps, on stderr, on a terminal alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+__all__ = ["Display"]
+
+
+class Display:
+    """Shows how far the work is; `on_component` and `on_step` are told by the runtime."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._bars: Any = None
+        self._task: Any = None
+        self._words = ""
+
+    def say(self, text: str) -> None:
+        """A line on stderr, with no bar in its way."""
+        self.clear()
+        print(text, file=sys.stderr, flush=True)
+
+    def begin(self, words: str) -> None:
+        """Something new begins; how long it takes is not known yet."""
+        self.clear()
+        self._words = words
+        if self.live:
+            self._start()
+
+    def on_component(self, done: int, total: int, name: str) -> None:
+        """So many components of a model are loaded."""
+        self._update(f"{self._words}: {name}" if name else self._words, done, total)
+
+    def on_step(self, done: int, total: int | None) -> None:
+        """So many steps are done."""
+        self._update(self._words, done, total)
+
+    def warn_of_end(self) -> None:
+        """Say that the next step is the last; called while a signal is handled, where nothing may be printed."""
+        if self._bars is not None:
+            self._bars.update(self._task, description="stopping after this step; Ctrl-C again stops at once")
+
+    def abandon(self) -> None:
+        """Give the terminal its cursor back; the process ends at once, and nothing else may be done."""
+        if self._bars is not None:
+            os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _update(self, words: str, done: int, total: int | None) -> None:
+        if not self.live:
+            return
+        if self._bars is None:
+            self._start()
+        self._bars.update(self._task, description=words, completed=done, total=total)
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bars = Progress(*columns, console=Console(stderr=True, highlight=False), transient=True)
+        self._task = self._bars.add_task(self._words, total=None)
+        self._bars.start()

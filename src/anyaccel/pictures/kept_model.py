@@ -1,0 +1,94 @@
+"""Loading a model onto a device, and keeping the last one, so that a second picture need not load it again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.backends.device import OpenDevice
+from anyaccel.pictures.named_model import NamedModel, find_revision
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
+from anyaccel.planning.facts import Facts
+from anyaccel.planning.wishes import Wishes
+from anyaccel.runtime.place import resolve_device
+from anyaccel.runtime.placement import find_placement, remember_wishes
+
+if TYPE_CHECKING:
+    from anyaccel.pictures.order import Order
+    from anyaccel.pictures.progress import Listener
+
+__all__ = ["LOCK", "LoadedModel", "load_model", "release_model"]
+
+LOCK = threading.RLock()
+"""Held while the kept model is exchanged or makes a picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on its device."""
+
+    pipe: Any
+    model: NamedModel
+    revision: str | None
+    load_s: float
+    """How long loading and placing took; 0 where it was kept from the last time."""
+
+
+_KEPT: dict[tuple[object, ...], LoadedModel] = {}
+
+
+def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
+    """Load an order's model onto its device, or take the one that is kept; another one is let go first."""
+    model, wishes = order.model, Wishes(dtype=order.dtype)
+    with LOCK:
+        # That the device is not here is said before diffusers is imported, which takes seconds.
+        opened = resolve_device(order.device, wishes)
+        digest = None if model.kind == "hub" else find_revision(model)  # a folder may have changed since the last time
+        key = (model, digest, opened.sheet.name, opened.index, wishes)
+        kept = _KEPT.get(key)
+        if kept is not None:
+            return replace(kept, load_s=0.0)
+        release_model()
+        start = time.perf_counter()
+        pipe = _load(model, opened, wishes, listener)
+        seconds = time.perf_counter() - start
+        _KEPT[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
+        return _KEPT[key]
+
+
+def release_model() -> None:
+    """Let go of the model that is kept, and of its memory."""
+    with LOCK:
+        if _KEPT:
+            _KEPT.clear()
+            gc.collect()  # hooks and their models hold one another
+
+
+def _load(model: NamedModel, opened: OpenDevice, wishes: Wishes, listener: Listener | None) -> Any:
+    """A pipeline on its device, read in the type that it will run in: half of the memory for half precision."""
+    from anyaccel.pictures.progress import counting_components
+    from anyaccel.runtime.loading import DiffusionPipeline
+
+    chosen = choose_dtype(opened.sheet, Facts(pipeline=""), wishes)
+    options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
+    if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
+        options["dtype"] = chosen.value
+    with counting_components(listener):
+        pipe = DiffusionPipeline.from_pretrained(model.source, **options)
+    remember_wishes(pipe, wishes)
+    pipe.to(f"{opened.sheet.name}:{opened.index}")
+    _keep_reason(pipe, chosen)
+    # None: a bar on a terminal and in a notebook, and none in a log.
+    pipe.set_progress_bar_config(disable=None)
+    return pipe
+
+
+def _keep_reason(pipe: Any, chosen: Decision[str]) -> None:
+    """The plan sees weights in half precision and takes them for the user's choice: the reason is the device's."""
+    placement = find_placement(pipe)
+    if placement is not None and placement.plan.dtype.value == chosen.value and chosen.value in HALF_PRECISIONS:
+        placement.plan = replace(placement.plan, dtype=chosen)

@@ -1,0 +1,132 @@
+"""One picture, made from a prompt and a seed, with its origin."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anyaccel.backends.device import this_machine
+from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.pictures.call import check_picture_call, find_default, find_missing_picture, pick_image
+from anyaccel.pictures.kept_model import LoadedModel
+from anyaccel.pictures.origin import Origin, record_call
+from anyaccel.pictures.progress import Listener, counting_steps
+from anyaccel.planning.plan import Plan
+from anyaccel.runtime.pipeline import plain_class
+from anyaccel.runtime.placement import find_components
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["Picture", "foresee_origin", "make_picture"]
+
+_PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
+_NO_MEMORY = "allocate memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A picture, and all that is known of it."""
+
+    image: Image.Image
+    origin: Origin
+    plan: Plan
+    seconds: float
+
+
+def make_picture(
+    loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: Listener | None = None
+) -> Picture:
+    """Make one picture. Each is a call of its own: in a batch it would not be the same to the last bit."""
+    pipe = loaded.pipe
+    check_picture_call(pipe, call)
+    start = time.perf_counter()
+    with counting_steps(pipe, listener), _explaining(pipe, call):
+        output = pipe(prompt=prompt, seed=seed, **call)
+    image = pick_image(pipe, output)
+    seconds = time.perf_counter() - start
+    origin = replace(foresee_origin(loaded, prompt, seed, call), width=image.width, height=image.height)
+    return Picture(image=image, origin=origin, plan=pipe.plan, seconds=seconds)
+
+
+def foresee_origin(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> Origin:
+    """The origin of a picture that is yet to be made: all but its size."""
+    pipe, plan = loaded.pipe, loaded.pipe.plan
+    scheduler, config = _read_scheduler(pipe)
+    held, unrecorded = record_call(call)
+    versions = this_machine().versions
+    return Origin(
+        model=loaded.model.name,
+        revision=loaded.revision,
+        pipeline=plain_class(pipe).__name__,
+        prompt=prompt,
+        seed=seed,
+        width=0,
+        height=0,
+        dtype=plan.dtype.value,
+        device=plan.device,
+        virtual=plan.virtual,
+        negative_prompt=call.get("negative_prompt"),
+        steps=_read_number(pipe, call, "num_inference_steps"),
+        guidance=_read_number(pipe, call, "guidance_scale"),
+        scheduler=scheduler,
+        scheduler_config=config,
+        versions={name: versions[name] for name in _PACKAGES if name in versions},
+        call=held,
+        unrecorded=unrecorded,
+    )
+
+
+def _read_number(pipe: Any, call: Mapping[str, Any], name: str) -> Any:
+    """A number that a pipeline is given or takes by itself; a list of them is left to the record's `call`."""
+    value = call.get(name, find_default(pipe, name))
+    return value if isinstance(value, int | float) else None
+
+
+def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
+    """The class of the scheduler and its settings; of the first one where a pipeline has several."""
+    parts = find_components(pipe)
+    found = parts.get("scheduler") or next((part for part in parts.values() if hasattr(part, "set_timesteps")), None)
+    if found is None:
+        return None, {}
+    # JSON has no infinity, and a scheduler may.
+    return type(found).__name__, json.loads(found.to_json_string(), parse_constant=str)
+
+
+@contextmanager
+def _explaining(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
+    """Say in our words what a pipeline's own error means, where that is known."""
+    try:
+        yield
+    except AnyaccelError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _no_memory(pipe, error) from error
+    except RuntimeError as error:
+        if _NO_MEMORY not in str(error):
+            raise
+        raise _no_memory(pipe, error) from error
+    except (TypeError, ValueError, AttributeError) as error:
+        wanting = find_missing_picture(pipe, call)
+        if wanting is not None:
+            name = plain_class(pipe).__name__
+            words = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UsageError(
+                f"{name} failed, as pipelines do that begin with a picture and are given none: {words}",
+                hint=f"take a model that makes pictures from text alone, or give {wanting}= from Python",
+            ) from error
+        raise
+
+
+def _no_memory(pipe: Any, error: BaseException) -> AnyaccelError:
+    words = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return AnyaccelError(
+        f"the memory of {pipe.plan.device} does not hold this picture: {words}",
+        hint="ask for a smaller size, or for a type of 16 bits if it is not one already",
+    )

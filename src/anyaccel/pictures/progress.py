@@ -1,0 +1,110 @@
+"""What can be told while a picture is made: which component is loaded, which step is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import diffusers
+from diffusers.utils import logging as diffusers_logging
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+__all__ = ["Listener", "counting_components", "counting_steps"]
+
+_COMPONENTS = "Loading pipeline components"
+
+
+class Listener(Protocol):
+    """Is told how far a picture is; an exception of its methods ends the work there."""
+
+    def on_component(self, done: int, total: int, name: str) -> None:
+        """So many of a model's components are loaded, and this one comes next."""
+
+    def on_step(self, done: int, total: int | None) -> None:
+        """So many steps are done; begins anew where a pipeline goes through several rounds of them."""
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """What a pipeline takes for its progress bar: it has all that a bar has, shows nothing, and tells the listener."""
+
+    def __init__(self, listener: Listener, iterable: Any = None, total: int | None = None) -> None:
+        super().__init__(iterable, total=total, disable=True)
+        self.listener, self.done = listener, 0
+        self.whole = total if total is not None else len(iterable) if hasattr(iterable, "__len__") else None
+        listener.on_step(0, self.whole)
+
+    def update(self, n: float | None = 1) -> None:
+        """So many steps more are done."""
+        self.done += int(n or 0)
+        self.listener.on_step(self.done, self.whole)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.iterable:
+            yield item
+            self.update()
+
+
+@contextmanager
+def counting_steps(pipe: Any, listener: Listener | None) -> Iterator[None]:
+    """While the block runs, tell the listener of a pipeline's steps in place of showing its own bar.
+
+    Every pipeline counts its steps by `progress_bar`, and not all of them by a callback.
+    """
+    if listener is None:
+        yield
+        return
+    heard = listener
+
+    def begin(iterable: Any = None, total: int | None = None) -> _Bar:
+        return _Bar(heard, iterable, total)
+
+    pipes = [pipe, *(part for part in vars(pipe).values() if isinstance(part, diffusers.DiffusionPipeline))]
+    for one in pipes:
+        vars(one)["progress_bar"] = begin
+    try:
+        yield
+    finally:
+        for one in pipes:
+            vars(one).pop("progress_bar", None)
+
+
+@contextmanager
+def counting_components(listener: Listener | None) -> Iterator[None]:
+    """While the block runs, tell the listener of what diffusers loads in place of showing its own bars."""
+    if listener is None:
+        yield
+        return
+    heard, before = listener, diffusers_logging.tqdm
+
+    def begin(*args: Any, **options: Any) -> Any:
+        if args and str(options.get("desc")).startswith(_COMPONENTS):
+            stack.enter_context(_without_bars_of_transformers())
+            return _tell(heard, list(args[0]))
+        return diffusers_logging.EmptyTqdm(*args, **options)
+
+    diffusers_logging.tqdm = begin  # type: ignore[assignment]
+    with ExitStack() as stack:
+        stack.callback(setattr, diffusers_logging, "tqdm", before)
+        yield
+
+
+@contextmanager
+def _without_bars_of_transformers() -> Iterator[None]:
+    """Transformers shows a bar a model. Its switch is the hub's too, whose bars for downloads are over by now."""
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+def _tell(listener: Listener, components: list[Any]) -> Iterator[Any]:
+    for done, component in enumerate(components):
+        listener.on_component(done, len(components), str(component[0]))
+        yield component
+    listener.on_component(len(components), len(components), "")

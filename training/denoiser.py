@@ -1,0 +1,152 @@
+"""The second stage: from noise and words to latents. The text encoder is trained beside the denoiser."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.model import LATENT_CHANNELS, LATENT_SIDE, make_denoiser, make_scheduler, make_text_encoder
+from training.run import Stage, average_into
+from training.scenes import Batch, Composer, scene_batches
+from training.things import Thing
+
+__all__ = ["train_denoiser"]
+
+_BATCH, _RATE = 1024, 1.2e-3
+_FRESH_SHARE = 8  # one scene in so many of a batch is new; the rest was encoded before and is seen with other noise
+_POOL = 200_000
+_WITHOUT_WORDS = 0.08  # for guidance
+_TOWARDS_NOISE = 1.5  # what a thing is, is decided where the noise is strong
+
+
+class _Pool:
+    """Latents and captions on the device, of which the oldest are replaced at every step."""
+
+    def __init__(self, size: int, width: int, device: torch.device) -> None:
+        self.latents = torch.zeros(size, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, dtype=torch.bfloat16, device=device)
+        self.tokens = torch.zeros(size, width, dtype=torch.int32, device=device)
+        self.size, self.filled, self.next = size, 0, 0
+
+    def put(self, latents: torch.Tensor, tokens: torch.Tensor) -> None:
+        count = len(latents)
+        places = torch.arange(self.next, self.next + count, device=latents.device) % self.size
+        self.latents[places] = latents.to(torch.bfloat16)
+        self.tokens[places] = tokens.to(torch.int32)
+        self.next = (self.next + count) % self.size
+        self.filled = min(self.size, self.filled + count)
+
+    def draw(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randint(self.filled, (count,), device=self.latents.device)
+        return self.latents[rows].float(), self.tokens[rows].long()
+
+
+class _Noise:
+    """The forward process: v to be predicted, from the scheduler's own figures."""
+
+    def __init__(self, device: torch.device) -> None:
+        alphas = make_scheduler().alphas_cumprod.clone()
+        alphas[-1] = 0.0  # the scheduler keeps it a hair above, for its logarithm
+        self.signal, self.noise = alphas.sqrt().to(device), (1 - alphas).sqrt().to(device)
+
+    def add(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Disturbed latents, how far each is disturbed, and v."""
+        chance = torch.rand(len(latents), device=latents.device)
+        shifted = _TOWARDS_NOISE * chance / (1 + (_TOWARDS_NOISE - 1) * chance)
+        when = (shifted * len(self.signal)).long().clamp(max=len(self.signal) - 1)
+        signal, strength = (part[when][:, None, None, None] for part in (self.signal, self.noise))
+        noise = torch.randn_like(latents)
+        return signal * latents + strength * noise, when, signal * noise - strength * latents
+
+
+def train_denoiser(
+    things: tuple[Thing, ...],
+    composer: Composer,
+    tokenizer: Any,
+    autoencoder: Any,
+    folder: Path,
+    budget_s: float,
+    deadline: float | None,
+    workers: int,
+    batch: int = _BATCH,
+    pool: int = _POOL,
+) -> tuple[Any, Any, bool]:
+    """Train or go on training; the averaged denoiser and text encoder, and whether they are done."""
+    device = composer.levels.device
+    denoiser = make_denoiser().to(device, memory_format=torch.channels_last)
+    models = torch.nn.ModuleList([denoiser, make_text_encoder(tokenizer).to(device)])
+    average = copy.deepcopy(models).requires_grad_(False).eval()
+    optimizer = torch.optim.AdamW(
+        models.parameters(), lr=_RATE, betas=(0.9, 0.99), weight_decay=0.01, fused=device.type != "cpu"
+    )
+    stage = Stage("denoiser", folder, budget_s, {"models": models, "average": average, "optimizer": optimizer})
+    if not stage.finished:
+        latents = _Latents(autoencoder, composer, _Pool(pool, tokenizer.model_max_length, device))
+        batches = scene_batches(
+            things, tokenizer, max(1, batch // _FRESH_SHARE), seed=1000 + stage.step, workers=workers
+        )
+        latents.fill(batches, 20 * batch)
+        _train(stage, models, average, optimizer, latents, batches, tokenizer, batch, deadline)
+    return average[0], average[1], stage.finished
+
+
+def _train(
+    stage: Stage,
+    models: torch.nn.ModuleList,
+    average: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    latents: _Latents,
+    batches: Iterator[Batch],
+    tokenizer: Any,
+    batch: int,
+    deadline: float | None,
+) -> None:
+    device = latents.pool.latents.device
+    noise = _Noise(device)
+    empty = tokenizer([""], padding="max_length", return_tensors="pt").input_ids.to(device)
+    predict: Any = models[0] if device.type == "cpu" else torch.compile(models[0])
+    for share in stage.steps(deadline):
+        latents.refresh(next(batches))
+        clean, tokens = latents.pool.draw(batch)
+        tokens = torch.where(torch.rand(batch, 1, device=device) < _WITHOUT_WORDS, empty, tokens)
+        disturbed, when, wanted = noise.add(clean)
+        for group in optimizer.param_groups:
+            group["lr"] = stage.learning_rate(share, _RATE)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            words = models[1](tokens)[0]
+            seen = disturbed.contiguous(memory_format=torch.channels_last)
+            loss = (predict(seen, when, words, return_dict=False)[0].float() - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
+        optimizer.step()
+        average_into(average, models, stage.step)
+        if stage.step % 500 == 0:
+            stage.log(loss=loss.item(), pool=latents.pool.filled)
+
+
+class _Latents:
+    """Scenes, drawn and encoded, in a pool."""
+
+    def __init__(self, autoencoder: Any, composer: Composer, pool: _Pool) -> None:
+        self.composer, self.pool = composer, pool
+        encoder: Any = copy.deepcopy(autoencoder).to(memory_format=torch.channels_last)
+        self.encode = encoder._encode if pool.latents.device.type == "cpu" else torch.compile(encoder._encode)
+
+    @torch.no_grad()
+    def refresh(self, batch: Batch) -> None:
+        """Encode some scenes, and put them in the place of the oldest."""
+        device = self.pool.latents.device
+        batch = batch.to(device)
+        pictures = self.composer.draw(batch).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            moments = self.encode(pictures)
+        self.pool.put(moments[:, :LATENT_CHANNELS], batch.tokens)
+
+    def fill(self, batches: Iterator[Batch], count: int) -> None:
+        """Encode enough to begin with."""
+        while self.pool.filled < count:
+            self.refresh(next(batches))

@@ -1,0 +1,239 @@
+"""The things that the model knows: which glyphs of Noto Color Emoji, and what people call them."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Thing", "list_things", "make_plural"]
+
+# Signs, letters and near copies of one another: nobody asks for a picture of them.
+_LEFT_OUT = re.compile(
+    r".*_button.*|.*_arrow$|.*_arrow_curving_.*|.*arrows.*|.*o’clock|.*-thirty|Japanese_(?!castle|dolls|post).*"
+    r"|input_.*|keycap_.*|.*_(small|medium|medium-small|large)_square|(small|large)_.*_diamond|.*_quarter_moon.*"
+    r"|waning_.*|waxing_.*|.*_sign$|.*_exclamation_mark|.*_question_mark|no_.*|non-.*|.*_symbol|.*_room|.*_banknote"
+    r"|Aquarius|Aries|Cancer|Capricorn|Gemini|Leo|Libra|Ophiuchus|Pisces|Sagittarius|Scorpio|Taurus|Virgo"
+    r"|copyright|registered|trade_mark|information|minus|plus|divide|multiply|infinity|wavy_dash|circled_M|om|khanda"
+    r"|.*_curly_loop|curly_loop|part_alternation_mark|eight-.*|restroom|water_closet|potable_water|cinema|wireless"
+    r"|passport_control|customs|left_luggage|baggage_claim|vibration_mode|mobile_phone_off|antenna_bars|ZZZ|hole"
+    r"|currency_exchange|dotted_.*|menorah|latin_cross|orthodox_cross|star_of_David|star_and_crescent|wheel_of_dharma"
+    r"|yin_yang|place_of_worship|prohibited|children_crossing|children|radio_button|diamond_with_a_dot|sparkle"
+    r"|middle_finger|cigarette|map_of_Japan|identification_card|litter_in_bin_sign|speaker_(low|medium)_volume"
+    r"|fast_.*|eject.*|heavy_.*|check_box.*|hundred_points|up-.*|down-.*|left-right_.*|globe_showing_(Asia|Europe).*"
+    r"|sun_behind_(small|large)_cloud|trident_emblem|hamsa|envelope_with_arrow|incoming_envelope|last_.*|first_.*"
+    r"|pregnant_.*|breast-feeding|people_.*|men_.*|women_.*|woman_and_man.*|person_(gesturing|getting|in_[bst]|tipping"
+    r"|frowning|pouting|bowing|facepalming|shrugging|taking|kneeling|standing).*|.*facing_fist|leftwards_.*|rightwards_.*"
+    r"|busts?_in_.*|moon_viewing.*|pine_decoration|tanabata_tree|love_hotel|sagittarius|mahjong_red_dragon|joker"
+    r"|flower_playing_cards|name_badge|label|chart_increasing_with_yen|regional.*|family|mount_fuji"
+)
+
+# What people say and the lists do not: by the name of the thing.
+_ALSO = {
+    "automobile": ["car", "red car"],
+    "cat": ["orange cat"],
+    "cat face": ["kitty", "kitten"],
+    "dog face": ["puppy"],
+    "airplane": ["plane", "jet"],
+    "bicycle": ["bike"],
+    "motorcycle": ["motorbike"],
+    "television": ["tv", "television set"],
+    "mobile phone": ["phone", "smartphone"],
+    "laptop": ["notebook computer", "laptop computer"],
+    "hamburger": ["burger", "cheeseburger"],
+    "french fries": ["fries", "chips"],
+    "soccer ball": ["football", "soccer"],
+    "american football": ["rugby"],
+    "wrapped gift": ["gift", "present"],
+    "light bulb": ["bulb", "lamp"],
+    "lady beetle": ["ladybug", "ladybird"],
+    "honeybee": ["bee"],
+    "doughnut": ["donut"],
+    "hot beverage": ["coffee", "cup of coffee", "tea"],
+    "beer mug": ["beer", "glass of beer"],
+    "wine glass": ["wine", "glass of red wine"],
+    "spouting whale": ["blue whale"],
+    "house": ["home", "cottage"],
+    "sailboat": ["boat", "sailing boat"],
+    "deciduous tree": ["tree"],
+    "evergreen tree": ["fir", "pine tree", "fir tree"],
+    "red heart": ["heart", "love"],
+    "grinning face": ["smiley", "happy face"],
+    "pile of poo": ["poo", "poop"],
+    "sun": ["sunshine"],
+    "crescent moon": ["moon"],
+    "glowing star": ["shining star"],
+    "gem stone": ["gem", "diamond"],
+    "top hat": ["hat"],
+    "high voltage": ["lightning", "lightning bolt"],
+    "locomotive": ["steam train", "steam locomotive"],
+    "police car": ["cop car"],
+    "fire engine": ["fire truck"],
+    "delivery truck": ["truck", "lorry"],
+    "military medal": ["medal"],
+    "t-shirt": ["shirt", "tee shirt"],
+    "running shoe": ["shoe", "sneaker"],
+    "blowfish": ["pufferfish"],
+    "fox": ["red fox"],
+    "sparkles": ["glitter"],
+    "snowman": ["snow man"],
+    "birthday cake": ["cake"],
+    "potted plant": ["house plant", "plant"],
+    "eagle": ["bald eagle"],
+    "mushroom": ["toadstool", "red mushroom"],
+    "bell pepper": ["green pepper", "paprika"],
+    "hot pepper": ["chili", "chilli", "red pepper"],
+    "ear of corn": ["corn", "maize"],
+    "eggplant": ["aubergine"],
+    "tangerine": ["orange", "mandarin"],
+    "desktop computer": ["computer"],
+    "spaghetti": ["pasta", "noodles"],
+    "ice cream": ["bowl of ice cream"],
+    "jack-o-lantern": ["pumpkin", "halloween pumpkin"],
+    "hiking boot": ["boot"],
+    "crocodile": ["alligator"],
+    "hippopotamus": ["hippo"],
+    "rhinoceros": ["rhino"],
+    "kitchen knife": ["knife"],
+    "flying saucer": ["ufo"],
+    "rabbit face": ["bunny"],
+    "horse": ["racing horse"],
+}
+
+_IRREGULAR = {"mouse": "mice", "goose": "geese", "ox": "oxen", "man": "men", "woman": "women", "child": "children"}
+_IRREGULAR |= {"tooth": "teeth", "foot": "feet", "fish": "fish", "sheep": "sheep", "deer": "deer", "moose": "moose"}
+_IRREGULAR |= {
+    "leaf": "leaves",
+    "wolf": "wolves",
+    "elf": "elves",
+    "knife": "knives",
+    "scarf": "scarves",
+    "person": "people",
+}
+_IRREGULAR |= {
+    "person": "people",
+    "bison": "bison",
+    "squid": "squid",
+    "shrimp": "shrimp",
+    "bread": "breads",
+    "loaf": "loaves",
+}
+_LINKING = {"of", "with", "on", "in", "at", "and", "holding", "without", "behind", "over", "showing", "to", "blowing"}
+_PLURAL_ALREADY = {
+    "glasses",
+    "jeans",
+    "shorts",
+    "scissors",
+    "chopsticks",
+    "gloves",
+    "socks",
+    "skis",
+    "grapes",
+    "cherries",
+}
+_PLURAL_ALREADY |= {
+    "peanuts",
+    "blueberries",
+    "books",
+    "eyes",
+    "lungs",
+    "pancakes",
+    "beans",
+    "briefs",
+    "chains",
+    "houses",
+}
+_PLURAL_ALREADY |= {
+    "bubbles",
+    "sparkles",
+    "fireworks",
+    "footprints",
+    "french fries",
+    "goggles",
+    "sunglasses",
+    "noodles",
+}
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One glyph and its names, the best one first: 🍎 `red apple`, `apple`."""
+
+    glyph: str
+    names: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is called in evaluations."""
+        return self.names[0]
+
+
+def list_things(has_glyph: Callable[[str], bool]) -> tuple[Thing, ...]:
+    """Every thing whose glyph the font has, in the order of code points; a name belongs to one thing only."""
+    import emoji  # only to list them anew
+
+    chosen = {
+        glyph: data
+        for glyph, data in emoji.EMOJI_DATA.items()
+        if len(glyph.replace("\ufe0f", "")) == 1
+        and data["status"] == emoji.STATUS["fully_qualified"]
+        and not _LEFT_OUT.fullmatch(data["en"].strip(":"))
+        and has_glyph(glyph)
+    }
+    best = {glyph: _as_words(data["en"]) for glyph, data in chosen.items()}
+    taken = dict.fromkeys(best.values())
+    names: dict[str, list[str]] = {glyph: [name] for glyph, name in best.items()}
+    for source in (_listed_here, _aliases, _unicode_names):  # the earlier one wins a name
+        for glyph in sorted(chosen):
+            for name in source(glyph, best[glyph]):
+                if name and name not in taken:
+                    taken[name] = None
+                    names[glyph].append(name)
+    return tuple(Thing(glyph, tuple(names[glyph][:5])) for glyph in sorted(chosen))
+
+
+def _listed_here(glyph: str, name: str) -> list[str]:
+    return _ALSO.get(name, [])
+
+
+def _aliases(glyph: str, name: str) -> list[str]:
+    import emoji
+
+    given = [_as_words(alias) for alias in emoji.EMOJI_DATA[glyph].get("alias", [])]
+    return [alias for alias in given if not any(letter.isdigit() for letter in alias)]
+
+
+def _unicode_names(glyph: str, name: str) -> list[str]:
+    words = _as_words(unicodedata.name(glyph[0], ""))
+    return [words] if 0 < len(words.split()) <= 5 else []
+
+
+def _as_words(name: str) -> str:
+    """`:red_apple:` → `red apple`, in letters that every keyboard has."""
+    plain = unicodedata.normalize("NFKD", name.strip(":").replace("_", " ").replace("’", "'"))
+    return " ".join("".join(letter for letter in plain if ord(letter) < 128).lower().split())
+
+
+def make_plural(name: str) -> str:
+    """`cat` → `cats`, `bottle with popping cork` → `bottles with popping cork`."""
+    if name in _PLURAL_ALREADY or name.split()[-1] in _PLURAL_ALREADY:
+        return name
+    words = name.split()
+    if words[0] in _IRREGULAR:  # people juggling
+        return " ".join([_IRREGULAR[words[0]], *words[1:]])
+    at = next((index for index, word in enumerate(words) if word in _LINKING and index > 0), len(words)) - 1
+    words[at] = _plural_word(words[at])
+    return " ".join(words)
+
+
+def _plural_word(word: str) -> str:
+    if word in _IRREGULAR:
+        return _IRREGULAR[word]
+    if word.endswith("s") and not word.endswith(("ss", "us")):
+        return word
+    if word.endswith(("s", "x", "z", "ch", "sh")):
+        return word + "es"
+    if word.endswith("y") and len(word) > 1 and word[-2] not in "aeiou":
+        return word[:-1] + "ies"
+    return word + "s"
