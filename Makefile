@@ -9,13 +9,17 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow sweep portable calibrate check lint types imports docs docs-serve clean
+.PHONY: help demo test test-slow sweep portable calibrate evaluate check lint types imports docs docs-serve clean
 
 help: ## Show what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-demo: $(READY) ## The main job: show which accelerators are here
+demo: $(READY) ## The main job: a picture of what is asked for, on whatever is here
 	$(BIN)/anyaccel devices
+	$(BIN)/anyaccel generate "a fox and a rocket on a light blue background" --seed 7 --force -o demo/
+
+evaluate: $(READY) ## The embedded model's figures (about an hour on two cores)
+	$(BIN)/python -m training evaluate --json benchmarks/results/embedded_cpu.json
 
 test: $(READY) ## The tests
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
