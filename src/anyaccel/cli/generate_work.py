@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["GenerateWork"]
 
 _INTERRUPTED = 130
-_MUCH_SLOWER = 4
 
 
 class GenerateWork:
@@ -124,17 +123,14 @@ class GenerateWork:
         return loaded
 
     def _introduce(self, loaded: LoadedModel) -> None:
-        """Say what is used; and that the host stands in for a virtual device, where that will take long."""
+        """Say what is used; and of a virtual device that it is one, and why it is in this type."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
         if not plan.virtual:
             self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}")
             return
         self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}, virtual: nothing here is about hardware")
-        from anyaccel.backends.half_precision import measure_half_precision
-
-        times = measure_half_precision().get(dtype, 1.0)
-        if times > _MUCH_SLOWER:
-            self.display.say(f"note: this host computes {dtype} {times:.0f} times slower; --dtype float32 is fast here")
+        if self.options.dtype is None:
+            self.display.say(f"note: {dtype}: {plan.dtype.reason}; --dtype chooses another")
 
     def _warn_of_differences(self, loaded: LoadedModel, job: Job) -> None:
         from anyaccel.pictures.origin import find_differences

@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.backends.device import OpenDevice
+from anyaccel.backends.device import OpenDevice, find_device
+from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.pictures.named_model import NamedModel, find_revision
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "LoadedModel", "load_model", "release_model"]
 
+_MUCH_SLOWER = 4
+"""So many times float32's time are too many to wait for on a virtual device."""
 LOCK = threading.RLock()
 """Held while the kept model is exchanged or makes a picture."""
 
@@ -43,10 +46,12 @@ _KEPT: dict[tuple[object, ...], LoadedModel] = {}
 
 def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
     """Load an order's model onto its device, or take the one that is kept; another one is let go first."""
-    model, wishes = order.model, Wishes(dtype=order.dtype)
+    model = order.model
     with LOCK:
         # That the device is not here is said before diffusers is imported, which takes seconds.
-        opened = resolve_device(order.device, wishes)
+        opened = resolve_device(order.device, Wishes(dtype=order.dtype))
+        spared = _spare_host(opened, order.dtype)
+        wishes = Wishes(dtype=spared.value if spared else order.dtype)
         digest = None if model.kind == "hub" else find_revision(model)  # a folder may have changed since the last time
         key = (model, digest, opened.sheet.name, opened.index, wishes)
         kept = _KEPT.get(key)
@@ -54,7 +59,7 @@ def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
             return replace(kept, load_s=0.0)
         release_model()
         start = time.perf_counter()
-        pipe = _load(model, opened, wishes, listener)
+        pipe = _load(model, opened, wishes, spared, listener)
         seconds = time.perf_counter() - start
         _KEPT[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
         return _KEPT[key]
@@ -68,12 +73,26 @@ def release_model() -> None:
             gc.collect()  # hooks and their models hold one another
 
 
-def _load(model: NamedModel, opened: OpenDevice, wishes: Wishes, listener: Listener | None) -> Any:
+def _spare_host(opened: OpenDevice, asked: str | None) -> Decision[str] | None:
+    """float32, where a virtual device would take a half precision in which the host is far slower."""
+    if asked is not None or not find_device(opened.sheet.name).virtual:
+        return None
+    best = choose_dtype(opened.sheet, Facts(pipeline=""), Wishes()).value
+    times = measure_half_precision().get(best, 1.0)
+    if times <= _MUCH_SLOWER:
+        return None
+    reason = f"virtual: the device would take {best}, which this host computes {times:.0f} times slower than float32"
+    return Decision("float32", reason)
+
+
+def _load(
+    model: NamedModel, opened: OpenDevice, wishes: Wishes, spared: Decision[str] | None, listener: Listener | None
+) -> Any:
     """A pipeline on its device, read in the type that it will run in: half of the memory for half precision."""
     from anyaccel.pictures.progress import counting_components
     from anyaccel.runtime.loading import DiffusionPipeline
 
-    chosen = choose_dtype(opened.sheet, Facts(pipeline=""), wishes)
+    chosen = spared or choose_dtype(opened.sheet, Facts(pipeline=""), wishes)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
@@ -81,14 +100,15 @@ def _load(model: NamedModel, opened: OpenDevice, wishes: Wishes, listener: Liste
         pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     remember_wishes(pipe, wishes)
     pipe.to(f"{opened.sheet.name}:{opened.index}")
-    _keep_reason(pipe, chosen)
+    if spared or chosen.value in HALF_PRECISIONS:
+        _keep_reason(pipe, chosen)
     # None: a bar on a terminal and in a notebook, and none in a log.
     pipe.set_progress_bar_config(disable=None)
     return pipe
 
 
 def _keep_reason(pipe: Any, chosen: Decision[str]) -> None:
-    """The plan sees weights in half precision and takes them for the user's choice: the reason is the device's."""
+    """The plan takes the type of the weights for the user's choice: the reason is the device's."""
     placement = find_placement(pipe)
-    if placement is not None and placement.plan.dtype.value == chosen.value and chosen.value in HALF_PRECISIONS:
+    if placement is not None and placement.plan.dtype.value == chosen.value:
         placement.plan = replace(placement.plan, dtype=chosen)
