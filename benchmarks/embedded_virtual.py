@@ -7,12 +7,14 @@ Writes benchmarks/results/embedded_virtual.json. Virtual devices enforce documen
 
 import argparse
 import json
+import os
 import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from anyaccel.embedded.judge import open_judge
 from anyaccel.embedded.model import CALL_DEFAULTS
@@ -47,6 +49,7 @@ def compare(device: str, prompts: list[str], wanted: Pixels) -> dict[str, Any]:
     """How the pictures of a virtual device differ from the CPU's."""
 
     def run(accelerator: VirtualAccelerator) -> tuple[Pixels, bool]:
+        torch.set_num_threads(os.cpu_count() or 1)
         return make_pictures(device, prompts), not accelerator.ledger.rows("error")
 
     begun = time.monotonic()
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("--things", type=int, default=40)
     parser.add_argument("--devices", default=",".join(DEVICES))
     asked = parser.parse_args()
+    torch.set_num_threads(1)  # threads that were started before a fork are missing after it, and are waited for
     prompts = [scene.caption for scene in judge_scenes(load_things(), 300)["single"][: asked.things]]
     wanted = make_pictures("cpu", prompts)
     outcomes = {}

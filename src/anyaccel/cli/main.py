@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
 from anyaccel.cli.generate import generate_pictures
 from anyaccel.cli.run import CONTEXT, run_program
@@ -27,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("check")(check_pipeline)
 app.command("devices")(show_devices)
 app.command("generate")(generate_pictures)
 app.command("run", context_settings=CONTEXT)(run_program)

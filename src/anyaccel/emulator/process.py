@@ -17,7 +17,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.activation import virtual
 from anyaccel.errors import VirtualDeviceError
 
-__all__ = ["run_forked"]
+__all__ = ["fork", "run_forked"]
 
 T = TypeVar("T")
 
@@ -31,14 +31,23 @@ def run_forked(
     strict: bool = False,
     timeout_s: float = 600.0,
 ) -> T:
-    """Call `function(accelerator)` in a process of its own that has the virtual device, and give its result.
+    """Call `function(accelerator)` in a process of its own that has the virtual device, and give its result."""
+
+    def use() -> T:
+        with virtual(device, count=count, memory=memory, strict=strict) as accelerator:
+            return function(accelerator)
+
+    return fork(use, name=f"a virtual {device}", timeout_s=timeout_s)
+
+
+def fork(function: Callable[[], T], *, name: str = "it", timeout_s: float = 600.0) -> T:
+    """Call a function in a process that is forked from this one, and give its result.
 
     An error of the function is raised here as it is, with the other process's traceback as a note from Python 3.11 on.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    options = {"count": count, "memory": memory, "strict": strict}
-    worker = context.Process(target=_work, args=(sender, device, function, options), daemon=True)
+    worker = context.Process(target=_work, args=(sender, function), daemon=True)
     with warnings.catch_warnings():
         # Python warns of forking beside threads; torch's own are not started before the first large operation.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -46,12 +55,12 @@ def run_forked(
     sender.close()
     try:
         if not receiver.poll(timeout_s):
-            raise TimeoutError(f"a virtual {device} gave no answer in {timeout_s:.0f} s")
+            raise TimeoutError(f"{name} gave no answer in {timeout_s:.0f} s")
         succeeded, value = pickle.loads(receiver.recv_bytes())
     except EOFError:
         worker.join()
         raise VirtualDeviceError(
-            f"the process of a virtual {device} died with status {worker.exitcode}",
+            f"the process of {name} died with status {worker.exitcode}",
             hint="run the same with ANYACCEL_VIRTUAL set to see what it printed",
         ) from None
     finally:
@@ -64,11 +73,9 @@ def run_forked(
     raise value
 
 
-def _work(sender: Connection, device: str, function: Callable[[VirtualAccelerator], Any], options: Any) -> None:
+def _work(sender: Connection, function: Callable[[], Any]) -> None:
     try:
-        with virtual(device, **options) as accelerator:
-            answer = (True, function(accelerator))
-        message = pickle.dumps(answer)
+        message = pickle.dumps((True, function()))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's process raises it again
         message = _pack_error(error)
     sender.send_bytes(message)

@@ -1,0 +1,1 @@
+"""Knowing that a pipeline is portable, without the hardware."""

@@ -1,0 +1,59 @@
+"""`anyaccel.check`: whether a pipeline is portable and, if not, which lines keep it from being so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anyaccel.backends.registry import load_registry
+from anyaccel.checker.report import DeviceReport, Report
+from anyaccel.checker.run import Ways, run_on_devices
+from anyaccel.checker.subject import read_subject
+from anyaccel.errors import UsageError, nearest
+
+__all__ = ["check", "find_devices"]
+
+_ALL = "all"
+
+
+def check(
+    pipeline_or_model: Any,
+    device: str | Sequence[str] = _ALL,
+    *,
+    plain: bool = False,
+    strict: bool = False,
+    compile: bool = False,  # noqa: A002 - it is what the option is called everywhere
+    on_done: Callable[[DeviceReport], None] | None = None,
+    **call: Any,
+) -> Report:
+    """Run a pipeline on virtual devices and report every line that a device would not take: `check(pipe, "mps")`.
+
+    A pipeline, the folder of one (its config files are enough: the same architecture is built small), the name of a
+    recipe, or `package.module:function`. `plain` checks diffusers alone, without anyaccel; `strict` stops where the
+    device would. Every further keyword goes to the pipeline's call.
+    """
+    if plain and compile:
+        raise UsageError("plain diffusers compiles nothing by itself", hint="leave one of the two out")
+    devices = find_devices(device)
+    subject = read_subject(pipeline_or_model, call)
+    ways = Ways(placed=not plain, strict=strict, compiled=compile)
+    found = run_on_devices(subject.recipe, devices, ways, on_done)
+    return Report(
+        subject=subject.name,
+        pipeline=subject.recipe.pipeline,
+        devices={one.device: one for one in found},
+        notes=subject.notes,
+    )
+
+
+def find_devices(asked: str | Sequence[str]) -> list[str]:
+    """The devices that can be virtual, of those that are asked for: a name, several, or `all`."""
+    known = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
+    names = [asked] if isinstance(asked, str) else list(asked)
+    if names == [_ALL]:
+        return known
+    names = [name.removeprefix("virtual:") for name in names]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no virtual device is called {name!r}", hint=nearest(name, [*known, _ALL]))
+    return list(dict.fromkeys(names))

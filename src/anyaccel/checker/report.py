@@ -1,0 +1,125 @@
+"""What a check found: a device a part, a violation a line of code; as data, so that every output says the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from anyaccel.backends.claim import Effect, Evidence
+
+__all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "Violation"]
+
+TOLERANCE = 1e-3
+"""How far a picture in float32 may be from the CPU's, of 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """One line of code that met one limit of the device."""
+
+    limit: str
+    """The name on the sheet: `dtypes.float64`."""
+    effect: Effect
+    operation: str
+    """As torch names it: `aten::arange`."""
+    file: str
+    line: int
+    code: str
+    """The line's own text."""
+    count: int
+    step: int | None
+    """The denoising step at which it was first seen; None outside the loop."""
+    says: str
+    source: str
+    evidence: Evidence | None
+    hint: str
+    """How to mend it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """What the device's compiler was given."""
+
+    compiled: int
+    recompiled_for: tuple[tuple[str, ...], ...] = ()
+    """The inputs of each graph that was needed since they had changed: `("float32[1, 4, 8, 8]", …)`."""
+    breaks: tuple[str, ...] = ()
+    """`file:line: why`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """What a pipeline does on one device."""
+
+    device: str
+    virtual: bool
+    placed: bool
+    """Whether anyaccel placed it; else it is diffusers alone."""
+    finished: bool
+    error: str = ""
+    """What stopped it, where it did not finish."""
+    max_difference: float | None = None
+    host_round_trips_per_step: float | None = None
+    violations: tuple[Violation, ...] = ()
+    graphs: Graphs | None = None
+    seconds: float = 0.0
+
+    @property
+    def runs(self) -> bool:
+        """Whether the device would run it to the end: no line met a limit that is an error there."""
+        return self.finished and not self.of("error")
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the picture is the CPU's, and no line met a limit that makes numbers silently wrong."""
+        same = self.max_difference is not None and self.max_difference <= TOLERANCE
+        return self.finished and same and not self.of("wrong")
+
+    @property
+    def passes(self) -> bool:
+        """Whether the answer is yes."""
+        return self.runs and self.is_right
+
+    def of(self, effect: Effect) -> tuple[Violation, ...]:
+        """The violations of one effect."""
+        return tuple(one for one in self.violations if one.effect == effect)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"runs": self.runs, "right": self.is_right, "passes": self.passes}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a check found on every device that was asked for."""
+
+    subject: str
+    pipeline: str
+    devices: dict[str, DeviceReport] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What the reader must know of how the subject was made."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is fine on all of them."""
+        return all(one.passes for one in self.devices.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "subject": self.subject,
+            "pipeline": self.pipeline,
+            "passes": self.passes,
+            "notes": list(self.notes),
+            "devices": {name: one.as_dict() for name, one in self.devices.items()},
+        }
+
+    def to_json(self) -> str:
+        """The whole report."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def __str__(self) -> str:
+        from anyaccel.checker.describe import describe_report
+
+        return "\n".join(describe_report(self))

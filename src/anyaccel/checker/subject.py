@@ -1,0 +1,98 @@
+"""What is checked: a recipe, a folder's architecture built small, a function that makes a pipeline, or a pipeline."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from anyaccel.checker.small_model import make_small_model
+from anyaccel.errors import ModelError, UsageError, nearest
+from anyaccel.recipes import Recipe, recipes
+
+__all__ = ["Subject", "read_subject"]
+
+_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Something to check: what it is called, how it is made and called."""
+
+    name: str
+    recipe: Recipe
+    notes: tuple[str, ...] = ()
+
+
+def read_subject(what: Any, call: Mapping[str, Any]) -> Subject:
+    """Find out what is meant; `call` goes over the arguments that it would be called with."""
+    if not isinstance(what, str | Path):
+        return _change_call(_from_pipeline(what), call)
+    text = str(what)
+    if Path(text).expanduser().is_dir():
+        small = make_small_model(Path(text).expanduser())
+        return _change_call(Subject(name=text, recipe=small.recipe, notes=small.notes), call)
+    if text in recipes():
+        return _change_call(Subject(name=text, recipe=recipes()[text]), call)
+    module, colon, function = text.partition(":")
+    if colon and not text.startswith("/"):
+        return _change_call(_from_factory(text, module, function), call)
+    raise ModelError(
+        f"{text} is no folder, no recipe and no package.module:function",
+        hint=f"give a folder with a model_index.json, or a function that makes a pipeline; {nearest(text, recipes())}",
+    )
+
+
+def _change_call(subject: Subject, call: Mapping[str, Any]) -> Subject:
+    if not call:
+        return subject
+    before = subject.recipe.call
+    return replace(subject, recipe=replace(subject.recipe, call=lambda: {**before(), **call}))
+
+
+def _from_factory(text: str, module: str, function: str) -> Subject:
+    """A function of somebody's, imported from where the command was given."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        make: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"{text} cannot be imported: {error}", hint="is the module on the path, and the name right?"
+        ) from error
+    made = make()
+    pipe, call = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    return _from_pipeline(pipe, text, call)
+
+
+def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> Subject:
+    """A pipeline that exists; each process has a copy of it of its own."""
+    if not callable(pipe) or not hasattr(pipe, "components"):
+        raise UsageError(f"{type(pipe).__name__} is no pipeline", hint="give a pipeline of diffusers, or its folder")
+    kind = type(pipe).__name__
+    recipe = Recipe(
+        name=name or kind,
+        pipeline=kind,
+        family="",
+        make=lambda: pipe,
+        call=lambda: {**_plain_call(pipe), **(call or {})},
+    )
+    return Subject(name=name or kind, recipe=recipe)
+
+
+def _plain_call(pipe: Any) -> dict[str, Any]:
+    """Two steps of a prompt with a fixed seed, as far as the pipeline takes those."""
+    import torch
+
+    wanted = {
+        "prompt": "a red fox",
+        "num_inference_steps": _STEPS,
+        "generator": torch.Generator("cpu").manual_seed(7),
+        "output_type": "np",
+    }
+    takes = inspect.signature(pipe.__call__).parameters
+    return {name: value for name, value in wanted.items() if name in takes}

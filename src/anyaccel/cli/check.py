@@ -1,0 +1,56 @@
+"""`anyaccel check`: whether a pipeline is portable, on virtual devices, and which lines keep it from being so."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from anyaccel.cli.generate_options import read_size
+from anyaccel.errors import UsageError
+
+__all__ = ["check_pipeline"]
+
+
+def check_pipeline(
+    subject: Annotated[
+        str, typer.Argument(metavar="FOLDER|RECIPE|MODULE:FUNCTION", help="What to check; config files are enough.")
+    ],
+    device: Annotated[
+        list[str] | None, typer.Option("--device", "-d", help="A device; give it several times for several.")
+    ] = None,
+    all_devices: Annotated[bool, typer.Option("--all", help="Every device that can be virtual.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop where the device would.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Check diffusers alone, without anyaccel.")] = False,
+    steps: Annotated[int | None, typer.Option("--steps", help="How many steps.")] = None,
+    size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile, and count the graphs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a pipeline on virtual devices: does it run, is the picture right, and which lines are to be mended.
+
+    Exit status 1 where the answer is no for a device. Virtual devices enforce documented limits; they are no hardware.
+    """
+    if device and all_devices:
+        raise UsageError("--device and --all are both given", hint="leave one of the two out")
+    call = _read_call(steps, size)
+    # Each device has a process, and each process one core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from anyaccel.checker.check import check
+
+    report = check(subject, device or "all", plain=plain, strict=strict, compile=compiled, **call)
+    print(report.to_json() if as_json else report)
+    if not report.passes:
+        raise typer.Exit(1)
+
+
+def _read_call(steps: int | None, size: str | None) -> dict[str, Any]:
+    call: dict[str, Any] = {}
+    if steps is not None:
+        if steps < 1:
+            raise UsageError(f"a picture takes at least one step, not {steps}", hint="for example --steps 2")
+        call["num_inference_steps"] = steps
+    if size is not None:
+        call["width"], call["height"] = read_size(size)
+    return call
