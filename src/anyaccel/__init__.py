@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from anyaccel.backends.portable import reset_peak_memory as reset_peak_memory
     from anyaccel.backends.portable import supports_training as supports_training
     from anyaccel.backends.portable import synchronize as synchronize
+    from anyaccel.checker.check import check as check
+    from anyaccel.checker.report import Report as Report
     from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
     from anyaccel.pictures.generate import Result as Result
@@ -52,7 +54,9 @@ _HOMES = {
     "Plan": "anyaccel.planning.plan",
     "Result": "anyaccel.pictures.generate",
     "Sheet": "anyaccel.backends",
+    "Report": "anyaccel.checker.report",
     "adjust_dtype": "anyaccel.backends.portable",
+    "check": "anyaccel.checker.check",
     "device_count": "anyaccel.backends.portable",
     "devices": "anyaccel.backends.device",
     "empty_cache": "anyaccel.backends.portable",

@@ -1,0 +1,56 @@
+"""A pipeline that is written badly on purpose: every line marked with a fault meets one limit."""
+
+from typing import Any
+
+import diffusers as plain
+import torch
+
+diffusers: Any = plain  # without types
+__all__ = ["FAULTS", "BadPipeline", "make"]
+
+
+class BadModel(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
+    """Rotary tables in float64, a host round trip a layer."""
+
+    @diffusers.configuration_utils.register_to_config  # type: ignore[untyped-decorator]
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width)
+
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        table = torch.arange(8, dtype=torch.float64, device=latents.device)  # fault: float64
+        angle = (table * 0.1).to(latents.dtype)
+        out: torch.Tensor = self.layer(latents * torch.cos(angle))
+        if out.abs().max().item() > 1e6:  # fault: round trip
+            raise ValueError
+        return out + timestep.to(latents.dtype) * 1e-4
+
+
+class BadPipeline(diffusers.DiffusionPipeline):  # type: ignore[misc]
+    """Noise on the device, and a look-up of the timestep there."""
+
+    def __init__(self, model: BadModel, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(model=model, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(self, num_inference_steps: int = 2, output_type: str = "np") -> Any:
+        device = self._execution_device
+        torch.manual_seed(0)
+        noise = torch.randn(1, 8, device=device)  # fault: random
+        latents = noise * 0 + torch.linspace(-1, 1, 8).to(device)
+        self.scheduler.set_timesteps(num_inference_steps, device=device)
+        timesteps = self.scheduler.timesteps
+        for i, t in enumerate(timesteps):  # noqa: B007 - diffusers' own form
+            index = (timesteps == t).nonzero()  # fault: shape
+            latents = latents - 0.1 * self.model(latents, timesteps[index].reshape(-1)[0])
+        return diffusers.ImagePipelineOutput(images=latents.float().cpu().numpy())
+
+
+FAULTS = {"float64": "dtypes.float64", "random": "random_numbers", "shape": "data_dependent_shapes"}
+
+
+def make() -> Any:
+    """The pipeline, as `anyaccel check` asks for it."""
+    torch.manual_seed(1)
+    return BadPipeline(BadModel().eval(), diffusers.DDIMScheduler())

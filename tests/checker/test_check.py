@@ -1,0 +1,106 @@
+"""`anyaccel check`: faults named at their own lines, where they are faults and nowhere else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anyaccel
+from anyaccel.backends.claim import Limit
+from anyaccel.checker.check import check, find_devices
+from anyaccel.checker.report import Report
+from anyaccel.errors import AnyaccelError
+from tests.checker.bad_pipeline import FAULTS, make
+from tests.conftest import ROOT
+
+BAD = Path(__file__).with_name("bad_pipeline.py")
+DEVICES = ["mps", "neuron", "xpu"]
+ERRORS = {("float64", "mps"), ("float64", "neuron"), ("random", "neuron"), ("shape", "neuron")}
+
+
+def line_of(fault: str) -> int:
+    return next(at for at, line in enumerate(BAD.read_text().splitlines(), 1) if f"# fault: {fault}" in line)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Report:
+    return check(make(), DEVICES, plain=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_at_its_line_where_it_is_one(plain: Report, device: str, fault: str) -> None:
+    found = [one for one in plain.devices[device].violations if one.limit == FAULTS[fault]]
+    at = [one.line for one in found if one.file.endswith("bad_pipeline.py")]
+    if (fault, device) not in ERRORS:
+        assert at == []
+        return
+    limit = anyaccel.sheet(device).limits(Limit)[FAULTS[fault]]
+    assert line_of(fault) in at
+    one = next(one for one in found if one.line == line_of(fault))
+    assert (one.effect, one.source, one.hint) == ("error", limit.source, limit.hint)
+    assert f"# fault: {fault}" in one.code
+
+
+def test_a_round_trip_a_layer_is_counted_a_step(plain: Report) -> None:
+    for report in plain.devices.values():
+        assert report.host_round_trips_per_step is not None
+        trips = [
+            one for one in report.violations if one.limit == "host_round_trip" and one.line == line_of("round trip")
+        ]
+        if trips:
+            assert trips[0].count == 2
+            assert report.host_round_trips_per_step >= 1
+
+
+def test_where_an_error_is_met_the_answer_is_no(plain: Report) -> None:
+    assert not plain.devices["neuron"].runs
+    assert not plain.passes
+    assert plain.devices["neuron"].of("error")
+
+
+def test_strict_stops_where_the_device_would() -> None:
+    report = check(make(), "neuron", plain=True, strict=True).devices["neuron"]
+    assert not report.finished
+    assert report.error.startswith("Limit")
+
+
+def test_a_recipe_passes_placed_and_the_json_says_so() -> None:
+    report = check("stable-diffusion", ["neuron"])
+    document = json.loads(report.to_json())["devices"]["neuron"]
+    assert document["passes"] is True
+    assert document["runs"] is True
+    assert document["virtual"] is True
+    assert document["max_difference"] <= 1e-3
+    assert document["host_round_trips_per_step"] == 0
+    assert document["graphs"] is None
+
+
+def test_compiling_counts_the_graphs() -> None:
+    graphs = check("stable-diffusion", ["neuron"], compile=True).devices["neuron"].graphs
+    assert graphs is not None
+    assert graphs.compiled == 1
+    assert graphs.breaks == ()
+
+
+@pytest.mark.parametrize("asked", ["nonsense", "tests.checker.nowhere:make", "tests.checker.bad_pipeline:nothing"])
+def test_what_is_no_subject_is_said_with_a_hint(asked: str) -> None:
+    with pytest.raises(AnyaccelError) as caught:
+        check(asked, "mps")
+    assert caught.value.hint
+
+
+def test_unknown_devices_are_refused() -> None:
+    assert "mps" in find_devices("all")
+    with pytest.raises(AnyaccelError, match="quantum"):
+        find_devices(["mps", "quantum"])
+
+
+def test_the_command_ends_with_one_where_the_answer_is_no() -> None:
+    command = [Path(sys.executable).parent / "anyaccel", "check", "tests.checker.bad_pipeline:make", "-d", "neuron"]
+    done = subprocess.run([*map(str, command), "--plain"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "neuron (virtual, plain diffusers): does not run" in done.stdout
+    assert f"bad_pipeline.py:{line_of('float64')}" in done.stdout
