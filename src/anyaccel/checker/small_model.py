@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def make_small_model(folder: Path) -> SmallModel:
     kind = str(index.get("_class_name"))
     base = _find_recipe(kind)
     notes = [f"built small from its config files, with random weights and the sizes of the recipe {base.name}"]
-    notes += _find_strangers(index, base)
+    notes += _find_strangers(folder, index, base)
     parts = functools.partial(_make_parts, folder, index, base)
     recipe = Recipe(
         name=folder.name,
@@ -51,7 +52,10 @@ def make_small_model(folder: Path) -> SmallModel:
 
 
 def _find_recipe(kind: str) -> Recipe:
-    known = {recipe.pipeline: recipe for recipe in reversed(list(recipes().values()))}
+    known: dict[str, Recipe] = {}
+    for recipe in recipes().values():  # the one that is called as its class wins, then the first
+        if recipe.pipeline not in known or recipe.name == _kebab(recipe.pipeline):
+            known[recipe.pipeline] = recipe
     if kind not in known:
         raise ModelError(
             f"no tiny pipeline of the class {kind} is known, whose sizes a small model could have",
@@ -60,15 +64,31 @@ def _find_recipe(kind: str) -> Recipe:
     return known[kind]
 
 
-def _find_strangers(index: Mapping[str, Any], base: Recipe) -> list[str]:
-    """Components whose class is not the recipe's: they are taken from the recipe, and the reader is told."""
+def _kebab(pipeline: str) -> str:
+    """`StableDiffusionPipeline` → `stable-diffusion`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", pipeline.removesuffix("Pipeline")).lower()
+
+
+def _find_strangers(folder: Path, index: Mapping[str, Any], base: Recipe) -> list[str]:
+    """Models whose class is not the recipe's: they are taken from the recipe, and the reader is told."""
     tiny: Any = base.make()
     told = []
     for name, _, kind in _components(index):
         ours = tiny.components.get(name)
-        if ours is not None and type(ours).__name__ != kind and not hasattr(ours, "set_timesteps"):
+        if hasattr(ours, "parameters") and not _is_a(ours, kind, _read_config(folder / name)):
             told.append(f"{name}: {type(ours).__name__} stands in for {kind}")
     return told
+
+
+def _is_a(ours: Any, kind: str, config: Mapping[str, Any] | None) -> bool:
+    """Whether a component is of the class that a model names, by its name of today or by an older one."""
+    from diffusers import ModelMixin
+    from diffusers.models.model_loading_utils import _fetch_remapped_cls_from_config
+
+    if type(ours).__name__ == kind or not isinstance(ours, ModelMixin) or not config:
+        return type(ours).__name__ == kind
+    older = getattr(importlib.import_module("diffusers"), kind, None)
+    return older is not None and _fetch_remapped_cls_from_config(config, older) is type(ours)
 
 
 def _components(index: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -91,7 +111,7 @@ def _make_parts(folder: Path, index: Mapping[str, Any], base: Recipe) -> dict[st
             continue
         if hasattr(ours, "set_timesteps"):
             parts[name] = getattr(importlib.import_module(library), kind).from_config(config)
-        elif type(ours).__name__ == kind and hasattr(ours, "config"):
+        elif hasattr(ours, "parameters") and _is_a(ours, kind, config):
             parts[name] = _rebuild(ours, config)
     return parts
 

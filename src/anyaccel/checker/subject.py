@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.checker.small_model import make_small_model
+from anyaccel.descriptions import described_models, find_description
 from anyaccel.errors import ModelError, UsageError, nearest
 from anyaccel.recipes import Recipe, recipes
 
@@ -36,6 +37,10 @@ def read_subject(what: Any, call: Mapping[str, Any]) -> Subject:
     if Path(text).expanduser().is_dir():
         small = make_small_model(Path(text).expanduser())
         return _change_call(Subject(name=text, recipe=small.recipe, notes=small.notes), call)
+    described = find_description(text)
+    if described is not None:
+        small = make_small_model(described)
+        return _change_call(Subject(name=text, recipe=small.recipe, notes=small.notes), call)
     if text in recipes():
         return _change_call(Subject(name=text, recipe=recipes()[text]), call)
     module, colon, function = text.partition(":")
@@ -43,7 +48,8 @@ def read_subject(what: Any, call: Mapping[str, Any]) -> Subject:
         return _change_call(_from_factory(text, module, function), call)
     raise ModelError(
         f"{text} is no folder, no recipe and no package.module:function",
-        hint=f"give a folder with a model_index.json, or a function that makes a pipeline; {nearest(text, recipes())}",
+        hint=f"give a folder with a model_index.json, or a function that makes a pipeline; "
+        f"{nearest(text, [*described_models(), *recipes()])}",
     )
 
 
