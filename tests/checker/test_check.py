@@ -104,3 +104,11 @@ def test_the_command_ends_with_one_where_the_answer_is_no() -> None:
     assert done.returncode == 1, done.stderr
     assert "neuron (virtual, plain diffusers): does not run" in done.stdout
     assert f"bad_pipeline.py:{line_of('float64')}" in done.stdout
+
+
+def test_where_threads_run_a_fresh_process_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    report = check(make(), "neuron", plain=True).devices["neuron"]
+    assert line_of("float64") in [one.line for one in report.of("error")]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.backends.registry import load_registry
-from anyaccel.checker.report import DeviceReport, Report
+from anyaccel.checker.fresh_process import Task, can_fork, check_afresh
+from anyaccel.checker.report import Report
 from anyaccel.checker.run import Ways, run_on_devices
 from anyaccel.checker.subject import read_subject
 from anyaccel.errors import UsageError, nearest
@@ -23,7 +24,6 @@ def check(
     plain: bool = False,
     strict: bool = False,
     compile: bool = False,  # noqa: A002 - it is what the option is called everywhere
-    on_done: Callable[[DeviceReport], None] | None = None,
     **call: Any,
 ) -> Report:
     """Run a pipeline on virtual devices and report every line that a device would not take: `check(pipe, "mps")`.
@@ -35,9 +35,12 @@ def check(
     if plain and compile:
         raise UsageError("plain diffusers compiles nothing by itself", hint="leave one of the two out")
     devices = find_devices(device)
+    if not can_fork():
+        options = {"plain": plain, "strict": strict, "compile": compile}
+        return check_afresh(Task(subject=pipeline_or_model, devices=tuple(devices), options=options, call=call))
     subject = read_subject(pipeline_or_model, call)
     ways = Ways(placed=not plain, strict=strict, compiled=compile)
-    found = run_on_devices(subject.recipe, devices, ways, on_done)
+    found = run_on_devices(subject.recipe, devices, ways)
     return Report(
         subject=subject.name,
         pipeline=subject.recipe.pipeline,

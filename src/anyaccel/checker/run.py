@@ -8,7 +8,7 @@ import os
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +38,7 @@ class Ways:
     compiled: bool = False
 
 
-def run_on_devices(
-    recipe: Recipe, devices: list[str], ways: Ways, on_done: Callable[[DeviceReport], None] | None = None
-) -> Iterator[DeviceReport]:
+def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways) -> Iterator[DeviceReport]:
     """Check one pipeline on some virtual devices; the reports come in the order that was asked for."""
     from anyaccel.emulator.process import fork, run_forked
 
@@ -49,10 +47,7 @@ def run_on_devices(
 
     def check(device: str) -> DeviceReport:
         use = _Use(recipe, expected, ways)
-        report: DeviceReport = run_forked(device, use, strict=ways.strict, timeout_s=_TIMEOUT_S)
-        if on_done is not None:
-            on_done(report)
-        return report
+        return run_forked(device, use, strict=ways.strict, timeout_s=_TIMEOUT_S)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:  # a thread waits for each process
         yield from pool.map(check, devices)
