@@ -75,6 +75,12 @@ class Ledger:
         chosen = [row for row in rows if effect is None or row.effect == effect]
         return sorted(chosen, key=lambda row: (order[row.effect], -row.count, row.file, row.line))
 
+    def assert_clean(self, *effects: Effect) -> None:
+        """Raise AssertionError with the rows of these effects if there are any; `error` without a name."""
+        found = [row for effect in effects or ("error",) for row in self.rows(effect)]
+        if found:
+            raise AssertionError("the device cannot do this:\n" + "\n".join(_describe(row) for row in found))
+
     def round_trips(self) -> dict[int | None, int]:
         """How often the host read from the device, by denoising step; None stands for outside the loop."""
         with self._lock:
@@ -102,10 +108,11 @@ class Ledger:
         rows = self.rows()
         if not rows:
             return "the ledger is empty: no limit was met"
-        lines = [
-            f"{row.effect:9}{row.count:6} × {row.limit:28} {row.operation:32} {row.file}:{row.line}" for row in rows
-        ]
-        return "\n".join(lines)
+        return "\n".join(_describe(row) for row in rows)
+
+
+def _describe(row: Row) -> str:
+    return f"{row.effect:9}{row.count:6} × {row.limit:28} {row.operation:32} {row.file}:{row.line}"
 
 
 def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:

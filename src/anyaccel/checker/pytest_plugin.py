@@ -1,0 +1,256 @@
+"""The pytest plugin: tests on virtual accelerators, a process each, or a whole suite on one.
+
+    @pytest.mark.accelerator("mps", "neuron")
+    def test_it_runs(accelerator):
+        make_pipeline().to(accelerator.device)(…)
+        accelerator.ledger.assert_clean("error")
+
+    pytest --accelerator hpu        a whole suite, somebody else's too, with a virtual Gaudi in the process
+    pytest --accelerator-real       the marked tests on the real devices that are here; the others are skipped
+
+A process has one virtual accelerator. Marked tests run in processes that are forked from a second pytest, which has
+collected the same tests and computed nothing: a fork of the first one would wait for ever for torch's threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyaccel.emulator.ledger import Ledger
+
+__all__ = ["Accelerator"]
+
+_NAME = "_accelerator_name"
+_MARKER = "accelerator"
+_ACTIVE = pytest.StashKey[Any]()
+_STACK = pytest.StashKey[ExitStack]()
+_SECOND = pytest.StashKey["_SecondPytest"]()
+_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What the fixture gives."""
+
+    name: str
+    device: torch.device
+    virtual: bool
+    ledger: Ledger
+    """What the test asked of the device that it cannot do; empty on real hardware, which tells by its errors."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options."""
+    group = parser.getgroup("anyaccel", "accelerators, virtual ones unless you ask for real ones")
+    group.addoption("--accelerator", metavar="NAME", help="run the whole suite with this virtual accelerator")
+    group.addoption("--accelerator-strict", action="store_true", help="raise where the device would")
+    group.addoption("--accelerator-real", action="store_true", help="run the marked tests on real devices")
+    group.addoption("--accelerator-second", metavar="IN,OUT", help="used by the plugin itself")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Have the device before the first line of the suite is imported."""
+    name = early_config.known_args_namespace.accelerator
+    if name:
+        # What diffusers' own test utilities, and suites after their pattern, look at.
+        os.environ.setdefault("DIFFUSERS_TEST_DEVICE", name)
+        _activate(early_config, name, strict=early_config.known_args_namespace.accelerator_strict)
+
+
+def _activate(config: pytest.Config, name: str, **options: Any) -> None:
+    from anyaccel.emulator.activation import virtual
+
+    stack = ExitStack()
+    config.stash[_ACTIVE] = stack.enter_context(virtual(name, **options))
+    config.stash[_STACK] = stack
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell pytest of the marker."""
+    words = "accelerator(*names, strict=False, count=1, memory=None): run the test once a virtual accelerator"
+    config.addinivalue_line("markers", words)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let go of the device, and of the second pytest."""
+    if _STACK in config.stash:
+        config.stash[_STACK].close()
+    if _SECOND in config.stash:
+        config.stash[_SECOND].close()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Once a device that the marker names."""
+    marker = metafunc.definition.get_closest_marker(_MARKER)
+    if marker is not None and not metafunc.config.getoption("--accelerator"):
+        if not marker.args:
+            raise pytest.UsageError(f'{metafunc.definition.nodeid}: name a device: @pytest.mark.accelerator("mps")')
+        metafunc.fixturenames.append(_NAME)
+        metafunc.parametrize(_NAME, marker.args, ids=[str(name) for name in marker.args])
+
+
+@pytest.fixture
+def accelerator(request: pytest.FixtureRequest) -> Accelerator:
+    """The device of a test with the marker `accelerator`, or of the whole run with `--accelerator`."""
+    active = request.config.stash.get(_ACTIVE, None)
+    if active is not None:
+        return Accelerator(active.name, active.device(), True, active.ledger)
+    name = _name_of(request.node)
+    if name is None:
+        pytest.fail('the fixture accelerator needs @pytest.mark.accelerator("mps"), or pytest --accelerator mps')
+    return _open_real(name)
+
+
+def _open_real(name: str) -> Accelerator:
+    from anyaccel.backends.device import open_device
+    from anyaccel.emulator.ledger import Ledger
+    from anyaccel.errors import DeviceUnavailableError
+
+    try:
+        opened = open_device(name)
+    except DeviceUnavailableError as error:
+        pytest.skip(error.message)
+    return Accelerator(opened.sheet.name, opened.torch_device, False, Ledger())
+
+
+def _name_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get(_NAME)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Run a marked test in a process of its own."""
+    config = item.config
+    if _name_of(item) is None or config.getoption("--accelerator-second") or config.getoption("--accelerator-real"):
+        return None
+    if _SECOND not in config.stash:
+        config.stash[_SECOND] = _SecondPytest(config)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for content in config.stash[_SECOND].run(item.nodeid):
+        report = config.hook.pytest_report_from_serializable(config=config, data=content)
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+class _SecondPytest:
+    """The other process, as the first one sees it: it is asked for a test and answers with reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        questions, self._ask = os.pipe()
+        self._hear, answers = os.pipe()
+        without_xdist = ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
+        words = [
+            *map(str, config.invocation_params.args),
+            *without_xdist,
+            f"--accelerator-second={questions},{answers}",
+        ]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *words],
+            cwd=config.invocation_params.dir,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            pass_fds=(questions, answers),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(questions)
+        os.close(answers)
+        self._answers = os.fdopen(self._hear, encoding="utf-8")
+
+    def run(self, nodeid: str) -> list[dict[str, Any]]:
+        """The reports of one test."""
+        try:
+            os.write(self._ask, f"{json.dumps(nodeid)}\n".encode())
+            line = self._answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise pytest.UsageError(
+                f"the second pytest, which runs {nodeid}, ended with status {self._process.wait()}; "
+                "see what `pytest --collect-only` says with OMP_NUM_THREADS=1"
+            )
+        answer: list[dict[str, Any]] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """Let it end: it reads until there is nothing more to be read."""
+        os.close(self._ask)
+        self._answers.close()
+        self._process.wait()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In the second pytest: run the tests that are asked for, each in a fork."""
+    pipe = session.config.getoption("--accelerator-second")
+    if not pipe:
+        return None
+    questions, answers = (int(number) for number in pipe.split(","))
+    items = {item.nodeid: item for item in session.items}
+    with os.fdopen(questions, encoding="utf-8") as asked, os.fdopen(answers, "w", encoding="utf-8") as told:
+        for line in asked:
+            told.write(json.dumps(_run_forked(items[json.loads(line)])) + "\n")
+            told.flush()
+    return True
+
+
+def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
+    from anyaccel.emulator.process import fork
+
+    name = _name_of(item)
+    marker = item.get_closest_marker(_MARKER)
+    assert name is not None
+    assert marker is not None
+    options: dict[str, Any] = {"strict": item.config.getoption("--accelerator-strict"), **marker.kwargs}
+
+    def run() -> list[dict[str, Any]]:
+        _activate(item.config, name, **options)
+        return list(_serialize(item))
+
+    try:
+        return fork(run, name=item.nodeid, timeout_s=_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - whatever ended the process is the test's report
+        return [_describe_end(item, error)]
+
+
+def _serialize(item: pytest.Item) -> Iterator[dict[str, Any]]:
+    for report in runtestprotocol(item, log=False, nextitem=None):
+        yield item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+
+
+def _describe_end(item: pytest.Item, error: Exception) -> dict[str, Any]:
+    report = pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=f"the test's process ended before the test did: {type(error).__name__}: {error}",
+        when="call",
+    )
+    content: dict[str, Any] = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+    return content
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """What the whole suite asked of the device that it cannot do."""
+    active = config.stash.get(_ACTIVE, None)
+    if active is None or not config.getoption("--accelerator"):
+        return
+    terminalreporter.section(f"{active.sheet.title} (virtual)")
+    terminalreporter.write_line(str(active.ledger))

@@ -1,0 +1,59 @@
+"""The pytest plugin, run against a suite that knows nothing of it, and against one whose author uses it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SUITE = Path(__file__).with_name("foreign_suite")
+
+
+def run_pytest(*words: str) -> "subprocess.CompletedProcess[str]":
+    """In a process and a configuration of its own, with as many threads as torch likes."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(SUITE),
+        "-p",
+        "no:cacheprovider",
+        "-rA",
+    ]
+    return subprocess.run([*command, *words], cwd=SUITE, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_a_foreign_suite_on_a_virtual_device() -> None:
+    virtual = run_pytest("test_foreign.py", "--accelerator", "neuron")
+    assert virtual.returncode == 0, virtual.stdout + virtual.stderr
+    assert "Neuron" in virtual.stdout
+    assert "(virtual)" in virtual.stdout
+    line = next(line for line in virtual.stdout.splitlines() if "dtypes.float64" in line)
+    assert line.startswith("error")
+    assert "test_foreign.py:37" in line
+    strict = run_pytest("test_foreign.py", "--accelerator", "neuron", "--accelerator-strict")
+    assert strict.returncode == 1
+    assert "FAILED test_foreign.py::test_the_schedule_is_precise" in strict.stdout
+    assert "PASSED test_foreign.py::test_the_model_gives_a_picture_of_the_same_size" in strict.stdout
+
+
+def test_marked_tests_run_in_a_process_each() -> None:
+    done = run_pytest("test_marked.py")
+    assert done.returncode == 1
+    said = done.stdout
+    for passed in ("test_in_a_process_each[mps]", "test_in_a_process_each[neuron]", "test_strict_raises[mps]"):
+        assert f"PASSED test_marked.py::{passed}" in said, said + done.stderr
+    assert "PASSED test_marked.py::test_that_is_not_marked" in said
+    assert "FAILED test_marked.py::test_the_ledger_tells[neuron]" in said
+    assert "dtypes.float64" in said
+    assert "FAILED test_marked.py::test_that_kills_its_process[hpu]" in said
+    assert "status 7" in said
+    assert "2 failed, 4 passed" in said
+
+
+def test_real_devices_that_are_not_here_are_skipped_with_the_reason() -> None:
+    done = run_pytest("test_marked.py", "--accelerator-real", "-k", "test_in_a_process_each")
+    assert done.returncode == 0, done.stdout
+    assert "2 skipped" in done.stdout
+    assert "SKIPPED" in done.stdout
