@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from anyaccel.checker.formats import shorten
 from anyaccel.checker.report import DeviceReport, Report, Violation
 
 __all__ = ["describe_device", "describe_report", "describe_verdict"]
@@ -64,6 +65,6 @@ def _describe_limit(found: list[Violation]) -> Iterator[str]:
     shown = list(lines.values()) if first.effect in _SHOWN_WHOLE else list(lines.values())[:_SHOWN]
     for one in shown:
         step = "" if one.step is None else f"   [step {one.step}]"
-        yield f"      {one.file}:{one.line}  {one.code}{step}"
+        yield f"      {shorten(one.file)}:{one.line}  {one.code}{step}"
     if len(shown) < len(lines):
         yield f"      and {len(lines) - len(shown)} lines more; --json has them"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anyaccel.cli.generate_options import read_size
-from anyaccel.errors import UsageError
+from anyaccel.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from anyaccel.checker.report import Report
 
 __all__ = ["check_pipeline"]
+
+_FORMATS = ("text", "json", "github", "sarif")
 
 
 def check_pipeline(
@@ -26,7 +31,11 @@ def check_pipeline(
     steps: Annotated[int | None, typer.Option("--steps", help="How many steps.")] = None,
     size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile, and count the graphs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", metavar="FILE", help="An earlier --json: only what is new is told.")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help=f"{', '.join(_FORMATS)}.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
 ) -> None:
     """Check a pipeline on virtual devices: does it run, is the picture right, and which lines are to be mended.
 
@@ -34,15 +43,31 @@ def check_pipeline(
     """
     if device and all_devices:
         raise UsageError("--device and --all are both given", hint="leave one of the two out")
+    form = "json" if as_json else form
+    if form not in _FORMATS:
+        raise UsageError(f"there is no format {form!r}", hint=nearest(form, _FORMATS))
     call = _read_call(steps, size)
     # Each device has a process, and each process one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from anyaccel.checker.baseline import leave_out_known, read_baseline
     from anyaccel.checker.check import check
 
+    known = read_baseline(baseline) if baseline else None
     report = check(subject, device or "all", plain=plain, strict=strict, compile=compiled, **call)
-    print(report.to_json() if as_json else report)
+    if known is not None:
+        report = leave_out_known(report, known)
+    print(_write(report, form))
     if not report.passes:
         raise typer.Exit(1)
+
+
+def _write(report: Report, form: str) -> str:
+    from anyaccel.checker.formats import as_github, as_sarif
+
+    if form == "github":
+        return "\n".join(as_github(report))
+    writers = {"text": str, "json": lambda one: one.to_json(), "sarif": as_sarif}
+    return str(writers[form](report))
 
 
 def _read_call(steps: int | None, size: str | None) -> dict[str, Any]:

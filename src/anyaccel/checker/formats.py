@@ -1,0 +1,88 @@
+"""A report for other programs: annotations of GitHub's on the lines of a pull request, and SARIF."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from anyaccel.backends.claim import Effect
+from anyaccel.checker.report import DeviceReport, Report, Violation
+
+__all__ = ["as_github", "as_sarif", "shorten"]
+
+_GITHUB: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "notice", "slow": "notice"}
+_SARIF: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "note", "slow": "note"}
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def shorten(file: str) -> str:
+    """A path as it is seen from here, where the file lies below: `src/pipeline.py`."""
+    path = Path(file)
+    here = Path(os.getcwd())
+    return path.relative_to(here).as_posix() if path.is_absolute() and path.is_relative_to(here) else file
+
+
+def as_github(report: Report) -> Iterator[str]:
+    """A line for each place, which GitHub shows beside the code."""
+    for device, one in _places(report):
+        words = f"{_label(device)}: {one.says} hint: {one.hint}" if one.hint else f"{_label(device)}: {one.says}"
+        place = f"file={_escape(shorten(one.file), ',:')},line={one.line},title={_escape(one.limit, ',:')}"
+        yield f"::{_GITHUB[one.effect]} {place}::{_escape(words)}"
+    for device in report.devices.values():
+        if not device.finished:
+            yield f"::error title={_escape(report.subject, ',:')}::{_escape(f'{_label(device)}: {device.error}')}"
+
+
+def _places(report: Report) -> Iterator[tuple[DeviceReport, Violation]]:
+    """Each line of code once for a device and a limit."""
+    for device in report.devices.values():
+        seen = set()
+        for one in device.violations:
+            place = (one.limit, one.file, one.line)
+            if place not in seen:
+                seen.add(place)
+                yield device, one
+
+
+def _label(device: DeviceReport) -> str:
+    return f"{device.device} ({'virtual' if device.virtual else 'hardware'})"
+
+
+def _escape(text: str, more: str = "") -> str:
+    """As GitHub's commands want it: percent signs, ends of lines and, in properties, commas and colons."""
+    for letter in f"%\r\n{more}":
+        text = text.replace(letter, f"%{ord(letter):02X}")
+    return text
+
+
+def as_sarif(report: Report) -> str:
+    """The report in the format that code scanners share (SARIF 2.1.0)."""
+    places = list(_places(report))
+    rules = {one.limit: one for _, one in places}
+    results = [_as_result(device, one, list(rules)) for device, one in places]
+    driver = {"name": "anyaccel", "rules": [_as_rule(one) for one in rules.values()]}
+    run = {"tool": {"driver": driver}, "results": results}
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _as_rule(one: Violation) -> dict[str, Any]:
+    rule: dict[str, Any] = {"id": one.limit, "shortDescription": {"text": one.limit}}
+    return rule | ({"helpUri": one.source} if one.source else {})
+
+
+def _as_result(device: DeviceReport, one: Violation, rules: list[str]) -> dict[str, Any]:
+    place = {
+        "artifactLocation": {"uri": shorten(one.file)},
+        "region": {"startLine": max(1, one.line), "snippet": {"text": one.code}},
+    }
+    return {
+        "ruleId": one.limit,
+        "ruleIndex": rules.index(one.limit),
+        "level": _SARIF[one.effect],
+        "message": {"text": f"{_label(device)}: {one.says} {one.hint}".strip()},
+        "locations": [{"physicalLocation": place}],
+        "properties": {"device": device.device, "virtual": device.virtual, "effect": one.effect},
+    }

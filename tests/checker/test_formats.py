@@ -1,0 +1,73 @@
+"""Reports for other programs, and what an earlier report leaves out; nothing runs here."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anyaccel.checker.baseline import leave_out_known, read_baseline
+from anyaccel.checker.formats import as_github, as_sarif
+from anyaccel.checker.report import DeviceReport, Report, Violation
+from anyaccel.errors import UsageError
+
+
+def violation(code: str = "x.double()", line: int = 7, **more: object) -> Violation:
+    known = {"limit": "dtypes.float64", "effect": "error", "operation": "aten::_to_copy", "file": "pipe.py", "count": 2}
+    known |= {"step": None, "says": "There is no float64, 100 %.", "source": "https://example.org", "hint": "float32"}
+    return Violation(**{**known, "evidence": "documented", "code": code, "line": line, **more})  # type: ignore[arg-type]
+
+
+def report(*violations: Violation, finished: bool = True) -> Report:
+    device = DeviceReport(
+        device="mps", virtual=True, placed=False, finished=finished, violations=violations,
+        error="" if finished else "TypeError: no", max_difference=0.0 if finished else None, host_round_trips_per_step=0.0,
+    )  # fmt: skip
+    return Report(subject="mine", pipeline="Mine", devices={"mps": device})
+
+
+def test_github_shows_each_line_once() -> None:
+    lines = list(as_github(report(violation(), violation(operation="aten::add"), violation(line=9, effect="slow"))))
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "::error file=pipe.py,line=7,title=dtypes.float64::mps (virtual): There is no float64, 100 %25."
+    )
+    assert lines[1].startswith("::notice file=pipe.py,line=9")
+    assert list(as_github(report(finished=False))) == ["::error title=mine::mps (virtual): TypeError: no"]
+
+
+def test_sarif_has_rules_and_places() -> None:
+    run = json.loads(as_sarif(report(violation())))["runs"][0]
+    assert run["tool"]["driver"]["rules"][0]["id"] == "dtypes.float64"
+    result = run["results"][0]
+    assert result["level"] == "error"
+    assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 7
+    assert result["properties"] == {"device": "mps", "virtual": True, "effect": "error"}
+
+
+def test_what_is_known_is_left_out_even_if_it_moved(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(report(violation()).to_json())
+    known = read_baseline(str(path))
+    moved = report(violation(line=70), violation(code="y.double()", line=71))
+    left = leave_out_known(moved, known)
+    assert [one.line for one in left.devices["mps"].violations] == [71]
+    assert "1 findings of the baseline are left out" in left.notes
+    assert not left.passes
+    assert leave_out_known(report(violation(line=70)), known).passes
+    twice = report(violation(line=70), violation(line=80))
+    assert len(leave_out_known(twice, known).devices["mps"].violations) == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"devices": 3}'])
+def test_what_is_no_baseline_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(content)
+    with pytest.raises(UsageError):
+        read_baseline(str(path))
+
+
+def test_the_words_name_the_line_and_the_way_out() -> None:
+    words = str(report(violation(), violation(limit="host_round_trip", effect="slow", hint="")))
+    assert "mps (virtual, plain diffusers): does not run" in words
+    assert "pipe.py:7  x.double()" in words
+    assert "hint: float32" in words
