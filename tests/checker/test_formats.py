@@ -20,7 +20,8 @@ def violation(code: str = "x.double()", line: int = 7, **more: object) -> Violat
 def report(*violations: Violation, finished: bool = True) -> Report:
     device = DeviceReport(
         device="mps", virtual=True, placed=False, finished=finished, violations=violations,
-        error="" if finished else "TypeError: no", max_difference=0.0 if finished else None, host_round_trips_per_step=0.0,
+        error="" if finished else "TypeError: no", max_difference=0.0 if finished else None,
+        host_round_trips_per_step=0.0,
     )  # fmt: skip
     return Report(subject="mine", pipeline="Mine", devices={"mps": device})
 

@@ -66,8 +66,9 @@ def _write(report: Report, form: str) -> str:
 
     if form == "github":
         return "\n".join(as_github(report))
-    writers = {"text": str, "json": lambda one: one.to_json(), "sarif": as_sarif}
-    return str(writers[form](report))
+    if form == "sarif":
+        return as_sarif(report)
+    return report.to_json() if form == "json" else str(report)
 
 
 def _read_call(steps: int | None, size: str | None) -> dict[str, Any]:
