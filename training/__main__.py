@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from anyaccel.errors import AnyaccelError, UsageError
+
 __all__ = ["main"]
 
 _DATA, _OUT = Path("runs/data"), Path("runs/embedded")
@@ -42,6 +44,14 @@ def main(words: list[str] | None = None) -> int:
     for command in (first, second):
         command.add_argument("--data", type=Path, default=_DATA)
     asked = parser.parse_args(words)
+    try:
+        return _run(asked)
+    except AnyaccelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _run(asked: argparse.Namespace) -> int:
     return {"prepare": _prepare, "train": _train, "install": _install, "evaluate": _evaluate}[asked.command](asked)
 
 
@@ -56,6 +66,8 @@ def _prepare(asked: argparse.Namespace) -> int:
 def _train(asked: argparse.Namespace) -> int:
     from training.train import train
 
+    if not (asked.data / "glyphs.npz").is_file():
+        raise UsageError(f"there is no data at {asked.data}", hint="python -m training prepare makes it")
     done = train(
         asked.data, asked.out, asked.device, asked.autoencoder_minutes, asked.denoiser_minutes,
         asked.stop_after_minutes, asked.workers, asked.batch,
@@ -65,19 +77,23 @@ def _train(asked: argparse.Namespace) -> int:
 
 
 def _install(asked: argparse.Namespace) -> int:
+    if not (asked.model / "model_index.json").is_file():
+        raise UsageError(f"there is no model at {asked.model}", hint="python -m training train makes one")
     import torch
     from diffusers import DiffusionPipeline
 
     from training.model import save
     from training.prepare import EMBEDDED
 
-    save(DiffusionPipeline.from_pretrained(asked.model, torch_dtype=torch.float16), EMBEDDED / "weights")
+    save(DiffusionPipeline.from_pretrained(asked.model).to(torch.float16), EMBEDDED / "weights")
     return 0
 
 
 def _evaluate(asked: argparse.Namespace) -> int:
     from training.figures import measure
 
+    if asked.json and not asked.json.parent.is_dir():
+        raise UsageError(f"there is no folder {asked.json.parent}", hint=f"mkdir -p {asked.json.parent}")
     begun = time.monotonic()
     figures: dict[str, Any] = measure(
         asked.model, asked.device, asked.dtype, asked.things, asked.steps, asked.guidance, asked.batch

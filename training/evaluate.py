@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from anyaccel.embedded.judge import BACKGROUNDS, Judge, open_judge
+from anyaccel.errors import UsageError
 from training.captions import Scene, pair, single
 from training.things import Thing
 
@@ -43,6 +44,8 @@ class Figures:
 
 def judge_scenes(things: tuple[Thing, ...], count: int, seed: int = _SEED) -> dict[str, list[Scene]]:
     """The scenes of the evaluation: drawn by a fixed seed from all that were trained."""
+    if not 1 <= count <= len(things):
+        raise UsageError(f"{count} of {len(things)} things cannot be asked for", hint="for example --things 300")
     chance = random.Random(seed)
     chosen = chance.sample(range(len(things)), count)
     colours = list(BACKGROUNDS)

@@ -1,6 +1,6 @@
 """`python -m anyaccel` is the command `anyaccel`."""
 
-from anyaccel.cli.main import main
+from anyaccel.cli.entry import main
 
 if __name__ == "__main__":
     main()

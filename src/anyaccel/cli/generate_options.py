@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -81,6 +82,8 @@ class Options:
             raise UsageError(f"at least one picture is made of each prompt, not {self.count}", hint="-n 1")
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"a picture takes at least one step, not {self.steps}", hint="for example --steps 20")
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise UsageError(f"guidance is a number, not {self.guidance}", hint="for example --guidance 5")
         self.read_call()
         check_way(self.show)
         if self.output == STDOUT and self.as_json:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from anyaccel.cli.generate_notes import find_notes
 from anyaccel.cli.generate_options import Options
 from anyaccel.cli.interruption import Interruption
 from anyaccel.cli.progress import Display
@@ -123,14 +124,14 @@ class GenerateWork:
         return loaded
 
     def _introduce(self, loaded: LoadedModel) -> None:
-        """Say what is used; and of a virtual device that it is one, and why it is in this type."""
+        """Say what is used, that a virtual device is one, and what the user may not expect of it."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
-        if not plan.virtual:
-            self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}")
-            return
-        self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}, virtual: nothing here is about hardware")
-        if self.options.dtype is None:
+        virtual = ", virtual: nothing here is about hardware" if plan.virtual else ""
+        self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
+        if plan.virtual and self.options.dtype is None and self.options.source is None:
             self.display.say(f"note: {dtype}: {plan.dtype.reason}; --dtype chooses another")
+        for note in find_notes(loaded, self.options.read_call()):
+            self.display.say(f"note: {note}")
 
     def _warn_of_differences(self, loaded: LoadedModel, job: Job) -> None:
         from anyaccel.pictures.origin import find_differences
@@ -161,7 +162,7 @@ class GenerateWork:
                 self.display.say(f"seed {seed}")
             elif not self.options.as_json:
                 show_picture(picture.image, sys.stdout, self.options.show)
-                print(f"{path}  seed {seed}", flush=True)
+                _tell(f"{path}  seed {seed}")
 
     def _write(self, picture: Picture, place: int) -> Path | None:
         from anyaccel.pictures.format import encode_picture
@@ -189,7 +190,7 @@ class GenerateWork:
         path = self.destination.sheet_path(origins[0].prompt, origins[0].seed)
         self.sheet_path = self._save(self.destination, path, content)
         if not self.options.as_json:
-            print(f"{self.sheet_path}  {len(origins)} pictures")
+            _tell(f"{self.sheet_path}  {len(origins)} pictures")
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
         """Write a file; a name that was taken meanwhile is left alone, and the picture is not lost for it."""
@@ -210,6 +211,14 @@ class GenerateWork:
         del record["scheduler_config"]
         sheet = {"grid": str(self.sheet_path)} if self.sheet_path else {}
         return {"path": str(path), **record, "seconds": round(picture.seconds, 3), **sheet}
+
+
+def _tell(line: str) -> None:
+    """A line for whoever reads stdout; that nobody does any more is no reason to stop."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _print_json(document: object) -> None:

@@ -60,6 +60,11 @@ def main() -> NoReturn:
         _end("interrupted", 130)
     except AnyaccelError as error:
         _end(f"error: {error}", error.exit_status)
+    except OSError as error:
+        if os.environ.get("ANYACCEL_TRACEBACK"):
+            raise
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+        _end(f"error: the system refuses: {what}\nhint: is there space left, and may it be used?", 3)
     except Exception as error:
         if os.environ.get("ANYACCEL_TRACEBACK"):
             raise

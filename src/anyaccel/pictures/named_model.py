@@ -40,6 +40,8 @@ def name_model(model: str | os.PathLike[str] | None = None, revision: str | None
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(f"{model!r} is no model", hint="give a hub id, a folder, or nothing for the embedded one")
     text = NAME if model is None else os.fspath(model)
+    if not text.strip():
+        raise UsageError("the model has no name", hint="give a hub id, a folder, or nothing for the embedded one")
     if text == NAME:
         found = NamedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ _NOT_OURS = {
     "output_type": "the result holds PIL images; call a pipeline for anything else",
     "return_dict": "the result is always an object",
 }
+_SIZES = ("height", "width")
+_LONGEST_SIDE = 16_384
 _RANDOM_BITS = 32
 """A seed that nobody chose is short enough to be typed."""
 
@@ -55,7 +58,7 @@ def make_order(
 
     A number as the seed begins anew with every prompt: the second picture of each has the number after it.
     """
-    call = {name: _plain(value) for name, value in call.items()}
+    call = {name: _check_number(name, _plain(value)) for name, value in call.items()}
     for name, hint in _NOT_OURS.items():
         if name in call:
             raise UsageError(f"{name} is not taken here", hint=hint)
@@ -78,6 +81,17 @@ def make_order(
 def _plain(value: Any) -> Any:
     """A number of NumPy's or of torch's as one of Python's, which a record can hold."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _check_number(name: str, value: Any) -> Any:
+    """What is no number makes no picture, and no record can hold it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{name} is a number, not {value}", hint=f"for example {name}=5.0, or leave it out")
+    if name in _SIZES and isinstance(value, int) and value > _LONGEST_SIDE:
+        raise UsageError(
+            f"{name} is at most {_LONGEST_SIDE} pixels, not {value}", hint="no model makes larger pictures; enlarge one"
+        )
+    return value
 
 
 def _read_prompts(prompt: Any) -> list[str]:
