@@ -223,9 +223,9 @@ def test_stdout_takes_one_picture(
 def test_a_reader_that_goes_away_leaves_no_traceback(run: Run, capfd: pytest.CaptureFixture[str], model: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    for output in ([], ["-o", "-"]):
+    for output, status in (([], 0), (["-o", "-"], 1)):  # a file is written whoever reads; a stream is not
         command = ["generate", "x", "--seed", "7", "--steps", "1", "--model", model, *output]
-        assert run_forked_command(command, stdout=writer) == 1
+        assert run_forked_command(command, stdout=writer) == status
         assert "Traceback" not in capfd.readouterr().err
     os.close(writer)
 
@@ -247,6 +247,10 @@ def test_explain_prints_the_plan_and_makes_nothing(run: Run, tmp_path: Path) -> 
         (["x", "--size", "0x0"], "at least one pixel", "--size 512x512"),
         (["x", "--size", "abc"], "a size is a width and a height", "--size 512x512"),
         (["x", "--size", "17x16"], "width is a multiple of 2 for this model, not 17", "take 16 or 18"),
+        (["x", "--size", "100000x64"], "width is at most 16384 pixels", "enlarge one"),
+        (["x", "--guidance", "nan"], "guidance is a number, not nan", "--guidance 5"),
+        (["x", "--guidance", "inf"], "guidance is a number, not inf", "--guidance 5"),
+        (["x", "--model", ""], "the model has no name", "embedded"),
         (["x", "--steps", "0"], "at least one step, not 0", "--steps 20"),
         (["x", "-n", "0"], "at least one picture is made of each prompt, not 0", "-n 1"),
         (["x", "--seed", "-1"], "a seed is a whole number from 0 to 2**64 - 1, not -1", "without --seed one is drawn"),

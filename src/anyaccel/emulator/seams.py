@@ -19,7 +19,10 @@ __all__ = ["install_seams"]
 
 def install_seams(accelerator: VirtualAccelerator) -> None:
     """Put every seam in place; they stay until the process ends and leave other devices alone."""
-    torch.utils._device._device_constructors()  # a cached set of functions: filled before some are replaced
+    # A cached set of functions: filled anew, since transformers replaces torch.linspace while it loads and torch may have
+    # listed that one, and filled before some are replaced here.
+    torch.utils._device._device_constructors.cache_clear()
+    torch.utils._device._device_constructors()
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
         setattr(torch, name, _build_on_host(getattr(torch, name), accelerator))
     for place in (torch, torch.random):
