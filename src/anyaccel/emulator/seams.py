@@ -19,8 +19,8 @@ __all__ = ["install_seams"]
 
 def install_seams(accelerator: VirtualAccelerator) -> None:
     """Put every seam in place; they stay until the process ends and leave other devices alone."""
-    # A cached set of functions: filled anew, since transformers replaces torch.linspace while it loads and torch may have
-    # listed that one, and filled before some are replaced here.
+    # A cached set of functions: filled anew, since transformers replaces torch.linspace while it loads and torch may
+    # have listed that one; and filled before some are replaced here.
     torch.utils._device._device_constructors.cache_clear()
     torch.utils._device._device_constructors()
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
