@@ -50,12 +50,14 @@ class GenerateWork:
         try:
             with self.interruption.handling():
                 self._run()
-        except BaseException:
+        except BaseException as error:
             if not self.interruption.asked:
                 raise
-            # Whatever it is, it comes of the interruption: a library may turn that into an error of its own.
+            # A library may turn the interruption into an error of its own; one that is another's is told all the same.
             made = f": {len(self.made)} of {self.total} pictures were made" if self.total > 1 else ""
             self.display.say(f"interrupted{made}")
+            if not isinstance(error, KeyboardInterrupt):
+                self.display.say(f"note: at that moment {type(error).__name__}: {error}")
             raise typer.Exit(_INTERRUPTED) from None
         finally:
             self.display.clear()
