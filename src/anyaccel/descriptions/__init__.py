@@ -1,6 +1,7 @@
 """Config files of well-known models, so that they can be asked about offline: a folder each, under its hub id.
 
-They hold what the models' authors publish on the hub (sizes, switches, class names), and no weights.
+They hold sizes, switches and class names, and no weights. They were written by hand and are still to be held against
+the files on the hub.
 """
 
 from __future__ import annotations
