@@ -13,7 +13,28 @@ __all__ = ["PICTURE_PIXELS", "Object", "Scene", "draw_scene", "jitter", "pair", 
 PICTURE_PIXELS = 128
 _CENTRE = PICTURE_PIXELS / 2
 _OTHER_WORDS = {"grey": "gray"}
-_PREFIXES = ("a picture of ", "an emoji of ", "a drawing of ", "an icon of ", "a photo of ", "one ")
+_PREFIXES = ("a picture of ", "an emoji of ", "a drawing of ", "an icon of ", "a photo of ", "an image of ", "one ")
+_PREFIXES += (
+    "draw ",
+    "draw me ",
+    "please draw ",
+    "please draw me ",
+    "show me ",
+    "paint ",
+    "make ",
+    "create ",
+    "i want ",
+)
+_PREFIXES += (
+    "generate ",
+    "give me ",
+    "i want a picture of ",
+    "can you draw ",
+    "please make a picture of ",
+    "there is ",
+)
+_PRAISE = ("cute ", "beautiful ", "nice ", "pretty ", "lovely ", "simple ", "colorful ", "happy ", "cool ", "single ")
+_ENDS = (".", ".", ".", ".", "!", "?", ",", " please", ", please")
 _SIZES = {"": 88, "small ": 47, "large ": 114}
 _SIZES_OF_TWO = {"": 56, "small ": 38, "large ": 60}
 _COUNTS = {"two": ((33, 95), {"": 54, "small ": 36}), "three": ((24, 64, 104), {"": 38, "small ": 29})}
@@ -51,8 +72,10 @@ def draw_scene(things: tuple[Thing, ...], chance: random.Random) -> Scene:
     background = "white" if chance.random() < 0.55 else chance.choice(list(BACKGROUNDS))
     if background != "white" or chance.random() < 0.15:
         words += _on(background, chance)
-    if chance.random() < 0.04:
+    if chance.random() < 0.08:
         words = chance.choice(_PREFIXES) + words
+    if chance.random() < 0.10:
+        words += chance.choice(_ENDS)
     return Scene(words, objects, background)
 
 
@@ -90,13 +113,17 @@ def _two(things: tuple[Thing, ...], chance: random.Random) -> tuple[str, tuple[O
     words, swapped = chance.choices(
         [
             (f"{one} and {other}", False),
+            (f"{one} & {other}", False),
+            (f"{one}, {other}", False),
+            (f"{one} with {other}", False),
+            (f"{one} beside {other}", False),
             (f"{one} on the left and {other} on the right", False),
             (f"{one} on the right and {other} on the left", True),
             (f"{one} next to {other}", False),
             (f"{one} to the left of {other}", False),
             (f"{one} to the right of {other}", True),
         ],
-        weights=[6, 2, 1, 1, 1, 1],
+        weights=[12, 1, 1, 1, 1, 4, 2, 2, 2, 2],
     )[0]
     places = (95.0, 33.0) if swapped else (33.0, 95.0)
     objects = (
@@ -111,7 +138,8 @@ def _several(things: tuple[Thing, ...], chance: random.Random) -> tuple[str, tup
     number = chance.choice(list(_COUNTS))
     places, sizes = _COUNTS[number]
     size_word = chance.choice(list(sizes))
-    words = f"{number} {chance.choice(_ALSO_SIZE[size_word])}{make_plural(_name(things[index], chance))}"
+    said = chance.choice(("", "some ", "several ", "a few ")) if chance.random() < 0.2 else f"{number} "
+    words = f"{said}{chance.choice(_ALSO_SIZE[size_word])}{make_plural(_described(things[index], chance))}"
     return words, tuple(jitter(Object(index, x, _CENTRE, sizes[size_word]), chance) for x in places)
 
 
@@ -119,8 +147,18 @@ def _name(thing: Thing, chance: random.Random) -> str:
     return thing.name if chance.random() < 0.6 else chance.choice(thing.names)
 
 
+def _described(thing: Thing, chance: random.Random) -> str:
+    """Its name, now and then with what everybody sees anyway (`red rose`), or with praise."""
+    name = _name(thing, chance)
+    if thing.colour and thing.colour not in name.split() and chance.random() < 0.08:
+        return f"{thing.colour} {name}"
+    return chance.choice(_PRAISE) + name if chance.random() < 0.03 else name
+
+
 def _phrase(thing: Thing, size_word: str, chance: random.Random) -> str:
-    name = chance.choice(_ALSO_SIZE[size_word]) + _name(thing, chance)
+    if chance.random() < 0.025:
+        return thing.glyph
+    name = chance.choice(_ALSO_SIZE[size_word]) + _described(thing, chance)
     kind = chance.random()
     if kind < 0.75:
         return _with_article(name)

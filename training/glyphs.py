@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import colorsys
 import functools
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, features
 
-__all__ = ["FONT", "GLYPH_PIXELS", "draw_glyph"]
+__all__ = ["FONT", "GLYPH_PIXELS", "draw_glyph", "name_colour"]
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 """Where Debian's package fonts-noto-color-emoji puts it."""
 GLYPH_PIXELS = 128
+_MOST_OF_IT = 0.5
+_HUES = ((18, "red"), (42, "orange"), (68, "yellow"), (165, "green"), (255, "blue"), (292, "purple"), (340, "pink"))
 _BITMAP_SIZE = 109  # the one size in which the font has its pictures
 
 
@@ -39,3 +43,28 @@ def draw_glyph(glyph: str, path: Path = FONT) -> np.ndarray | None:
     place = ((GLYPH_PIXELS - wide) // 2, (GLYPH_PIXELS - high) // 2)
     square.paste(drawn.convert("RGBa").resize((wide, high), Image.Resampling.LANCZOS), place)
     return np.asarray(square.convert("RGBA"))
+
+
+def name_colour(glyph: np.ndarray) -> str | None:
+    """The colour that more than half of a glyph has, by name; None where it has several."""
+    colours = [
+        _name_pixel(*(float(level) / 255 for level in pixel[:3]))
+        for pixel in glyph[::4, ::4].reshape(-1, 4)
+        if pixel[3] > 128
+    ]
+    name, times = Counter(colours).most_common(1)[0] if colours else ("", 0)
+    return name if times > _MOST_OF_IT * len(colours) else None
+
+
+def _name_pixel(red: float, green: float, blue: float) -> str:
+    hue, saturation, value = colorsys.rgb_to_hsv(red, green, blue)
+    if value < 0.2:
+        return "black"
+    if saturation < 0.15:
+        return "white" if value > 0.85 else "grey"
+    degrees = hue * 360
+    if 12 < degrees < 42 and value < 0.7:
+        return "brown"
+    if (degrees > 330 and saturation < 0.6) or (degrees > 340 and value > 0.9 and saturation < 0.7):
+        return "pink"
+    return next((name for most, name in _HUES if degrees < most), "red")

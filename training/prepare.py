@@ -14,7 +14,7 @@ from PIL import Image
 
 from anyaccel.embedded.judge import Judge
 from training.captions import Scene, jitter, single
-from training.glyphs import draw_glyph
+from training.glyphs import draw_glyph, name_colour
 from training.scenes import Composer, as_batch
 from training.things import Thing, list_things
 from training.tokenizer import make_tokenizer
@@ -38,7 +38,7 @@ def prepare(font: Path, folder: Path) -> None:
             drawn[glyph] = picture
         return picture is not None
 
-    things = list_things(has_glyph)
+    things = _with_colours(list_things(has_glyph), drawn)
     glyphs = np.stack([drawn[thing.glyph] for thing in things])
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "glyphs.npz", glyphs=glyphs)
@@ -47,7 +47,7 @@ def prepare(font: Path, folder: Path) -> None:
     _write_sheet([tile.convert("RGBA") for tile in tiles], EMBEDDED / "glyphs.webp")
     groups = _find_groups(things, glyphs, tiles, tokenizer)
     listed = [
-        {"glyph": thing.glyph, "names": list(thing.names), "group": group}
+        {"glyph": thing.glyph, "names": list(thing.names), "colour": thing.colour, "group": group}
         for thing, group in zip(things, groups, strict=True)
     ]
     lines = ",\n".join(f"  {json.dumps(thing, ensure_ascii=False)}" for thing in listed)
@@ -59,7 +59,7 @@ def prepare(font: Path, folder: Path) -> None:
 def load_things() -> tuple[Thing, ...]:
     """The things that the embedded model was trained on."""
     listed = json.loads((EMBEDDED / "things.json").read_text(encoding="utf-8"))["things"]
-    return tuple(Thing(one["glyph"], tuple(one["names"])) for one in listed)
+    return tuple(Thing(one["glyph"], tuple(one["names"]), one["colour"]) for one in listed)
 
 
 def load_data(folder: Path) -> tuple[tuple[Thing, ...], Glyphs, Any]:
@@ -76,6 +76,17 @@ def render(scenes: list[Scene], composer: Composer, tokenizer: Any) -> list[Imag
     made = composer.draw(as_batch(scenes, tokenizer).to(composer.levels.device))
     pixels = ((made.permute(0, 2, 3, 1) + 1) * 127.5).round().clamp(0, 255).byte().cpu().numpy()
     return [Image.fromarray(one) for one in pixels]
+
+
+def _with_colours(things: tuple[Thing, ...], drawn: dict[str, Glyphs]) -> tuple[Thing, ...]:
+    """Things with their colour, unless it would give them another's name: a `red heart` is one of its own."""
+    taken = {name: thing.glyph for thing in things for name in thing.names}
+    made = []
+    for thing in things:
+        colour = name_colour(drawn[thing.glyph])
+        clash = any(taken.get(f"{colour} {name}", thing.glyph) != thing.glyph for name in thing.names)
+        made.append(thing if clash else dataclasses.replace(thing, colour=colour))
+    return tuple(made)
 
 
 def _write_sheet(tiles: list[Image.Image], path: Path) -> None:

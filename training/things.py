@@ -33,7 +33,7 @@ _LEFT_OUT = re.compile(
 _ALSO = {
     "automobile": ["car", "red car"],
     "cat": ["orange cat"],
-    "cat face": ["kitty", "kitten"],
+    "cat face": ["kitty", "kitten", "cat head"],
     "dog face": ["puppy"],
     "airplane": ["plane", "jet"],
     "bicycle": ["bike"],
@@ -54,7 +54,7 @@ _ALSO = {
     "beer mug": ["beer", "glass of beer"],
     "wine glass": ["wine", "glass of red wine"],
     "spouting whale": ["blue whale"],
-    "house": ["home", "cottage"],
+    "house": ["home", "cottage", "red house"],
     "sailboat": ["boat", "sailing boat"],
     "deciduous tree": ["tree"],
     "evergreen tree": ["fir", "pine tree", "fir tree"],
@@ -99,6 +99,65 @@ _ALSO = {
     "flying saucer": ["ufo"],
     "rabbit face": ["bunny"],
     "horse": ["racing horse"],
+    "blossom": ["flower", "yellow flower"],
+    "tulip": ["pink flower"],
+    "hibiscus": ["red flower"],
+    "bouquet": ["flowers", "bunch of flowers"],
+    "teacup without handle": ["teacup", "cup of tea", "green tea"],
+    "cup with straw": ["soft drink", "drink", "soda"],
+    "cherries": ["cherry"],
+    "grapes": ["grape"],
+    "leafy green": ["lettuce"],
+    "beach with umbrella": ["beach"],
+    "desert island": ["island"],
+    "office building": ["building", "skyscraper"],
+    "cityscape": ["city", "town"],
+    "bridge at night": ["bridge"],
+    "game die": ["dice", "die"],
+    "teddy bear": ["teddy"],
+    "puzzle piece": ["puzzle"],
+    "artist palette": ["palette", "paints"],
+    "dagger": ["sword"],
+    "jeans": ["pants", "trousers"],
+    "handbag": ["bag"],
+    "luggage": ["suitcase"],
+    "purse": ["wallet"],
+    "money bag": ["money", "bag of money"],
+    "envelope": ["letter", "mail"],
+    "package": ["box", "parcel"],
+    "electric plug": ["plug"],
+    "loudspeaker": ["speaker"],
+    "musical keyboard": ["piano"],
+    "ringed planet": ["planet", "saturn"],
+    "globe showing americas": ["earth", "globe"],
+    "merperson": ["mermaid"],
+    "mage": ["wizard", "witch"],
+    "angry face with horns": ["devil"],
+    "prince": ["king"],
+    "princess": ["queen"],
+    "alarm clock": ["clock"],
+    "triangular flag": ["flag", "red flag"],
+    "sauropod": ["dinosaur"],
+    "ogre": ["monster"],
+    "crying face": ["sad face"],
+    "cooking": ["fried egg"],
+    "green salad": ["salad"],
+    "cut of meat": ["steak"],
+    "meat on bone": ["meat"],
+    "pot of food": ["soup", "stew"],
+    "chocolate bar": ["chocolate"],
+    "beverage box": ["juice"],
+    "glass of milk": ["milk"],
+    "droplet": ["water", "drop of water", "water drop"],
+    "cloud with rain": ["rain"],
+    "snowflake": ["snow"],
+    "balloon": ["red balloon", "hot air balloon"],
+    "clown face": ["clown"],
+    "police officer": ["policeman", "cop"],
+    "basketball": ["basket ball"],
+    "red apple": ["fruit"],
+    "volleyball": ["ball"],
+    "rose": ["red rose"],
 }
 
 _IRREGULAR = {"mouse": "mice", "goose": "geese", "ox": "oxen", "man": "men", "woman": "women", "child": "children"}
@@ -158,10 +217,11 @@ _PLURAL_ALREADY |= {
 
 @dataclass(frozen=True)
 class Thing:
-    """One glyph and its names, the best one first: 🍎 `red apple`, `apple`."""
+    """One glyph, its names, the best one first, and the colour that most of it has: 🍎 `red apple`, `apple`, red."""
 
     glyph: str
     names: tuple[str, ...]
+    colour: str | None = None
 
     @property
     def name(self) -> str:
@@ -190,7 +250,7 @@ def list_things(has_glyph: Callable[[str], bool]) -> tuple[Thing, ...]:
                 if name and name not in taken:
                     taken[name] = None
                     names[glyph].append(name)
-    return tuple(Thing(glyph, tuple(names[glyph][:5])) for glyph in sorted(chosen))
+    return tuple(Thing(glyph, tuple(names[glyph][:6])) for glyph in sorted(chosen))
 
 
 def _listed_here(glyph: str, name: str) -> list[str]:
