@@ -13,7 +13,7 @@ __all__ = ["PICTURE_PIXELS", "Object", "Scene", "draw_scene", "jitter", "pair", 
 PICTURE_PIXELS = 128
 _CENTRE = PICTURE_PIXELS / 2
 _OTHER_WORDS = {"grey": "gray"}
-_PREFIXES = ("a picture of ", "an emoji of ", "a drawing of ", "an icon of ", "a photo of ", "an image of ", "one ")
+_PREFIXES: tuple[str, ...] = ("a picture of ", "an emoji of ", "a drawing of ", "an icon of ", "a photo of ", "an image of ", "one ")
 _PREFIXES += (
     "draw ",
     "draw me ",
