@@ -27,7 +27,7 @@ class BadModel(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[mis
 
 
 class BadPipeline(diffusers.DiffusionPipeline):  # type: ignore[misc]
-    """Noise on the device, and a look-up of the timestep there."""
+    """Noise on the device, a look-up of the timestep there, a table that is too large."""
 
     def __init__(self, model: BadModel, scheduler: Any) -> None:
         super().__init__()
@@ -41,13 +41,23 @@ class BadPipeline(diffusers.DiffusionPipeline):  # type: ignore[misc]
         latents = noise * 0 + torch.linspace(-1, 1, 8).to(device)
         self.scheduler.set_timesteps(num_inference_steps, device=device)
         timesteps = self.scheduler.timesteps
-        for i, t in enumerate(timesteps):  # noqa: B007 - diffusers' own form
+        allowed = torch.empty(2**32 + 8, dtype=torch.bool, device=device)  # fault: size
+        for i, t in enumerate(timesteps):
             index = (timesteps == t).nonzero()  # fault: shape
-            latents = latents - 0.1 * self.model(latents, timesteps[index].reshape(-1)[0])
+            step = torch.full((1,), i, dtype=torch.int64, device=device)  # fault: int64
+            latents = latents - 0.1 * self.model(latents, timesteps[index].reshape(-1)[0] + 0 * step)
+        assert allowed.numel() > 2**32
         return diffusers.ImagePipelineOutput(images=latents.float().cpu().numpy())
 
 
-FAULTS = {"float64": "dtypes.float64", "random": "random_numbers", "shape": "data_dependent_shapes"}
+FAULTS = {
+    "float64": "dtypes.float64",
+    "random": "random_numbers",
+    "shape": "data_dependent_shapes",
+    "int64": "dtypes.int64",
+    "size": "largest_tensor.tensor",
+    "round trip": "host_round_trip",
+}
 
 
 def make() -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from anyaccel.backends.claim import Effect, Evidence
 
-__all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "Violation"]
+__all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "State", "Violation"]
+
+State: TypeAlias = Literal["works", "waits", "wrong", "stops"]
+"""A pipeline on a device in one word: right without a wait at its steps, right with waits, another picture, no picture."""
 
 TOLERANCE = 1e-3
 """How far a picture in float32 may be from the CPU's, of 1."""
@@ -35,6 +38,12 @@ class Violation:
     evidence: Evidence | None
     hint: str
     """How to mend it."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a pipeline or a scheduler waits for the device here at every step; a model's own forward may."""
+        own = "/models/" in self.file or self.file.startswith("transformers/")
+        return self.limit == "host_round_trip" and self.step is not None and not own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +90,23 @@ class DeviceReport:
         """Whether the answer is yes."""
         return self.runs and self.is_right
 
+    @property
+    def state(self) -> State:
+        """The answer in one word, the worst that holds."""
+        if not self.runs:
+            return "stops"
+        if not self.is_right:
+            return "wrong"
+        return "waits" if any(one.waits for one in self.violations) else "works"
+
     def of(self, effect: Effect) -> tuple[Violation, ...]:
         """The violations of one effect."""
         return tuple(one for one in self.violations if one.effect == effect)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"runs": self.runs, "right": self.is_right, "passes": self.passes}
+        answers = {"runs": self.runs, "right": self.is_right, "passes": self.passes, "state": self.state}
+        return asdict(self) | answers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import os
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anyaccel.emulator.accelerator import VirtualAccelerator
     from anyaccel.emulator.ledger import Row
 
-__all__ = ["Ways", "run_on_devices"]
+__all__ = ["Told", "Ways", "run_on_device", "run_on_devices", "run_on_host"]
 
 _TIMEOUT_S = 3600.0
 _NEVER_ON_SHEET = "a limit that the sheet of this version does not list"
@@ -38,24 +38,49 @@ class Ways:
     compiled: bool = False
 
 
-def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways) -> Iterator[DeviceReport]:
-    """Check one pipeline on some virtual devices; the reports come in the order that was asked for."""
-    from anyaccel.emulator.process import fork, run_forked
+Told = Callable[[DeviceReport], None]
 
-    # Nothing runs in this process: threads that torch started here would be missing in those that are forked from it.
-    expected = fork(lambda: _run_on_host(recipe), timeout_s=_TIMEOUT_S)
+
+def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | None = None) -> Iterator[DeviceReport]:
+    """Check one pipeline on some virtual devices; the reports come in the order that was asked for.
+
+    `told` hears of each as soon as it is there.
+    """
+    expected = run_on_host([recipe])
 
     def check(device: str) -> DeviceReport:
-        use = _Use(recipe, expected, ways)
-        return run_forked(device, use, strict=ways.strict, timeout_s=_TIMEOUT_S)
+        report = run_on_device(device, [recipe], expected, [ways])[0]
+        if told:
+            told(report)
+        return report
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:  # a thread waits for each process
         yield from pool.map(check, devices)
 
 
-def _run_on_host(recipe: Recipe) -> Any:
-    _quieten()
-    return run(recipe, recipe.make())
+def run_on_host(recipes: Sequence[Recipe]) -> dict[str, Any]:
+    """What each pipeline gives on the CPU, by the recipe's name, in a process of its own."""
+    from anyaccel.emulator.process import fork
+
+    def use() -> dict[str, Any]:
+        _quieten()
+        return {recipe.name: run(recipe, recipe.make()) for recipe in recipes}
+
+    # Nothing runs in this process: threads that torch started here would be missing in those that are forked from it.
+    return fork(use, timeout_s=_TIMEOUT_S)
+
+
+def run_on_device(
+    device: str, recipes: Sequence[Recipe], expected: Mapping[str, Any], ways: Sequence[Ways]
+) -> list[DeviceReport]:
+    """Check pipelines on one virtual device, in one process of its own: each recipe in each of the ways."""
+    from anyaccel.emulator.process import run_forked
+
+    def use(accelerator: VirtualAccelerator) -> list[DeviceReport]:
+        _quieten()
+        return [_attempt(accelerator, recipe, expected[recipe.name], way) for recipe in recipes for way in ways]
+
+    return run_forked(device, use, strict=any(way.strict for way in ways), timeout_s=_TIMEOUT_S)
 
 
 def _quieten() -> None:
@@ -67,46 +92,39 @@ def _quieten() -> None:
     logging.disable(logging.WARNING)
 
 
-@dataclass(frozen=True)
-class _Use:
-    """What is done in the process of one device."""
+def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, ways: Ways) -> DeviceReport:
+    """Make a pipeline, put it on the device, run it, and hold it against the CPU's picture."""
+    begun = time.perf_counter()
+    pipe: Any = recipe.make()
+    accelerator.ledger.clear()
+    error, seen = "", None
+    try:
+        seen = run(recipe, _put(pipe, accelerator, ways))
+    except Exception as failure:  # noqa: BLE001 - a failure is a finding here, and is shown with its words
+        error = f"{type(failure).__name__}: {failure}".splitlines()[0][:400]
+    return DeviceReport(
+        device=accelerator.sheet.name,
+        virtual=True,
+        placed=ways.placed,
+        finished=seen is not None,
+        error=error,
+        max_difference=None if seen is None else _difference(expected, seen),
+        host_round_trips_per_step=_round_trips(accelerator.ledger.round_trips()) if seen is not None else None,
+        violations=tuple(_explain(row, accelerator.sheet) for row in accelerator.ledger.rows()),
+        graphs=_read_graphs(accelerator) if ways.compiled else None,
+        seconds=round(time.perf_counter() - begun, 2),
+    )
 
-    recipe: Recipe
-    expected: Any
-    ways: Ways
 
-    def __call__(self, accelerator: VirtualAccelerator) -> DeviceReport:
-        _quieten()
-        begun = time.perf_counter()
-        pipe: Any = self.recipe.make()
-        accelerator.ledger.clear()
-        error, seen = "", None
-        try:
-            seen = run(self.recipe, self._put(pipe, accelerator))
-        except Exception as failure:  # noqa: BLE001 - a failure is a finding here, and is shown with its words
-            error = f"{type(failure).__name__}: {failure}".splitlines()[0][:400]
-        return DeviceReport(
-            device=accelerator.sheet.name,
-            virtual=True,
-            placed=self.ways.placed,
-            finished=seen is not None,
-            error=error,
-            max_difference=None if seen is None else _difference(self.expected, seen),
-            host_round_trips_per_step=_round_trips(accelerator.ledger.round_trips()) if seen is not None else None,
-            violations=tuple(_explain(row, accelerator.sheet) for row in accelerator.ledger.rows()),
-            graphs=_read_graphs(accelerator) if self.ways.compiled else None,
-            seconds=round(time.perf_counter() - begun, 2),
-        )
+def _put(pipe: Any, accelerator: VirtualAccelerator, ways: Ways) -> Any:
+    if not ways.placed:
+        return pipe.to(accelerator.device())
+    from anyaccel.runtime.pipeline import place
 
-    def _put(self, pipe: Any, accelerator: VirtualAccelerator) -> Any:
-        if not self.ways.placed:
-            return pipe.to(accelerator.device())
-        from anyaccel.runtime.pipeline import place
-
-        placed = place(pipe, accelerator.device(), dtype="float32")
-        if self.ways.compiled:
-            placed.enable_compile()
-        return placed
+    placed = place(pipe, accelerator.device(), dtype="float32")
+    if ways.compiled:
+        placed.enable_compile()
+    return placed
 
 
 def _difference(expected: Any, seen: Any) -> float:

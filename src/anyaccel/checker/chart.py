@@ -1,0 +1,191 @@
+"""The chart: every tiny pipeline on every virtual device, in plain diffusers and placed, as data."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyaccel.checker.report import DeviceReport, State, Violation
+from anyaccel.checker.run import Ways, run_on_device, run_on_host
+from anyaccel.errors import UsageError, nearest
+from anyaccel.recipes import Recipe
+
+__all__ = ["Attempt", "Cell", "Chart", "Found", "Line", "Site", "find_families", "make_chart"]
+
+_PLAIN, _PLACED = Ways(placed=False), Ways(placed=True)
+_LARGEST_GROUP = 12
+"""How many pipelines one process runs: fewer cost more processes, more are lost with one that dies."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One line of code."""
+
+    file: str
+    line: int
+    code: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A line of code that met one limit: how often, and the step at which it first did (None: outside of them)."""
+
+    limit: str
+    effect: str
+    site: Site
+    count: int
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One pipeline on one device, in one of the two ways."""
+
+    state: State
+    error: str = ""
+    max_difference: float | None = None
+    waits_a_step: float | None = None
+    found: tuple[Found, ...] = ()
+
+    def count(self) -> dict[str, int]:
+        """How many lines of code met limits, by effect."""
+        effects = [one.effect for one in self.found]
+        return {effect: effects.count(effect) for effect in dict.fromkeys(effects)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pipeline on one device, both ways."""
+
+    device: str
+    plain: Attempt
+    placed: Attempt
+
+
+@dataclass(frozen=True)
+class Line:
+    """One pipeline."""
+
+    recipe: str
+    pipeline: str
+    family: str
+    cells: tuple[Cell, ...]
+
+    def cell(self, device: str) -> Cell:
+        """The cell of one device."""
+        return next(cell for cell in self.cells if cell.device == device)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Every line, and what it was made with."""
+
+    devices: tuple[str, ...]
+    lines: tuple[Line, ...]
+    seconds: float
+    made: dict[str, Any] = field(default_factory=dict)
+    """The date, the versions and the machine."""
+
+    def count(self, device: str, way: str, state: State) -> int:
+        """How many pipelines are in one state on one device, `plain` or `placed`."""
+        return sum(getattr(line.cell(device), way).state == state for line in self.lines)
+
+
+Told = Callable[[int, int, str], None]
+"""Hears how many attempts of how many are made, and of which pipelines the last ones were."""
+
+
+def find_families(asked: Sequence[str], known: Iterable[Recipe]) -> list[Recipe]:
+    """The recipes of the families or names that are asked for; all where none is."""
+    recipes = list(known)
+    names = {recipe.family for recipe in recipes} | {recipe.name for recipe in recipes}
+    for name in asked:
+        if name not in names:
+            raise UsageError(f"there is no family and no recipe {name!r}", hint=nearest(name, sorted(names)))
+    return [one for one in recipes if not asked or one.family in asked or one.name in asked]
+
+
+def make_chart(
+    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, told: Told | None = None
+) -> Iterator[Line]:
+    """Run every recipe on every virtual device, both ways; a line comes as soon as it is whole."""
+    _import_pipelines(recipes)
+    groups = list(_group(recipes))
+    done, whole = 0, len(recipes) * len(devices)
+    with ThreadPoolExecutor(jobs) as pool:  # a thread waits for the processes of a group
+        running = {pool.submit(_run_group, group, devices): group for group in groups}
+        try:
+            for finished in as_completed(running):
+                done += len(running[finished]) * len(devices)
+                if told:
+                    told(done, whole, running[finished][0].family)
+                yield from finished.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _import_pipelines(recipes: Sequence[Recipe]) -> None:
+    """Import once what every process would import anew."""
+    diffusers = importlib.import_module("diffusers")
+    importlib.import_module("anyaccel.runtime.pipeline")
+    for recipe in recipes:
+        getattr(diffusers, recipe.pipeline)
+
+
+def _group(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+    """The recipes of a family together, the largest groups first, so that none is left running alone at the end."""
+    families: dict[str, list[Recipe]] = {}
+    for recipe in recipes:
+        families.setdefault(recipe.family, []).append(recipe)
+    parts = [
+        whole[start : start + _LARGEST_GROUP]
+        for whole in families.values()
+        for start in range(0, len(whole), _LARGEST_GROUP)
+    ]
+    yield from sorted(parts, key=len, reverse=True)
+
+
+def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[Line]:
+    expected = run_on_host(recipes)
+    cells: dict[str, list[Cell]] = {recipe.name: [] for recipe in recipes}
+    for device in devices:
+        for recipe, cell in zip(recipes, _run_guarded(device, recipes, expected), strict=True):
+            cells[recipe.name].append(cell)
+    return [
+        Line(recipe=one.name, pipeline=one.pipeline, family=one.family, cells=tuple(cells[one.name])) for one in recipes
+    ]
+
+
+def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[Cell]:
+    """The cells of some recipes; where their process dies, each runs in one of its own, and the guilty one says so."""
+    try:
+        reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
+    except Exception as error:  # noqa: BLE001 - a process that dies is a finding too
+        if len(recipes) > 1:
+            return [cell for recipe in recipes for cell in _run_guarded(device, [recipe], expected)]
+        died = Attempt("stops", error=f"{type(error).__name__}: {error}".splitlines()[0])
+        return [Cell(device, died, died)]
+    pairs = zip(reports[::2], reports[1::2], strict=True)
+    return [Cell(device, _shorten(plain), _shorten(placed)) for plain, placed in pairs]
+
+
+def _shorten(report: DeviceReport) -> Attempt:
+    return Attempt(
+        state=report.state,
+        error=report.error,
+        max_difference=report.max_difference,
+        waits_a_step=report.host_round_trips_per_step,
+        found=tuple(_join(report.violations)),
+    )
+
+
+def _join(violations: Sequence[Violation]) -> Iterator[Found]:
+    """One for each line of code and limit, whichever operations of the line met it."""
+    together: dict[tuple[str, str, Site], list[Violation]] = {}
+    for one in violations:
+        together.setdefault((one.limit, one.effect, Site(one.file, one.line, one.code)), []).append(one)
+    for (limit, effect, site), ones in together.items():
+        yield Found(limit, effect, site, sum(one.count for one in ones), ones[0].step)
