@@ -123,3 +123,20 @@ def test_where_threads_run_a_fresh_process_checks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     report = check(make(), "neuron", plain=True).devices["neuron"]
     assert line_of("float64") in [one.line for one in report.of("error")]
+
+
+def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
+    from tests.checker import modular_pipeline
+
+    source = Path(modular_pipeline.__file__).read_text().splitlines()
+    fault = next(at for at, line in enumerate(source, 1) if "# fault: float64" in line)
+    report = check("tests.checker.modular_pipeline:make", ["mps", "hpu"], plain=True)
+    assert report.pipeline == "StableDiffusionXLModularPipeline"
+    for device, effect in (("mps", "error"), ("hpu", "narrowed")):
+        found = [one for one in report.devices[device].violations if one.file.endswith("modular_pipeline.py")]
+        assert (fault, "dtypes.float64", effect) in [(one.line, one.limit, one.effect) for one in found]
+        assert report.devices[device].max_difference == pytest.approx(0, abs=1e-3)
+
+
+def test_a_modular_pipeline_passes_where_it_is_placed() -> None:
+    assert check("tests.checker.modular_pipeline:make", "mps").passes

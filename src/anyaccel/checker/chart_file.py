@@ -9,16 +9,17 @@ from typing import Any
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import sheet
+from anyaccel.backends.evidence import Verification
 from anyaccel.checker.chart import Attempt, Cell, Chart, Found, Line, Site
 from anyaccel.checker.reasons import find_reason
 from anyaccel.errors import UsageError
 
-__all__ = ["as_document", "read_chart"]
+__all__ = ["as_document", "read_chart", "write_chart"]
 
 _FORMAT = 1
 
 
-def as_document(chart: Chart) -> dict[str, Any]:
+def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dict[str, Any]:
     """The whole chart in plain values, with everything that a page about it needs."""
     sites = list(dict.fromkeys(found.site for found in _all_found(chart)))
     index = {site: number for number, site in enumerate(sites)}
@@ -30,7 +31,15 @@ def as_document(chart: Chart) -> dict[str, Any]:
         "devices": {name: _describe_device(name, chart) for name in chart.devices},
         "sites": [[site.file, site.line, site.code] for site in sites],
         "lines": [_line_as_dict(line, index) for line in chart.lines],
+        "hardware": _describe_hardware(verifications),
     }
+
+
+def write_chart(chart: Chart, path: Path) -> None:
+    """Keep a chart; whoever reads the file meanwhile finds the old one or the new one, and never half of it."""
+    draft = path.with_name(f"{path.name}.part")
+    draft.write_text(json.dumps(as_document(chart), separators=(",", ":")) + "\n", encoding="utf-8")
+    draft.replace(path)
 
 
 def read_chart(path: Path) -> Chart:
@@ -85,16 +94,30 @@ def _describe_limit(limit: Limit | None, effect: str) -> dict[str, str]:
     }
 
 
-def _line_as_dict(line: Line, index: dict[Site, int]) -> dict[str, Any]:
-    cells = {}
-    for cell in line.cells:
-        cells[cell.device] = {
-            "plain": _attempt_as_dict(cell.plain, index),
-            "placed": _attempt_as_dict(cell.placed, index),
+def _describe_hardware(verifications: Iterable[Verification]) -> dict[str, list[dict[str, Any]]]:
+    """What somebody ran on hardware, by device."""
+    hardware: dict[str, list[dict[str, Any]]] = {}
+    for one in verifications:
+        pipelines = {
+            found.recipe: {
+                "runs": found.runs,
+                "right": found.right,
+                "max_difference": found.max_difference,
+                "error": found.error,
+            }
+            for found in one.pipelines
         }
-        reason = find_reason(line.recipe, cell.device)
-        if reason and cell.placed.state != "works":
-            cells[cell.device]["reason"] = reason  # type: ignore[assignment]
+        told = {"name": one.device_name, "date": one.date, "versions": dict(one.versions), "pipelines": pipelines}
+        hardware.setdefault(one.device, []).append(told)
+    return hardware
+
+
+def _line_as_dict(line: Line, index: dict[Site, int]) -> dict[str, Any]:
+    cells: dict[str, dict[str, Any]] = {}
+    for cell in line.cells:
+        both = {"plain": _attempt_as_dict(cell.plain, index), "placed": _attempt_as_dict(cell.placed, index)}
+        reason = find_reason(line.recipe, cell.device) if cell.placed.state != "works" else ""
+        cells[cell.device] = both | ({"reason": reason} if reason else {})
     return {"recipe": line.recipe, "pipeline": line.pipeline, "family": line.family, "cells": cells}
 
 

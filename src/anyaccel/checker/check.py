@@ -8,7 +8,7 @@ from typing import Any
 from anyaccel.backends.registry import load_registry
 from anyaccel.checker.fresh_process import Task, can_fork, check_afresh
 from anyaccel.checker.report import Report
-from anyaccel.checker.run import Ways, run_on_devices
+from anyaccel.checker.run import Told, Ways, run_on_devices
 from anyaccel.checker.subject import read_subject
 from anyaccel.errors import UsageError, nearest
 
@@ -24,13 +24,14 @@ def check(
     plain: bool = False,
     strict: bool = False,
     compile: bool = False,  # noqa: A002 - it is what the option is called everywhere
+    told: Told | None = None,
     **call: Any,
 ) -> Report:
     """Run a pipeline on virtual devices and report every line that a device would not take: `check(pipe, "mps")`.
 
     A pipeline, the folder of one (its config files are enough: the same architecture is built small), the name of a
     recipe, or `package.module:function`. `plain` checks diffusers alone, without anyaccel; `strict` stops where the
-    device would. Every further keyword goes to the pipeline's call.
+    device would; `told` hears of each device as soon as it is done. Every further keyword goes to the pipeline's call.
     """
     if plain and compile:
         raise UsageError("plain diffusers compiles nothing by itself", hint="leave one of the two out")
@@ -40,7 +41,7 @@ def check(
         return check_afresh(Task(subject=pipeline_or_model, devices=tuple(devices), options=options, call=call))
     subject = read_subject(pipeline_or_model, call)
     ways = Ways(placed=not plain, strict=strict, compiled=compile)
-    found = run_on_devices(subject.recipe, devices, ways)
+    found = run_on_devices(subject.recipe, devices, ways, told)
     return Report(
         subject=subject.name,
         pipeline=subject.recipe.pipeline,

@@ -11,7 +11,7 @@ from anyaccel.backends.claim import Effect, Evidence
 __all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "State", "Violation"]
 
 State: TypeAlias = Literal["works", "waits", "wrong", "stops"]
-"""A pipeline on a device in one word: right without a wait at its steps, right with waits, another picture, no picture."""
+"""A pipeline on a device in one word: right; right, but it waits at every step; another picture; no picture."""
 
 TOLERANCE = 1e-3
 """How far a picture in float32 may be from the CPU's, of 1."""

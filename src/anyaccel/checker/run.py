@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import logging
 import os
@@ -84,10 +85,13 @@ def run_on_device(
 
 
 def _quieten() -> None:
-    """One thread a process, since processes run side by side; and nobody reads warnings of a tiny pipeline."""
+    """One thread a process, since processes run side by side; nobody reads warnings and bars of a tiny pipeline."""
     import torch
+    from tqdm import std
 
     torch.set_num_threads(1)
+    # Blocks of a modular pipeline take no wish about their bars.
+    std.tqdm.__init__ = functools.partialmethod(std.tqdm.__init__, disable=True)  # type: ignore[method-assign]
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

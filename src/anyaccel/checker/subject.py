@@ -18,6 +18,8 @@ from anyaccel.recipes import Recipe, recipes
 __all__ = ["Subject", "read_subject"]
 
 _STEPS = 2
+_OUTPUTS = ("images", "videos", "audio", "latents")
+"""What a modular pipeline is asked for, the first that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,9 @@ def _from_factory(text: str, module: str, function: str) -> Subject:
 
 
 def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> Subject:
-    """A pipeline that exists; each process has a copy of it of its own."""
+    """A pipeline that exists, or the blocks of one; each process has a copy of it of its own."""
+    if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
+        pipe = pipe.init_pipeline()
     if not callable(pipe) or not hasattr(pipe, "components"):
         raise UsageError(f"{type(pipe).__name__} is no pipeline", hint="give a pipeline of diffusers, or its folder")
     kind = type(pipe).__name__
@@ -94,11 +98,17 @@ def _plain_call(pipe: Any) -> dict[str, Any]:
     """Two steps of a prompt with a fixed seed, as far as the pipeline takes those."""
     import torch
 
-    wanted = {
+    wanted: dict[str, Any] = {
         "prompt": "a red fox",
         "num_inference_steps": _STEPS,
         "generator": torch.Generator("cpu").manual_seed(7),
         "output_type": "np",
     }
-    takes = inspect.signature(pipe.__call__).parameters
-    return {name: value for name, value in wanted.items() if name in takes}
+    blocks = getattr(pipe, "blocks", None)
+    if blocks is None:
+        takes = inspect.signature(pipe.__call__).parameters
+        return {name: value for name, value in wanted.items() if name in takes}
+    # A modular pipeline takes what its blocks take, and gives what it is asked for.
+    gives = next((name for name in _OUTPUTS if name in blocks.output_names), [*blocks.output_names, ""][-1])
+    taken = {name: value for name, value in wanted.items() if name in blocks.input_names}
+    return taken | ({"output": gives} if gives else {})

@@ -1,4 +1,4 @@
-"""What is seen while pictures are made: a bar for loading and one for the steps, on stderr, on a terminal alone."""
+"""What is seen while something long goes on: a bar on stderr, on a terminal alone; elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Display:
         self._bars: Any = None
         self._task: Any = None
         self._words = ""
+        self._tenths = 0
 
     def say(self, text: str) -> None:
         """A line on stderr, with no bar in its way."""
@@ -37,6 +38,13 @@ class Display:
     def on_step(self, done: int, total: int | None) -> None:
         """So many steps are done."""
         self._update(self._words, done, total)
+
+    def count(self, done: int, total: int, words: str) -> None:
+        """So much of something long is done; where there is no bar, every tenth of it is a line."""
+        if not self.live and done * 10 // total > self._tenths:
+            self._tenths = done * 10 // total
+            print(f"{done} of {total} done, the last: {words}", file=sys.stderr, flush=True)
+        self._update(f"{self._words}: {words}", done, total)
 
     def warn_of_end(self) -> None:
         """Say that the next step is the last; called while a signal is handled, where nothing may be printed."""

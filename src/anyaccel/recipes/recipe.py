@@ -77,7 +77,8 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         output = pipe(**_place(recipe.call(), pipe.device))  # type: ignore[operator,attr-defined]
-    array: npt.NDArray[Any] = _as_array(next(value for value in output.to_tuple() if value is not None))
+    values = output.to_tuple() if hasattr(output, "to_tuple") else (output,)  # a modular pipeline gives one value
+    array: npt.NDArray[Any] = _as_array(next(value for value in values if value is not None))
     if not numpy.isfinite(array).all():
         raise AnyaccelError(
             f"the recipe {recipe.name} gave {int((~numpy.isfinite(array)).sum())} numbers of {array.size} "

@@ -1,0 +1,45 @@
+"""A modular pipeline with a block of its own, which is written badly on purpose."""
+
+from typing import Any
+
+import diffusers.modular_pipelines as plain
+import torch
+
+from anyaccel.recipes import recipes
+
+modular: Any = plain  # without types
+__all__ = ["Tint", "make"]
+
+
+class Tint(modular.ModularPipelineBlocks):  # type: ignore[misc]
+    """Changes the latents by a table in float64."""
+
+    model_name = "stable-diffusion-xl"
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The latents."""
+        return [modular.InputParam(name="latents", required=True)]
+
+    @property
+    def intermediate_outputs(self) -> list[Any]:
+        """The latents."""
+        return [modular.OutputParam(name="latents")]
+
+    def __call__(self, components: Any, state: Any) -> tuple[Any, Any]:
+        block = self.get_block_state(state)
+        latents = block.latents
+        tint = torch.linspace(0.9, 1, latents.shape[1], dtype=torch.float64, device=latents.device)  # fault: float64
+        block.latents = latents * tint.to(latents.dtype)[None, :, None, None]
+        self.set_block_state(state, block)
+        return components, state
+
+
+def make() -> Any:
+    """SDXL in blocks, tiny, with the tint before it is decoded; and how to call it."""
+    blocks = modular.StableDiffusionXLAutoBlocks()
+    blocks.sub_blocks.insert("tint", Tint(), list(blocks.sub_blocks).index("decode"))
+    pipe = blocks.init_pipeline()
+    parts = recipes()["stable-diffusion-xl"].make().components
+    pipe.update_components(**{name: part for name, part in parts.items() if part is not None and hasattr(pipe, name)})
+    return pipe, {"height": 16, "width": 16}
