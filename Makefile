@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow sweep portable calibrate evaluate check lint types imports docs docs-serve clean
+.PHONY: help demo test test-slow chart calibrate evaluate check lint types imports docs docs-serve clean
 
 help: ## Show what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -27,11 +27,9 @@ test: $(READY) ## The tests
 test-slow: $(READY) ## The long sweeps
 	$(BIN)/python -m pytest -m slow
 
-sweep: $(READY) ## Every tiny pipeline on every virtual device (about half an hour)
-	$(BIN)/python -m benchmarks.sweep --json benchmarks/results/virtual_sweep.json
-
-portable: $(READY) ## Plain diffusers against placed: every tiny pipeline on every virtual device (about half an hour)
-	$(BIN)/python -m benchmarks.portable --json benchmarks/results/portable.json
+chart: $(READY) ## Every tiny pipeline on every virtual device, plain and placed (about a quarter of an hour)
+	rm -f benchmarks/results/chart.json
+	$(BIN)/anyaccel chart --keep benchmarks/results/chart.json --html chart.html
 
 calibrate: $(READY) ## Public failures and known good cases on the virtual devices: caught, and false alarms
 	$(BIN)/python -m tests.calibration

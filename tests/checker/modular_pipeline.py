@@ -40,6 +40,7 @@ def make() -> Any:
     blocks = modular.StableDiffusionXLAutoBlocks()
     blocks.sub_blocks.insert("tint", Tint(), list(blocks.sub_blocks).index("decode"))
     pipe = blocks.init_pipeline()
-    parts = recipes()["stable-diffusion-xl"].make().components
+    plain_pipe: Any = recipes()["stable-diffusion-xl"].make()
+    parts = plain_pipe.components
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None and hasattr(pipe, name)})
     return pipe, {"height": 16, "width": 16}

@@ -1,8 +1,4 @@
-"""Tiny real pipelines of plain diffusers on the virtual devices: they run, and give the CPU's picture.
-
-Here every third recipe runs on one device, since all of them run placed in tests/runtime/test_portable.py; `make
-test-slow` and `make sweep` run all of them on all six.
-"""
+"""Pipelines of plain diffusers on virtual devices, by the ways that diffusers has; tests/checker has all of them."""
 
 from pathlib import Path
 from typing import Any
@@ -16,32 +12,9 @@ from anyaccel.emulator.ledger import Row
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.recipes import recipes, run
-from benchmarks.sweep import Outcome, describe, sweep, virtual_devices
 from tests.conftest import NEEDS_RECIPES
 
-DEVICES = virtual_devices()
 pytestmark = NEEDS_RECIPES
-
-
-def show_failures(outcomes: list[Outcome]) -> list[str]:
-    return [describe(outcome) for outcome in outcomes if not outcome.passes]
-
-
-def test_the_six_devices() -> None:
-    assert sorted(DEVICES) == ["hpu", "mlu", "mps", "neuron", "npu", "xpu"]
-    assert len({recipe.pipeline for recipe in recipes().values()}) >= 40
-
-
-@pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
-def test_pipelines_run_on_a_device_and_give_the_picture_of_the_cpu(turn: int, device: str) -> None:
-    outcomes = sweep(device, list(recipes())[turn :: 3 * len(DEVICES)])
-    assert show_failures(outcomes) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_every_pipeline_runs_on_every_device(device: str) -> None:
-    assert show_failures(sweep(device, list(recipes()))) == []
 
 
 @pytest.mark.parametrize("name", ["stable-diffusion-xl", "pixart-alpha", "flux-2-klein"])

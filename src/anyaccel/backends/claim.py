@@ -22,6 +22,7 @@ __all__ = [
     "OperationLimit",
     "Quirk",
     "RoundTrip",
+    "Sighting",
     "SizeLimit",
     "Unknown",
     "Yes",
@@ -36,6 +37,19 @@ Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """What a verification on a real device saw of a claim."""
+
+    where: str
+    """The device and what ran on it: `NVIDIA H200, torch 2.11.0, 2026-11-15`."""
+    seen: str
+    """What it did: `yes`, `error`, `narrowed`."""
+    agrees: bool
+    file: str
+    """The evidence file, by its path in the repository."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Claim:
     """One statement about a device, with where it is known from."""
 
@@ -44,6 +58,8 @@ class Claim:
     source: str
     """The address of the document or thread."""
     evidence: Evidence
+    seen_on: tuple[Sighting, ...] = ()
+    """What verifications saw of it; a sheet as it is written has none, and takes them in when it is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from anyaccel.backends.claim import Claim, DtypeLimit, Limit, OperationLimit, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.claim import (
+    Claim,
+    DtypeLimit,
+    Limit,
+    OperationLimit,
+    RoundTrip,
+    Sighting,
+    SizeLimit,
+    Unknown,
+    Yes,
+)
 from anyaccel.backends.requirement import Requirement
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Mode, Product, Sheet, Variable
 
@@ -80,8 +90,15 @@ def _describe(matter: str, claim: Claim | Unknown) -> Row:
     if isinstance(claim, Requirement):
         matter = claim.wants
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
+    says = " ".join([says, *(_tell_sighting(sighting) for sighting in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
     return Row(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted)
+
+
+def _tell_sighting(sighting: Sighting) -> str:
+    """What a verification saw, in a sentence that ends with its file."""
+    saw = "Seen" if sighting.agrees else f"Not so, but {sighting.seen},"
+    return f"{saw} on {sighting.where} ({sighting.file})."
 
 
 def _verdict(claim: Claim) -> str:

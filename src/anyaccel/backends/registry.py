@@ -12,9 +12,10 @@ import importlib.metadata
 import pkgutil
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from anyaccel.backends.driver import Driver
+from anyaccel.backends.evidence import load_verifications, take_in
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import PluginError, UnknownDeviceError, nearest
@@ -135,7 +136,14 @@ def _find_built_in() -> list[Backend]:
     modules = [
         importlib.import_module(f"{__package__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
     ]
-    return [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
+    return [_take_in_evidence(module.BACKEND) for module in modules if hasattr(module, "BACKEND")]
+
+
+def _take_in_evidence(backend: Backend) -> Backend:
+    """The backend with what was seen on real devices on its sheets."""
+    seen = load_verifications()
+    variants = tuple(take_in(sheet, seen) for sheet in backend.variants)
+    return replace(backend, sheet=take_in(backend.sheet, seen), variants=variants)
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:

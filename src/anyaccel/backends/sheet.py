@@ -222,6 +222,11 @@ class Sheet:
         for field in fields(self):
             yield from _walk(field.name, getattr(self, field.name))
 
+    def with_claims(self, changes: Mapping[str, Claim | Unknown]) -> Sheet:
+        """The sheet with some statements exchanged, by the names that `claims` gives them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: _exchange(name, value, changes) for name, value in values.items()})
+
     def limits(self, kind: type[LimitT]) -> dict[str, LimitT]:
         """The limits of one kind by name; `sheet.limits(Limit)` gives them all."""
         return {name: claim for name, claim in self.claims() if isinstance(claim, kind)}
@@ -248,11 +253,26 @@ def _walk(path: str, value: object) -> Iterator[tuple[str, Claim | Unknown]]:
         yield path, value
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            label = getattr(item, "name", "") or getattr(item, "of", "") or str(index)
-            yield from _walk(f"{path}.{label}", item)
+            yield from _walk(f"{path}.{_label(item, index)}", item)
     elif is_dataclass(value):
         for field in fields(value):
             yield from _walk(f"{path}.{field.name}", getattr(value, field.name))
+
+
+def _label(item: object, index: int) -> str:
+    return getattr(item, "name", "") or getattr(item, "of", "") or str(index)
+
+
+def _exchange(path: str, value: Any, changes: Mapping[str, Claim | Unknown]) -> Any:
+    """The same value with the statements inside it that are to be exchanged."""
+    if isinstance(value, Claim | Unknown):
+        return changes.get(path, value)
+    if isinstance(value, tuple):
+        return tuple(_exchange(f"{path}.{_label(item, index)}", item, changes) for index, item in enumerate(value))
+    if isinstance(value, Dtypes):
+        parts = {f.name: _exchange(f"{path}.{f.name}", getattr(value, f.name), changes) for f in fields(value)}
+        return Dtypes(**parts)
+    return value
 
 
 def _settle(value: Any, product: str | None, versions: Mapping[str, str]) -> Any:

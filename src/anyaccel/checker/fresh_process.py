@@ -26,7 +26,7 @@ class Task:
 
     subject: Any
     devices: tuple[str, ...]
-    options: Mapping[str, bool]
+    options: Mapping[str, Any]
     call: Mapping[str, Any]
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
 

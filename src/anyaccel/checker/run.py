@@ -91,7 +91,7 @@ def _quieten() -> None:
 
     torch.set_num_threads(1)
     # Blocks of a modular pipeline take no wish about their bars.
-    std.tqdm.__init__ = functools.partialmethod(std.tqdm.__init__, disable=True)  # type: ignore[method-assign]
+    std.tqdm.__init__ = functools.partialmethod(std.tqdm.__init__, disable=True)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
@@ -131,12 +131,11 @@ def _put(pipe: Any, accelerator: VirtualAccelerator, ways: Ways) -> Any:
     return placed
 
 
-def _difference(expected: Any, seen: Any) -> float:
+def _difference(expected: Any, seen: Any) -> float | None:
+    """The largest of any number; None where the picture has another shape, and nothing can be compared."""
     import numpy
 
-    if expected.shape != seen.shape:
-        return float("inf")
-    return float(numpy.abs(expected - seen).max())
+    return float(numpy.abs(expected - seen).max()) if expected.shape == seen.shape else None
 
 
 def _round_trips(by_step: dict[int | None, int]) -> float:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anyaccel.cli.chart import describe_making
 from anyaccel.cli.generate_options import read_size
+from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from anyaccel.checker.report import Report
+    from anyaccel.checker.report import DeviceReport, Report
 
 __all__ = ["check_pipeline"]
 
@@ -36,28 +39,76 @@ def check_pipeline(
     ] = None,
     form: Annotated[str, typer.Option("--format", help=f"{', '.join(_FORMATS)}.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write a page as well.")] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="Your model with its weights on your device, against the CPU.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="With --real: the type to run in there.")] = None,
 ) -> None:
     """Check a pipeline on virtual devices: does it run, is the picture right, and which lines are to be mended.
 
     Exit status 1 where the answer is no for a device. Virtual devices enforce documented limits; they are no hardware.
+    `--real` asks your own device instead, by component and by step: is it silently wrong here?
     """
+    if real:
+        others: dict[str, Any] = {"--all": all_devices, "--strict": strict, "--plain": plain, "--compile": compiled}
+        others |= {"--baseline": baseline, "--html": html, "--format": form != "text"}
+        _check_real(subject, device or ["auto"], dtype, _read_call(steps, size), as_json, others)
+        return
+    if dtype is not None:
+        raise UsageError("--dtype goes with --real", hint="a virtual device is checked in float32")
     if device and all_devices:
         raise UsageError("--device and --all are both given", hint="leave one of the two out")
     form = "json" if as_json else form
     if form not in _FORMATS:
         raise UsageError(f"there is no format {form!r}", hint=nearest(form, _FORMATS))
-    call = _read_call(steps, size)
+    ways = {"plain": plain, "strict": strict, "compile": compiled}
+    report = _check_virtual(subject, device or ["all"], baseline, ways, _read_call(steps, size))
+    print(_write(report, form))
+    if html:
+        from anyaccel.chart.report_page import write_report_page
+
+        html.write_text(write_report_page(report, describe_making()), encoding="utf-8")
+    if not report.passes:
+        raise typer.Exit(1)
+
+
+def _check_virtual(
+    subject: str, devices: list[str], baseline: str | None, ways: dict[str, bool], call: dict[str, Any]
+) -> Report:
     # Each device has a process, and each process one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checker.baseline import leave_out_known, read_baseline
-    from anyaccel.checker.check import check
+    from anyaccel.checker.check import check, find_devices
 
     known = read_baseline(baseline) if baseline else None
-    report = check(subject, device or "all", plain=plain, strict=strict, compile=compiled, **call)
-    if known is not None:
-        report = leave_out_known(report, known)
-    print(_write(report, form))
-    if not report.passes:
+    wanted = find_devices(devices)
+    display, done = Display(), 0
+
+    def tell(one: DeviceReport) -> None:
+        nonlocal done
+        done += 1
+        display.count(done, len(wanted), one.device)
+
+    display.begin(f"checking {subject}")
+    try:
+        report = check(subject, wanted, **ways, told=tell, **call)
+    finally:
+        display.clear()
+    return report if known is None else leave_out_known(report, known)
+
+
+def _check_real(
+    subject: str, devices: list[str], dtype: str | None, call: dict[str, Any], as_json: bool, others: dict[str, Any]
+) -> None:
+    unfit = next((name for name, value in others.items() if value), None)
+    if unfit or len(devices) > 1:
+        raise UsageError(f"--real does not go with {unfit or 'several devices'}", hint="leave one of the two out")
+    from anyaccel.checker.real import check_real, describe_real
+
+    report = check_real(subject, devices[0], dtype=dtype, say=Display().say, **call)
+    print(report.to_json() if as_json else "\n".join(describe_real(report)))
+    if not report.right:
         raise typer.Exit(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,18 +19,45 @@ from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import UsageError
 
-__all__ = ["show_devices"]
+__all__ = ["colour_verdict", "make_console", "show_devices"]
 
 
 def show_devices(
     name: Annotated[str | None, typer.Argument(help="A device, for its whole sheet: mps, hpu, rocm, …")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Print a block to paste into an issue.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hold the sheet of NAME against the device, and write an evidence file.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="With --verify: where the file goes.")
+    ] = None,
+    signed_off_by: Annotated[
+        str, typer.Option("--signed-off-by", metavar="NAME", help="With --verify: who answers for it.")
+    ] = "",
+    pipelines: Annotated[
+        str, typer.Option("--pipelines", metavar="few|all|none|RECIPE,…", help="With --verify: which ones to run.")
+    ] = "few",
+    quick: Annotated[bool, typer.Option("--quick", help="With --verify: leave the compiler out.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", metavar="N", help="With --verify: processes that run pipelines.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="With --verify: write over a file that is there.")] = False,
 ) -> None:
-    """Show which accelerators are here, and exactly why the others are not."""
+    """Show which accelerators are here, and exactly why the others are not.
+
+    With --verify, exit status 1 where the device contradicts its sheet or a pipeline is wrong.
+    """
     if report and (name or as_json):
         raise UsageError("--report goes with nothing else", hint="anyaccel devices --report")
-    if name is not None:
+    if verify:
+        from anyaccel.cli.verify import Wanted, verify_device
+
+        wanted = Wanted(pipelines=pipelines, quick=quick, jobs=jobs, signed_off_by=signed_off_by)
+        verify_device(name, wanted, output, force=force, as_json=as_json)
+    elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
+        raise UsageError("--output and the like go with --verify", hint="anyaccel devices NAME --verify")
+    elif name is not None:
         asked, found = sheet(name), find_device(name)
         _print_json(_device_as_json(found) | sheet_as_json(asked)) if as_json else _print_sheet(asked, found)
     elif report:
@@ -58,13 +86,13 @@ def _print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=True))
 
 
-def _console() -> Console:
+def make_console() -> Console:
     """Lines are left whole: a terminal wraps them itself, and an address can be copied."""
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def _print_devices(found: list[Device]) -> None:
-    console = _console()
+    console = make_console()
     for device in sorted(found, key=lambda device: not device.available):
         mark = "[green]here[/green]    " if device.available else "[dim]not here[/dim]"
         console.print(f"[bold]{escape(device.name):8}[/bold] {mark}  {escape(device.title)}")
@@ -75,7 +103,7 @@ def _print_devices(found: list[Device]) -> None:
 
 
 def _print_sheet(asked: Sheet, found: Device) -> None:
-    console = _console()
+    console = make_console()
     console.print(f"[bold]{escape(asked.title)}[/bold]  torch.device({asked.torch_name!r})")
     console.print(escape(asked.documentation), style="dim")
     console.print(f"{'here' if found.available else 'not here'}: {escape(found.reason)}")
@@ -84,7 +112,7 @@ def _print_sheet(asked: Sheet, found: Device) -> None:
     for section in describe_sheet(asked):
         console.print(f"\n[bold]{section.title}[/bold]")
         for row in section.rows:
-            console.print(f"  [bold]{escape(row.matter)}[/bold]: {_colour(row.verdict)}")
+            console.print(f"  [bold]{escape(row.matter)}[/bold]: {colour_verdict(row.verdict)}")
             console.print(f"      {escape(row.says)}")
             if row.source:
                 console.print(f"      [dim]{row.evidence}: {escape(row.source)}[/dim]")
@@ -92,7 +120,8 @@ def _print_sheet(asked: Sheet, found: Device) -> None:
                 console.print(f"      [yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]")
 
 
-def _colour(verdict: str) -> str:
+def colour_verdict(verdict: str) -> str:
+    """A verdict in the colour of how well it bodes: `[red]error in bmm[/red]`."""
     first = verdict.split(maxsplit=1)[0].rstrip(",") if verdict else ""
     colours = {"yes": "green", "error": "red", "wrong": "red", "narrowed": "yellow", "slow": "yellow", "not": "dim"}
     colour = colours.get(first)

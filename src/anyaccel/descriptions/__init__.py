@@ -1,7 +1,7 @@
 """Config files of well-known models, so that they can be asked about offline: a folder each, under its hub id.
 
-They hold sizes, switches and class names, and no weights. They were written by hand and are still to be held against
-the files on the hub.
+They hold sizes, switches and class names, and no weights. They were written by hand and held against what is published
+of the files on the hub. `weights.json` says how many bytes the files of weights have there, and at which revision.
 """
 
 from __future__ import annotations

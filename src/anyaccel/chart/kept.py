@@ -10,8 +10,8 @@ from typing import Any
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import sheet
 from anyaccel.backends.evidence import Verification
-from anyaccel.checker.chart import Attempt, Cell, Chart, Found, Line, Site
-from anyaccel.checker.reasons import find_reason
+from anyaccel.chart.chart import Attempt, Cell, Chart, Found, Line, Site
+from anyaccel.chart.reasons import find_reason
 from anyaccel.errors import UsageError
 
 __all__ = ["as_document", "read_chart", "write_chart"]
@@ -116,7 +116,7 @@ def _line_as_dict(line: Line, index: dict[Site, int]) -> dict[str, Any]:
     cells: dict[str, dict[str, Any]] = {}
     for cell in line.cells:
         both = {"plain": _attempt_as_dict(cell.plain, index), "placed": _attempt_as_dict(cell.placed, index)}
-        reason = find_reason(line.recipe, cell.device) if cell.placed.state != "works" else ""
+        reason = find_reason(line.recipe) if cell.placed.state != "works" else ""
         cells[cell.device] = both | ({"reason": reason} if reason else {})
     return {"recipe": line.recipe, "pipeline": line.pipeline, "family": line.family, "cells": cells}
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from anyaccel.checker.report import DeviceReport, State, Violation
@@ -15,6 +16,7 @@ from anyaccel.recipes import Recipe
 
 __all__ = ["Attempt", "Cell", "Chart", "Found", "Line", "Site", "find_families", "make_chart"]
 
+_PACKAGES = Path(__file__).parents[2]
 _PLAIN, _PLACED = Ways(placed=False), Ways(placed=True)
 _LARGEST_GROUP = 12
 """How many pipelines one process runs: fewer cost more processes, more are lost with one that dies."""
@@ -186,6 +188,13 @@ def _join(violations: Sequence[Violation]) -> Iterator[Found]:
     """One for each line of code and limit, whichever operations of the line met it."""
     together: dict[tuple[str, str, Site], list[Violation]] = {}
     for one in violations:
-        together.setdefault((one.limit, one.effect, Site(one.file, one.line, one.code)), []).append(one)
+        site = Site(_name_file(one.file), one.line, one.code)
+        together.setdefault((one.limit, one.effect, site), []).append(one)
     for (limit, effect, site), ones in together.items():
         yield Found(limit, effect, site, sum(one.count for one in ones), ones[0].step)
+
+
+def _name_file(file: str) -> str:
+    """A file of this package as an installed one is named, wherever it lies: `anyaccel/recipes/recipe.py`."""
+    path = Path(file)
+    return path.relative_to(_PACKAGES).as_posix() if path.is_absolute() and path.is_relative_to(_PACKAGES) else file

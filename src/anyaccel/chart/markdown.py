@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from anyaccel.backends.evidence import Verification
-from anyaccel.checker.chart import Cell, Chart, Line
-from anyaccel.checker.reasons import find_reason
+from anyaccel.chart.chart import Cell, Chart, Line
+from anyaccel.chart.reasons import find_reason
 
 __all__ = ["write_markdown"]
 
@@ -30,7 +30,8 @@ def _introduce(chart: Chart) -> Iterator[str]:
     yield ""
     yield f"Every pipeline class of diffusers that has a recipe, tiny and in float32, on every virtual device; {made}."
     yield "All of it is **virtual**: the documented limits of a device, enforced on a CPU. It says nothing of kernels."
-    yield "In a cell: plain diffusers, then placed by anyaccel."
+    yield "In a cell: plain diffusers, then placed by anyaccel. [The same to click through](chart-page.html) has every"
+    yield "line of code that met a limit."
     yield ""
     yield f"{_MARKS['works']} works: the CPU's picture, and no waiting for the device at the steps;"
     yield f"{_MARKS['waits']} right, but the host waits for the device at every step;"
@@ -82,5 +83,5 @@ def _tell_failures(chart: Chart) -> Iterator[str]:
     if not failing:
         yield "Nothing."
     for line, cell in failing:
-        why = find_reason(line.recipe, cell.device) or cell.placed.error or "not yet known why"
+        why = find_reason(line.recipe) or cell.placed.error or "not yet known why"
         yield f"- **{line.recipe}** on {cell.device} ({cell.placed.state}): {why}"

@@ -1,0 +1,155 @@
+"""`anyaccel chart`: every tiny pipeline on every virtual device, plain and placed, as a table, a page or data."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from anyaccel.cli.progress import Display
+from anyaccel.errors import UsageError
+
+if TYPE_CHECKING:
+    from anyaccel.chart.chart import Chart, Line
+    from anyaccel.recipes import Recipe
+
+__all__ = ["describe_making", "show_chart"]
+
+
+def show_chart(
+    family: Annotated[
+        list[str] | None, typer.Option("--family", help="A family or a recipe; give it several times for several.")
+    ] = None,
+    device: Annotated[list[str] | None, typer.Option("--device", "-d", help="A device; all without it.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write one self-contained page.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="PATH", help="Write a page of Markdown, and badges beside it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    keep: Annotated[
+        Path | None,
+        typer.Option("--keep", metavar="FILE", help="Keep each pipeline here as it is done, and go on from there."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="How many processes; as many as cores without it.")] = None,
+) -> None:
+    """Run every tiny pipeline on every virtual device, in plain diffusers and placed: about a quarter of an hour.
+
+    Exit status 1 where a pipeline does not work placed and nobody knows why.
+    """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"at least one process is needed, not {jobs}", hint="for example --jobs 2")
+    for path in (html, markdown, keep):
+        if path and not path.absolute().parent.is_dir():
+            raise UsageError(f"there is no folder {path.absolute().parent}", hint="make it first")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process has one core
+    from anyaccel.chart.chart import find_families
+    from anyaccel.checker.check import find_devices
+    from anyaccel.recipes import recipes
+
+    chosen = find_families(family or [], recipes().values())
+    chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1)
+    _write_pages(chart, html, markdown)
+    if as_json:
+        print(json.dumps(_as_document(chart), separators=(",", ":")))
+    else:
+        print("\n".join(_describe(chart)))
+    if any(_is_unexplained(line) for line in chart.lines):
+        raise typer.Exit(1)
+
+
+def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int) -> Chart:
+    """The chart, from what was kept and what is still to be run."""
+    from anyaccel.chart.chart import Chart, make_chart
+    from anyaccel.chart.kept import read_chart, write_chart
+
+    made = describe_making()
+    order = {recipe.name: place for place, recipe in enumerate(chosen)}
+    lines: list[Line] = []
+    before = 0.0
+    if keep and keep.exists():
+        kept = read_chart(keep)
+        if kept.made.get("versions") != made["versions"] or kept.devices != tuple(devices):
+            raise UsageError(f"{keep} is of other versions or devices", hint="delete it, or keep the chart elsewhere")
+        lines, before = [line for line in kept.lines if line.recipe in order], kept.seconds
+    done = {line.recipe for line in lines}
+    left = [recipe for recipe in chosen if recipe.name not in done]
+    begun, display = time.monotonic(), Display()
+
+    def make() -> Chart:
+        ordered = tuple(sorted(lines, key=lambda line: order[line.recipe]))
+        return Chart(tuple(devices), ordered, round(before + time.monotonic() - begun, 1), made)
+
+    display.begin(f"{len(left)} pipelines on {len(devices)} devices")
+    try:
+        for line in make_chart(left, devices, jobs=jobs, told=display.count):
+            lines.append(line)
+            if keep:
+                write_chart(make(), keep)
+    finally:
+        display.clear()
+    return make()
+
+
+def describe_making() -> dict[str, Any]:
+    """The date, the versions and the machine, for a page that says how it was made."""
+    import anyaccel
+    from anyaccel.backends.device import this_machine
+
+    machine = this_machine()
+    versions = {"anyaccel": anyaccel.__version__, **machine.versions}
+    return {
+        "date": date.today().isoformat(),
+        "system": f"{machine.system} {machine.architecture}",
+        "versions": versions,
+    }
+
+
+def _as_document(chart: Chart) -> dict[str, Any]:
+    from anyaccel.backends.evidence import load_verifications
+    from anyaccel.chart.kept import as_document
+
+    return as_document(chart, load_verifications().values())
+
+
+def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None:
+    from anyaccel.backends.evidence import load_verifications
+    from anyaccel.chart.badge import make_badge
+    from anyaccel.chart.markdown import write_markdown
+    from anyaccel.chart.page import write_page
+
+    if html:
+        html.write_text(write_page(_as_document(chart)), encoding="utf-8")
+    if markdown:
+        markdown.write_text(write_markdown(chart, tuple(load_verifications().values())), encoding="utf-8")
+    for page in (html, markdown):
+        if page:
+            badges = page.absolute().parent / "badges"
+            badges.mkdir(exist_ok=True)
+            for device in chart.devices:
+                (badges / f"{device}.svg").write_text(make_badge(device, "works (virtual)", "works"), encoding="utf-8")
+
+
+def _describe(chart: Chart) -> list[str]:
+    from anyaccel.chart.reasons import find_reason
+
+    lines = [f"{'device':10}{'pipelines':>10}{'plain diffusers':>18}{'placed':>9}     (how many work; virtual)"]
+    for device in chart.devices:
+        plain, placed = chart.count(device, "plain", "works"), chart.count(device, "placed", "works")
+        lines.append(f"{device:10}{len(chart.lines):10}{plain:18}{placed:9}")
+    for line in chart.lines:
+        for cell in line.cells:
+            if cell.placed.state != "works":
+                why = find_reason(line.recipe) or cell.placed.error or "nobody knows why yet"
+                lines.append(f"{line.recipe} on {cell.device} {cell.placed.state}: {why}")
+    return lines
+
+
+def _is_unexplained(line: Line) -> bool:
+    from anyaccel.chart.reasons import find_reason
+
+    return any(cell.placed.state != "works" and not find_reason(line.recipe) for cell in line.cells)

@@ -1,0 +1,128 @@
+"""The chart: every tiny pipeline on a virtual device, in plain diffusers and placed, against the CPU's picture.
+
+Here every recipe runs placed on one device, and every third of them plain; `make chart` runs all on all six, both ways.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from anyaccel.chart.chart import Attempt, Cell, Chart, Found, Line, Site, find_families, make_chart
+from anyaccel.chart.kept import as_document, read_chart, write_chart
+from anyaccel.chart.markdown import write_markdown
+from anyaccel.chart.reasons import find_reason
+from anyaccel.checker.check import find_devices
+from anyaccel.checker.run import Ways, run_on_device, run_on_host
+from anyaccel.errors import AnyaccelError
+from anyaccel.recipes import recipes
+from tests.conftest import NEEDS_RECIPES
+
+DEVICES = find_devices("all")
+_UNWRITTEN = "its attention reads memory that was never written, which MPS lets through as NaN (diffusers #14438)"
+NOWHERE = {"attend-and-excite", "semantic-guidance", "score-sde-ve"}
+ELSEWHERE_THAN_MPS = {"unclip", "unclip-image-variation"}
+PLAIN_DIFFERS = {
+    ("easy-animate-inpaint", "*"): "hands the host's generator to a draw on the device, which torch refuses everywhere",
+    ("attend-and-excite", "*"): "needs gradients, which virtual devices do not give through attention",
+    ("wuerstchen-prior", "mps"): _UNWRITTEN,
+    ("wuerstchen-combined", "mps"): _UNWRITTEN,
+    ("stable-diffusion-self-attention-guidance", "mps"): _UNWRITTEN,
+    ("unclip", "mps"): "diffusers itself enlarges the picture in another way on mps",
+    ("unclip-image-variation", "mps"): "diffusers itself enlarges the picture in another way on mps",
+}
+"""What does not give the CPU's picture in plain diffusers, and why; one that does after all is a failure too."""
+
+
+def test_the_six_devices() -> None:
+    assert sorted(DEVICES) == ["hpu", "mlu", "mps", "neuron", "npu", "xpu"]
+    assert len({recipe.pipeline for recipe in recipes().values()}) >= 200
+
+
+@NEEDS_RECIPES
+@pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
+def test_every_pipeline_works_placed_on_a_device(turn: int, device: str) -> None:
+    chosen = list(recipes().values())[(turn + 3) % len(DEVICES) :: len(DEVICES)]
+    reports = run_on_device(device, chosen, run_on_host(chosen), [Ways(placed=True, strict=True)])
+    for recipe, report in zip(chosen, reports, strict=True):
+        known = recipe.name in NOWHERE or (recipe.name in ELSEWHERE_THAN_MPS and device == "mps")
+        assert (report.state == "works") != known, (recipe.name, report.state, report.error)
+        assert bool(find_reason(recipe.name)) or not known
+
+
+@NEEDS_RECIPES
+@pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
+def test_plain_pipelines_give_the_picture_of_the_cpu(turn: int, device: str) -> None:
+    chosen = list(recipes().values())[turn :: 3 * len(DEVICES)]
+    reports = run_on_device(device, chosen, run_on_host(chosen), [Ways(placed=False)])
+    for recipe, report in zip(chosen, reports, strict=True):
+        same = report.max_difference is not None and report.max_difference <= 1e-4
+        excused = (recipe.name, "*") in PLAIN_DIFFERS or (recipe.name, device) in PLAIN_DIFFERS
+        assert same != excused, (recipe.name, report.max_difference, report.error)
+
+
+@NEEDS_RECIPES
+def test_a_chart_is_made_kept_and_read(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    chosen = find_families(["pixart"], recipes().values())
+    lines = tuple(make_chart(chosen, ["mps", "neuron"], told=lambda *what: told.append(what)))
+    chart = Chart(("mps", "neuron"), lines, 1.0, {"date": "2026-01-01", "versions": {"torch": "2"}})
+    assert {line.recipe for line in lines} == {"pixart-alpha", "pixart-sigma"}
+    assert told == [(4, 4, "pixart")]
+    assert all(cell.placed.state == "works" for line in lines for cell in line.cells)
+    sigma = next(line for line in lines if line.recipe == "pixart-sigma").cell("neuron")
+    assert sigma.plain.state == "stops"
+    assert any(found.limit == "data_dependent_shapes" and found.effect == "error" for found in sigma.plain.found)
+    write_chart(chart, tmp_path / "chart.json")
+    kept = read_chart(tmp_path / "chart.json")
+    assert as_document(kept) == as_document(chart)
+    assert json.loads((tmp_path / "chart.json").read_text())["evidence"] == "virtual"
+
+
+def make_small_chart() -> Chart:
+    site = Site("diffusers/x.py", 3, "torch.arange(3, dtype=torch.float64)")
+    stops = Attempt("stops", "LimitError: no float64", None, None, (Found("dtypes.float64", "error", site, 2, 0),))
+    works = Attempt("works", "", 1e-7, 0.0)
+    lines = (
+        Line("flux", "FluxPipeline", "flux", (Cell("mps", stops, works),)),
+        Line("unclip", "UnCLIPPipeline", "unclip", (Cell("mps", works, Attempt("wrong", "", 0.3, 0.0)),)),
+    )
+    return Chart(("mps",), lines, 1.0, {"versions": {"torch": "2"}})
+
+
+def test_the_markdown_has_every_pipeline_its_marks_and_badges() -> None:
+    page = write_markdown(make_small_chart())
+    assert "| flux `FluxPipeline` | ✗ → ✓ | ![mps: works (virtual)](badges/mps.svg) |" in page
+    assert "| unclip `UnCLIPPipeline` | ✓ → ≠ |  |" in page
+    assert "**unclip** on mps (wrong): diffusers itself enlarges" in page
+    assert "**virtual**" in page
+
+
+def test_what_is_no_family_and_what_is_no_chart_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AnyaccelError, match="fluxx"):
+        find_families(["fluxx"], recipes().values())
+    (tmp_path / "chart.json").write_text("{}")
+    with pytest.raises(AnyaccelError, match="no chart"):
+        read_chart(tmp_path / "chart.json")
+
+
+@NEEDS_RECIPES
+def test_a_pipeline_that_kills_its_process_spoils_no_other() -> None:
+    import os
+    from dataclasses import replace
+
+    host = os.getpid()
+
+    def die() -> dict[str, object]:
+        if os.getpid() != host:
+            os._exit(9)
+        return {}
+
+    good = recipes()["pixart-alpha"]
+    bad = replace(good, name="bad", call=die)
+    from anyaccel.chart import chart
+
+    expected = run_on_host([good])
+    cells = chart._run_guarded("mps", [bad, good], {**expected, "bad": expected["pixart-alpha"]})
+    assert [cell.placed.state for cell in cells] == ["stops", "works"]
+    assert "died with status 9" in cells[0].placed.error

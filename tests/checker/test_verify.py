@@ -1,0 +1,98 @@
+"""A sheet held against a device: virtual ones, which do what their sheets say, and the host under false sheets."""
+
+from dataclasses import replace
+
+import pytest
+
+import anyaccel
+from anyaccel.backends.claim import DtypeLimit, Unknown
+from anyaccel.backends.evidence import Finding
+from anyaccel.checker.bench import describe_error
+from anyaccel.checker.probes import find_claims, probe
+from anyaccel.checker.verify import verify
+from anyaccel.checker.verify_process import Prober, ProberDiedError, make_bench
+from anyaccel.errors import UsageError
+from tests.conftest import NEEDS_RECIPES
+
+MPS = {
+    "dtypes.float64": "error",
+    "dtypes.int64": "narrowed",
+    "dtypes.complex128": "error",
+    "dtypes.float8_e4m3fn": "error",
+    "dtypes.float8_e5m2": "error",
+    "host_round_trip": "slow",
+    "operations.baddbmm_reads_ignored_input": "wrong",
+    "operations.conv_transpose3d_half": "error",
+    "operations.int_mm": "error",
+}
+HPU = {
+    "dtypes.float64": "narrowed",
+    "dtypes.int64": "narrowed",
+    "dtypes.complex64": "error",
+    "dtypes.complex128": "error",
+    "data_dependent_shapes": "slow",
+    "host_round_trip": "slow",
+}
+
+
+@NEEDS_RECIPES
+@pytest.mark.parametrize(("device", "limits"), [("mps", MPS), ("hpu", HPU)])
+def test_a_virtual_device_does_what_its_sheet_says(device: str, limits: dict[str, str]) -> None:
+    seen = verify(f"virtual:{device}", pipelines=["ddpm"])
+    assert seen.virtual
+    assert seen.device_name.startswith("virtual ")
+    assert seen.holds
+    assert {one.verdict for one in seen.findings} == {"agrees", "not tried"}
+    agreed = {one.claim: one.seen for one in seen.findings if one.verdict == "agrees"}
+    assert limits.items() <= agreed.items()
+    assert all(one.detail for one in seen.findings if one.verdict == "not tried"), "it says why"
+    assert [one.right for one in seen.pipelines] == [True]
+
+
+def test_a_virtual_device_answers_no_open_question() -> None:
+    seen = verify("virtual:mlu", pipelines=[])
+    open_questions = [one for one in seen.findings if one.expected == "not known"]
+    assert open_questions
+    assert all(one.verdict == "not tried" for one in open_questions)
+
+
+def probe_host(name: str, claim: DtypeLimit | Unknown) -> Finding:
+    bench = make_bench("cpu", quick=True)
+    return probe(replace(bench, sheet=bench.sheet.with_claims({name: claim})), name)
+
+
+def test_a_sheet_that_is_wrong_is_contradicted() -> None:
+    said = DtypeLimit(says="It raises.", source="https://example.org", evidence="documented", effect="error", hint="-")
+    found = probe_host("dtypes.float64", said)
+    assert (found.expected, found.seen, found.verdict) == ("error", "yes", "contradicts")
+    elsewhere = probe_host("dtypes.float64", replace(said, only_on=("another",)))
+    assert (elsewhere.verdict, elsewhere.seen) == ("not tried", "")
+
+
+def test_an_open_question_is_answered() -> None:
+    found = probe_host("training", Unknown(says="Nothing was found."))
+    assert (found.expected, found.seen, found.verdict) == ("not known", "yes", "new")
+
+
+def test_every_claim_about_behaviour_has_a_probe() -> None:
+    names = {name.split(".")[0] for name, _ in anyaccel.sheet("mps").claims()}
+    left_out = names - {name.split(".")[0] for name in find_claims(anyaccel.sheet("mps"))}
+    assert left_out == {"default_dtypes", "distributed", "requirements", "variables"}
+
+
+def test_a_process_that_dies_loses_one_finding() -> None:
+    with Prober("cpu", quick=True) as prober:
+        with pytest.raises(ProberDiedError, match=r"died with status 1: .*no-such-claim"):
+            prober.probe_claim("no-such-claim")
+        assert prober.probe_claim("dtypes.int64").verdict == "agrees"
+
+
+def test_folders_of_the_machine_stay_out_of_the_words() -> None:
+    error = RuntimeError("no /home/anna/work/model.py here, see https://example.org/a/b\nand more")
+    assert describe_error(error) == "RuntimeError: no model.py here, see https://example.org/a/b"
+
+
+@pytest.mark.parametrize(("device", "options"), [("cpu", {"pipelines": ["fluxx"]}), ("cpu", {"jobs": 0})])
+def test_a_wrong_call_is_told_at_once(device: str, options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="hint: "):
+        verify(device, **options)  # type: ignore[arg-type]
