@@ -72,6 +72,6 @@ def write_page(sheet: Sheet) -> str:
 def _write_row(row: Row) -> str:
     linked = row.source.startswith("http")
     source = f" [{row.evidence}]({row.source})" if linked else f" {row.evidence}: {row.source}" if row.source else ""
-    against = f" **[contradicted]({row.contradicted_by})**" if row.contradicted_by else ""
+    against = f" **[contradicted]({row.contradicted_by})**" if row.contradicted_by.startswith("http") else ""
     cells = (f"`{row.matter}`", row.verdict, f"{row.says}{source}{against}")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

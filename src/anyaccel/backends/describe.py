@@ -58,6 +58,8 @@ class Row:
     evidence: str
     source: str
     contradicted_by: str = ""
+    files: tuple[str, ...] = ()
+    """The evidence files that speak of it."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,14 @@ def _describe(matter: str, claim: Claim | Unknown) -> Row:
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
     says = " ".join([says, *(_tell_sighting(sighting) for sighting in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
-    return Row(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted)
+    files = tuple(sighting.file for sighting in claim.seen_on)
+    return Row(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
 
 
 def _tell_sighting(sighting: Sighting) -> str:
-    """What a verification saw, in a sentence that ends with its file."""
+    """What a verification saw, in a sentence."""
     saw = "Seen" if sighting.agrees else f"Not so, but {sighting.seen},"
-    return f"{saw} on {sighting.where} ({sighting.file})."
+    return f"{saw} on {sighting.where}."
 
 
 def _verdict(claim: Claim) -> str:

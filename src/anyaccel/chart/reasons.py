@@ -4,9 +4,7 @@ from __future__ import annotations
 
 __all__ = ["REASONS", "find_reason"]
 
-_OTHER_UPSCALING = (
-    "diffusers itself enlarges the picture in another way there, by its name (pipeline_unclip.py)"
-)
+_OTHER_UPSCALING = "diffusers itself enlarges the picture in another way there, by its name (pipeline_unclip.py)"
 
 REASONS: dict[str, str] = {
     "attend-and-excite": "asks for gradients as it denoises, which virtual devices do not give through attention",

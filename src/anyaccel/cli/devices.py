@@ -114,8 +114,11 @@ def _print_sheet(asked: Sheet, found: Device) -> None:
         for row in section.rows:
             console.print(f"  [bold]{escape(row.matter)}[/bold]: {colour_verdict(row.verdict)}")
             console.print(f"      {escape(row.says)}")
-            if row.source:
-                console.print(f"      [dim]{row.evidence}: {escape(row.source)}[/dim]")
+            for file in row.files:
+                console.print(f"      [dim]hardware: {escape(file)}[/dim]")
+            if row.source and row.source not in row.files:
+                known = "source" if row.files and row.evidence == "hardware" else row.evidence
+                console.print(f"      [dim]{known}: {escape(row.source)}[/dim]")
             if row.contradicted_by:
                 console.print(f"      [yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]")
 

@@ -58,7 +58,7 @@ def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, forc
 
 
 def _verify(name: str, wanted: Wanted) -> Verification:
-    from anyaccel.checker.verify import verify
+    from anyaccel.verification.verify import verify
 
     asked = [] if wanted.pipelines == "none" else wanted.pipelines
     if isinstance(asked, str) and asked not in ("few", "all"):
@@ -85,7 +85,7 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
 
 def _suggest_name(name: str) -> str:
     """A name for the file: `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
-    from anyaccel.checker.verify_process import make_bench
+    from anyaccel.verification.verify_process import make_bench
 
     virtual = name.startswith(_VIRTUAL)
     which = [] if virtual else [make_bench(name, quick=True).product or platform.machine()]
@@ -121,7 +121,7 @@ def _describe_finding(finding: Finding, width: int) -> str:
 
 
 def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -> None:
-    from anyaccel.checker.verify import describe_pipeline
+    from anyaccel.verification.verify import describe_pipeline
 
     if not pipelines:
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.claim import OperationLimit, Quirk, SizeLimit, Unknown, Yes
-from anyaccel.checker.bench import Bench, Sight, describe_error, fill
+from anyaccel.verification.bench import Bench, Sight, describe_error, fill
 
 if TYPE_CHECKING:
     import torch
@@ -144,13 +144,15 @@ def _call_large(bench: Bench, limit: OperationLimit) -> Sight:
     needed, spare = 5 * elements * 2, bench.spare_bytes()  # the input, the result, and room for the kernel to work in
     if needed > spare:
         return Sight("", f"needs {needed / 2**30:.1f} GiB, a third of what is free is {spare / 2**30:.1f} GiB")
-    wrong = [operation for operation in limit.operations if not _LARGE_CALLS[operation](bench.device, elements)]
+    differences = [_LARGE_CALLS[operation](bench.device, elements) for operation in limit.operations]
     bench.driver.empty_cache()
     asked = f"{', '.join(limit.operations)} past {elements} elements in float16"
-    return Sight("wrong", f"{asked} gives other numbers") if wrong else Sight("yes", f"{asked} gives the right numbers")
+    detail = f"{asked} differs from the same on a small part by {_worst(differences):.1e}, {_TOLERANCE:.0e} allowed"
+    # Said this way round, what is not a number is wrong too.
+    return Sight("yes" if all(one <= _TOLERANCE for one in differences) else "wrong", detail)
 
 
-def _convolve_large(device: torch.device, elements: int) -> bool:
+def _convolve_large(device: torch.device, elements: int) -> float:
     import torch
 
     channels = 32
@@ -161,8 +163,8 @@ def _convolve_large(device: torch.device, elements: int) -> bool:
     kernel = (fill((channels, channels, 3, 3)) / 17).half().to(device)
     whole = torch.nn.functional.conv2d(picture, kernel, padding=1)
     corners = ((slice(0, 8), slice(0, 16), slice(0, 8)), (slice(-8, None), slice(-16, None), slice(-8, None)))
-    return all(
-        _near(
+    return _worst(
+        _difference(
             whole[:, :, kept, kept],
             torch.nn.functional.conv2d(picture[:, :, part, part].contiguous(), kernel, padding=1)[:, :, within, within],
         )
@@ -170,7 +172,7 @@ def _convolve_large(device: torch.device, elements: int) -> bool:
     )
 
 
-def _enlarge_large(device: torch.device, elements: int) -> bool:
+def _enlarge_large(device: torch.device, elements: int) -> float:
     import torch
 
     channels = 32
@@ -178,25 +180,33 @@ def _enlarge_large(device: torch.device, elements: int) -> bool:
     picture = torch.empty(1, channels, side, side, dtype=torch.float16, device=device)
     picture = picture.to(memory_format=torch.channels_last).fill_(0.5)
     whole = torch.nn.functional.interpolate(picture, scale_factor=2, mode="nearest")
-    return all(_near(whole[:, :, part, part], picture[:, :, :8, :8]) for part in (slice(0, 8), slice(-8, None)))
+    return _worst(
+        _difference(whole[:, :, part, part], picture[:, :, :8, :8]) for part in (slice(0, 8), slice(-8, None))
+    )
 
 
-def _multiply_large(device: torch.device, elements: int) -> bool:
+def _multiply_large(device: torch.device, elements: int) -> float:
     import torch
 
     side = math.isqrt(elements) + 1
     column = torch.linspace(0.5, 1, side, dtype=torch.float16).to(device)
     whole = torch.bmm(column[None, :, None], column[None, None, :])[0]
-    return all(
-        _near(whole[part, part], column[part, None] * column[None, part]) for part in (slice(0, 8), slice(-8, None))
+    return _worst(
+        _difference(whole[part, part], column[part, None] * column[None, part])
+        for part in (slice(0, 8), slice(-8, None))
     )
 
 
-def _near(there: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((there.float() - expected.float()).abs().max().item() <= _TOLERANCE)
+def _worst(differences: Iterable[float]) -> float:
+    """The largest; one that is not a number is worse than any."""
+    return max(differences, key=lambda one: math.inf if math.isnan(one) else one)
 
 
-_LARGE_CALLS: dict[str, Callable[[torch.device, int], bool]] = {
+def _difference(there: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((there.float() - expected.float()).abs().max().item())
+
+
+_LARGE_CALLS: dict[str, Callable[[torch.device, int], float]] = {
     "convolution": _convolve_large,
     "upsample_nearest2d": _enlarge_large,
     "bmm": _multiply_large,
@@ -234,7 +244,8 @@ def _attend_past(bench: Bench, amount: int) -> bool:
     query = fill((1, 1, length, 8)).half().to(bench.device)
     whole = attend(query, query, query)
     parts = (slice(0, 64), slice(-64, None))
-    return all(_near(whole[:, :, part], attend(query[:, :, part].contiguous(), query, query)) for part in parts)
+    pairs = ((whole[:, :, part], attend(query[:, :, part].contiguous(), query, query)) for part in parts)
+    return all(_difference(one, other) <= _TOLERANCE for one, other in pairs)
 
 
 def probe_quirk(bench: Bench, name: str, quirk: Quirk) -> Sight:

@@ -21,10 +21,10 @@ from typing import IO, Any
 from anyaccel.backends.device import open_device, sheet, this_machine
 from anyaccel.backends.evidence import Finding, PipelineFinding
 from anyaccel.backends.sheet import Sheet
-from anyaccel.checker.bench import Bench, describe_error
-from anyaccel.checker.probe_pipeline import probe_pipeline, settle_process
-from anyaccel.checker.probes import probe
 from anyaccel.errors import AnyaccelError
+from anyaccel.verification.bench import Bench, describe_error
+from anyaccel.verification.probe_pipeline import probe_pipeline, settle_process
+from anyaccel.verification.probes import probe
 
 __all__ = ["Prober", "ProberDiedError", "ProberKilledError", "make_bench", "read_versions"]
 

@@ -7,11 +7,11 @@ import pytest
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Unknown
 from anyaccel.backends.evidence import Finding
-from anyaccel.checker.bench import describe_error
-from anyaccel.checker.probes import find_claims, probe
-from anyaccel.checker.verify import verify
-from anyaccel.checker.verify_process import Prober, ProberDiedError, make_bench
 from anyaccel.errors import UsageError
+from anyaccel.verification.bench import describe_error
+from anyaccel.verification.probes import find_claims, probe
+from anyaccel.verification.verify import verify
+from anyaccel.verification.verify_process import Prober, ProberDiedError, make_bench
 from tests.conftest import NEEDS_RECIPES
 
 MPS = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown
 from anyaccel.backends.probe import probe_dtype
-from anyaccel.checker.bench import Bench, Sight, describe_error, fill
+from anyaccel.verification.bench import Bench, Sight, describe_error, fill
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ _TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3
 _SLOW_SHARE = 1.2
 """A type that takes so many times as long as the one to take instead is slow."""
 _RUNS = 100
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.5
 """After this no further run is begun."""
 
 

@@ -7,9 +7,9 @@ import warnings
 from typing import Any
 
 from anyaccel.backends.evidence import PipelineFinding
-from anyaccel.checker.bench import describe_error
 from anyaccel.recipes import recipes, run
 from anyaccel.recipes.recipe import Recipe
+from anyaccel.verification.bench import describe_error
 
 __all__ = ["CONDITIONS", "FEW", "TOLERANCE", "probe_pipeline", "settle_process"]
 

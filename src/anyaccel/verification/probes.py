@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.claim import Claim, Limit, Unknown
 from anyaccel.backends.evidence import Finding, Verdict
 from anyaccel.backends.sheet import Compiler, Product, Sheet
-from anyaccel.checker.bench import Bench, Sight, describe_error, fill, is_out_of_memory
-from anyaccel.checker.probe_operations import probe_operations, probe_quirk, probe_size
-from anyaccel.checker.probe_types import probe_type
+from anyaccel.verification.bench import Bench, Sight, describe_error, fill, is_out_of_memory
+from anyaccel.verification.probe_operations import probe_operations, probe_quirk, probe_size
+from anyaccel.verification.probe_types import probe_type
 
 if TYPE_CHECKING:
     import torch

@@ -9,6 +9,7 @@ On a virtual device it says what the emulator enforces, and nothing of hardware;
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import subprocess
 import threading
@@ -21,13 +22,13 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from anyaccel.backends.device import open_device, sheet, this_machine
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.evidence import Finding, PipelineFinding, Verification
-from anyaccel.checker.bench import Bench, Sight
 from anyaccel.checker.fresh_process import can_fork
-from anyaccel.checker.probe_pipeline import CONDITIONS, FEW, TOLERANCE, probe_pipeline, settle_process
-from anyaccel.checker.probes import find_claims, judge, probe
-from anyaccel.checker.verify_process import Prober, ProberDiedError, ProberKilledError, make_bench, read_versions
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes
+from anyaccel.verification.bench import Bench, Sight
+from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, TOLERANCE, probe_pipeline, settle_process
+from anyaccel.verification.probes import find_claims, judge, probe
+from anyaccel.verification.verify_process import Prober, ProberDiedError, ProberKilledError, make_bench, read_versions
 
 if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet
@@ -153,6 +154,9 @@ def _verify_virtual(
             "torch computes in several threads here, and a virtual device needs a process that is forked",
             hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices {_VIRTUAL}{name} --verify",
         )
+
+    if names:
+        importlib.import_module("anyaccel.runtime.pipeline")  # once here, rather than in every process
 
     def probe_all(accelerator: VirtualAccelerator) -> tuple[Finding, ...]:
         bench = _make_virtual_bench(accelerator)

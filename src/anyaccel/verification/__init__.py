@@ -1,0 +1,1 @@
+"""Verification: the sheet of a device held against the device itself, written down as evidence."""
