@@ -13,26 +13,10 @@ __all__ = ["PICTURE_PIXELS", "Object", "Scene", "draw_scene", "jitter", "pair", 
 PICTURE_PIXELS = 128
 _CENTRE = PICTURE_PIXELS / 2
 _OTHER_WORDS = {"grey": "gray"}
-_PREFIXES: tuple[str, ...] = ("a picture of ", "an emoji of ", "a drawing of ", "an icon of ", "a photo of ", "an image of ", "one ")
-_PREFIXES += (
-    "draw ",
-    "draw me ",
-    "please draw ",
-    "please draw me ",
-    "show me ",
-    "paint ",
-    "make ",
-    "create ",
-    "i want ",
-)
-_PREFIXES += (
-    "generate ",
-    "give me ",
-    "i want a picture of ",
-    "can you draw ",
-    "please make a picture of ",
-    "there is ",
-)
+_PREFIXES: tuple[str, ...] = ("a picture of ", "an emoji of ", "a drawing of ", "an icon of ", "a photo of ", "one ")
+_PREFIXES += ("an image of ", "draw ", "draw me ", "please draw ", "please draw me ", "show me ", "paint ", "make ")
+_PREFIXES += ("create ", "i want ", "generate ", "give me ", "i want a picture of ", "can you draw ", "there is ")
+_PREFIXES += ("please make a picture of ",)
 _PRAISE = ("cute ", "beautiful ", "nice ", "pretty ", "lovely ", "simple ", "colorful ", "happy ", "cool ", "single ")
 _ENDS = (".", ".", ".", ".", "!", "?", ",", " please", ", please")
 _SIZES = {"": 88, "small ": 47, "large ": 114}

@@ -8,7 +8,9 @@ import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Unknown
 from anyaccel.backends.evidence import Finding
 from anyaccel.errors import UsageError
+from anyaccel.recipes import recipes, run
 from anyaccel.verification.bench import describe_error
+from anyaccel.verification.probe_pipeline import measure_sensitivity
 from anyaccel.verification.probes import find_claims, probe
 from anyaccel.verification.verify import verify
 from anyaccel.verification.verify_process import Prober, ProberDiedError, make_bench
@@ -96,3 +98,11 @@ def test_folders_of_the_machine_stay_out_of_the_words() -> None:
 def test_a_wrong_call_is_told_at_once(device: str, options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="hint: "):
         verify(device, **options)  # type: ignore[arg-type]
+
+
+@NEEDS_RECIPES
+@pytest.mark.parametrize(("recipe", "least", "most"), [("stable-diffusion", 1e-7, 1e-4), ("kandinsky-2-1", 1e-3, 1.0)])
+def test_what_rounding_alone_may_do_is_measured(recipe: str, least: float, most: float) -> None:
+    """A quantising decoder jumps between codes; a plain one hardly moves, so that nothing wrong is excused there."""
+    chosen = recipes()[recipe]
+    assert least < measure_sensitivity(chosen, run(chosen, chosen.make())) < most
