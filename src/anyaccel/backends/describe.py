@@ -43,6 +43,7 @@ _SECTIONS = {
     "products": "Products",
 }
 
+_SEEN = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
 _KEPT_NAMES = ("dtypes", "variables", "operations", "quirks")
 """Fields whose parts are names that people type, underscores and all."""
 
@@ -100,8 +101,9 @@ def _describe(matter: str, claim: Claim | Unknown) -> Row:
 
 def _tell_sighting(sighting: Sighting) -> str:
     """What a verification saw, in a sentence."""
-    saw = "Seen" if sighting.agrees else f"Not so, but {sighting.seen},"
-    return f"{saw} on {sighting.where}."
+    if sighting.agrees:
+        return f"Seen on {sighting.where}."
+    return f"Not so on {sighting.where}: {_SEEN.get(sighting.seen, sighting.seen)}."
 
 
 def _verdict(claim: Claim) -> str:
