@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import linecache
 import logging
 import os
@@ -90,6 +91,7 @@ def _quieten() -> None:
     from tqdm import std
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; looking through it again and again is a twentieth of the time
     # Blocks of a modular pipeline take no wish about their bars.
     std.tqdm.__init__ = functools.partialmethod(std.tqdm.__init__, disable=True)
     warnings.simplefilter("ignore")
