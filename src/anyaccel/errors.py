@@ -141,9 +141,18 @@ class PluginError(AnyaccelError):
     """A backend plugin could not be imported, or two claim one name."""
 
 
+_MOST_NAMES, _TOLD_NAMES = 60, 12
+
+
 def nearest(asked: str, known: Iterable[str]) -> str:
-    """Say which known names there are, the nearest one first: `did you mean mps? known: cpu, cuda, …`."""
+    """Say which known names there are, the nearest one first: `did you mean mps? known: cpu, cuda, …`.
+
+    Of very many, those that are most like what was asked for are told, and how many there are.
+    """
     names = list(known)
     close = difflib.get_close_matches(asked.lower(), names, n=1, cutoff=0.5)
     guess = f"did you mean {close[0]}? " if close else ""
-    return f"{guess}known: {', '.join(names)}"
+    if len(names) <= _MOST_NAMES:
+        return f"{guess}known: {', '.join(names)}"
+    alike = difflib.get_close_matches(asked.lower(), names, n=_TOLD_NAMES, cutoff=0.0)
+    return f"{guess}known: {', '.join(alike)} and {len(names) - len(alike)} more"

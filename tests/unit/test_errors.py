@@ -29,3 +29,10 @@ def test_the_docstring_of_the_module_has_the_whole_tree(kind: type[AnyaccelError
 def test_the_nearest_name_comes_first() -> None:
     assert errors.nearest("nueron", ["cpu", "neuron"]) == "did you mean neuron? known: cpu, neuron"
     assert errors.nearest("zzz", ["cpu", "neuron"]) == "known: cpu, neuron"
+
+
+def test_of_very_many_names_those_alike_are_told() -> None:
+    known = [f"recipe-{number}" for number in range(100)] + ["flux"]
+    told = errors.nearest("fluxx", known)
+    assert told.startswith("did you mean flux? known: flux, ")
+    assert told.endswith("and 89 more")

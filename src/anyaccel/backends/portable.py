@@ -5,6 +5,7 @@ Each function takes a name (`"hpu"`, `"cuda:1"`, `"auto"`) or a `torch.device`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from operator import index
 from typing import TYPE_CHECKING, SupportsIndex
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 from anyaccel.backends.claim import DtypeLimit
 from anyaccel.backends.device import is_available, open_device, sheet
 from anyaccel.backends.driver import Memory
+from anyaccel.backends.sheet import Dtypes
 from anyaccel.errors import UnknownDtypeError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -169,6 +171,6 @@ def dtype_of(name: str) -> torch.dtype:
 
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype):
-        known = [value for value in dir(torch) if isinstance(getattr(torch, value), torch.dtype)]
+        known = [field.name for field in dataclasses.fields(Dtypes)]
         raise UnknownDtypeError(f"torch has no number type {name!r}", hint=nearest(name, known))
     return kind

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.device import OpenDevice, find_device, open_device
+from anyaccel.backends.device import DEVICE_VARIABLE, OpenDevice, find_device, open_device
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.backends.portable import dtype_name
@@ -44,6 +44,8 @@ def resolve_device(device: Device, wishes: Wishes) -> OpenDevice:
     if isinstance(device, int):
         device = f"{open_device('auto').sheet.torch_name}:{device}"
     text = str(device)
+    if text == "auto" and os.environ.get(DEVICE_VARIABLE, "").startswith(_VIRTUAL):
+        text = os.environ[DEVICE_VARIABLE]
     if text.startswith(_VIRTUAL):
         text = _start_virtual(text.removeprefix(_VIRTUAL))
     if text != "auto":
