@@ -125,11 +125,12 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
 
     if not pipelines:
         return
-    differences = [one.max_difference for one in pipelines if one.max_difference is not None]
+    compared = [(one.max_difference, one) for one in pipelines if one.max_difference is not None]
     right = sum(one.right is True for one in pipelines)
     console.print(f"\n[bold]Pipelines[/bold]: {right} of {len(pipelines)} give the CPU's picture in float32")
-    if differences:
-        console.print(f"  the largest difference is {max(differences):.1e}, {pipelines[0].tolerance:.0e} is allowed")
+    if compared:
+        difference, one = max(compared, key=lambda pair: pair[0] / pair[1].tolerance)
+        console.print(f"  nearest to its bound: {one.recipe} differs by {difference:.1e}, {one.tolerance:.1e} allowed")
     for one in pipelines:
         if len(pipelines) <= _MOST_LINES or one.right is not True:
             colour = {True: "green", False: "red", None: "dim"}[one.right]
