@@ -18,7 +18,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Write the table, the page to click through, and the badges."""
     chart, seen = read_chart(CHART), tuple(load_verifications().values())
     head = "---\nhide: [toc]\n---\n\n"
-    files.append(File.generated(config, "chart.md", content=head + write_markdown(chart, seen)))
+    files.append(File.generated(config, "chart.md", content=head + write_markdown(chart, seen, "chart-page.html")))
     files.append(File.generated(config, "chart-page.html", content=write_page(as_document(chart, seen))))
     for device in chart.devices:
         files.append(

@@ -126,3 +126,25 @@ def test_a_pipeline_that_kills_its_process_spoils_no_other() -> None:
     cells = chart._run_guarded("mps", [bad, good], {**expected, "bad": expected["pixart-alpha"]})
     assert [cell.placed.state for cell in cells] == ["stops", "works"]
     assert "died with status 9" in cells[0].placed.error
+
+
+def test_one_chart_at_a_time_is_kept_in_a_file(tmp_path: Path) -> None:
+    from anyaccel.cli.chart import _holding
+
+    with _holding(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another chart"):  # noqa: SIM117
+        with _holding(tmp_path / "chart.json"):
+            pass
+    with _holding(tmp_path / "chart.json"):
+        assert (tmp_path / ".chart.json.lock").exists()
+    assert not (tmp_path / ".chart.json.lock").exists()
+
+
+@NEEDS_RECIPES
+def test_what_is_kept_of_other_pipelines_stays(tmp_path: Path) -> None:
+    from anyaccel.cli.chart import _run
+
+    for family in ("dit", "pixart"):
+        chart = _run(find_families([family], recipes().values()), ["xpu"], tmp_path / "chart.json", 1)
+        assert {line.family for line in chart.lines} == {find_families([family], recipes().values())[0].family}
+    kept = {line.recipe for line in read_chart(tmp_path / "chart.json").lines}
+    assert kept == {"dit", "pixart-alpha", "pixart-sigma"}

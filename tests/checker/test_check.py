@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ import anyaccel
 from anyaccel.backends.claim import Limit
 from anyaccel.checker.check import check, find_devices
 from anyaccel.checker.report import Report
-from anyaccel.errors import AnyaccelError
+from anyaccel.checker.small_model import make_small_model
+from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError
 from tests.checker.bad_pipeline import FAULTS, make
 from tests.conftest import ROOT
 
@@ -140,3 +142,45 @@ def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
 
 def test_a_modular_pipeline_passes_where_it_is_placed() -> None:
     assert check("tests.checker.modular_pipeline:make", "mps").passes
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("make_exit", r"make_exit fails: SystemExit: 0 \(.*failing.py:13\)"),
+        ("make_raise", r"make_raise fails: ValueError: in make \(.*failing.py:18\)"),
+        ("make_that_fails_on_the_cpu", r"fails on the CPU already: KeyError: 'boom' \(.*failing.py:23\)"),
+    ],
+)
+def test_a_fault_of_the_users_is_told_with_its_line(function: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check(f"tests.checker.failing:{function}", "mps")
+
+
+def test_a_device_whose_process_dies_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyaccel.checker import run
+
+    whole = run.run_on_device
+
+    def die_on_mps(device: str, *rest: Any) -> Any:
+        if device == "mps":
+            raise VirtualDeviceError("its process died with status 7", hint="-")
+        return whole(device, *rest)
+
+    monkeypatch.setattr(run, "run_on_device", die_on_mps)
+    report = check(make(), ["mps", "xpu"], plain=True)
+    assert report.devices["xpu"].finished
+    assert not report.devices["mps"].finished
+    assert "status 7" in report.devices["mps"].error
+
+
+def test_a_component_without_a_config_is_noted(tmp_path: Path) -> None:
+    import shutil
+
+    from anyaccel.descriptions import find_description
+
+    described = find_description("stabilityai/sdxl-turbo")
+    assert described is not None
+    shutil.copytree(described, tmp_path / "model")
+    shutil.rmtree(tmp_path / "model" / "unet")
+    assert any("unet: there is no config of it" in note for note in make_small_model(tmp_path / "model").notes)

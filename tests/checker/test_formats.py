@@ -33,7 +33,7 @@ def test_github_shows_each_line_once() -> None:
         "::error file=pipe.py,line=7,title=dtypes.float64::mps (virtual): There is no float64, 100 %25."
     )
     assert lines[1].startswith("::notice file=pipe.py,line=9")
-    assert list(as_github(report(finished=False))) == ["::error title=mine::mps (virtual): TypeError: no"]
+    assert list(as_github(report(finished=False))) == ["::error title=mine::mps (virtual): stops: TypeError: no"]
 
 
 def test_sarif_has_rules_and_places() -> None:
@@ -72,3 +72,16 @@ def test_the_words_name_the_line_and_the_way_out() -> None:
     assert "mps (virtual, plain diffusers): does not run" in words
     assert "pipe.py:7  x.double()" in words
     assert "hint: float32" in words
+
+
+def test_another_picture_is_an_error_in_every_format() -> None:
+    report = Report(
+        subject="mine",
+        pipeline="Mine",
+        devices={"mps": DeviceReport(device="mps", virtual=True, placed=True, finished=True, max_difference=0.5)},
+    )
+    assert list(as_github(report)) == [
+        "::error title=mine::mps (virtual): another picture: it differs from the CPU's by 5.0e-01"
+    ]
+    results = json.loads(as_sarif(report))["runs"][0]["results"]
+    assert [(one["level"], one["ruleId"]) for one in results] == [("error", "picture")]

@@ -54,3 +54,46 @@ def test_real_devices_that_are_not_here_are_skipped_with_the_reason() -> None:
     assert done.returncode == 0, done.stdout
     assert "2 skipped" in done.stdout
     assert "SKIPPED" in done.stdout
+
+
+OWN_LEDGERS = """
+import pytest, torch
+
+
+def test_earlier():
+    torch.ones(2, device="mps").double()
+
+
+@pytest.mark.accelerator("mps")
+def test_clean(accelerator):
+    torch.ones(2, device=accelerator.device)
+    accelerator.ledger.assert_clean("error", "wrong")
+
+
+@pytest.mark.accelerator("mps", strict=True)
+def test_strict(accelerator):
+    with pytest.raises(TypeError):
+        torch.ones(2, device=accelerator.device).double()
+
+
+@pytest.mark.accelerator("neuron")
+def test_of_another_device(accelerator):
+    raise AssertionError
+"""
+
+
+def test_on_one_device_each_test_has_its_ledger_and_workers_hand_theirs_over(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(OWN_LEDGERS)
+    done = run_pytest(str(tmp_path / "test_own.py"), "--accelerator", "mps", "-n", "1")
+    assert "3 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "it is marked for neuron, not mps" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("error"))
+    assert "dtypes.float64" in line
+    assert "test_own.py:6" in line
+
+
+def test_what_cannot_be_is_said_in_a_line() -> None:
+    done = run_pytest("test_foreign.py", "--accelerator", "tpu")
+    assert done.returncode == 4
+    assert done.stderr.strip().startswith("ERROR: no virtual accelerator is called 'tpu'")
+    assert run_pytest("test_foreign.py", "--accelerator", "mps", "--accelerator-real").returncode == 4

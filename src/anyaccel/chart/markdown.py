@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from anyaccel.backends.evidence import Verification
 from anyaccel.chart.chart import Cell, Chart, Line
@@ -15,23 +14,25 @@ __all__ = ["write_markdown"]
 _MARKS = {"works": "✓", "waits": "◷", "wrong": "≠", "stops": "✗"}
 
 
-def write_markdown(chart: Chart, verifications: tuple[Verification, ...] = ()) -> str:
-    """The whole page."""
-    lines = [*_introduce(chart), *_count(chart), *_tell_hardware(verifications)]
+def write_markdown(chart: Chart, verifications: tuple[Verification, ...] = (), page: str = "") -> str:
+    """The whole page; `page` is the address of the one to click through, where there is one."""
+    lines = [*_introduce(chart, page), *_count(chart), *_tell_hardware(chart, verifications)]
     for family, members in groupby(sorted(chart.lines, key=lambda line: line.family), key=lambda line: line.family):
         lines += ["", f"## {family}", "", *_table(chart, list(members))]
     lines += ["", "## What does not work placed, and why", "", *_tell_failures(chart)]
     return "\n".join(lines) + "\n"
 
 
-def _introduce(chart: Chart) -> Iterator[str]:
+def _introduce(chart: Chart, page: str) -> Iterator[str]:
     made = ", ".join(f"{name} {version}" for name, version in chart.made.get("versions", {}).items())
     yield "# Chart: pipelines and devices"
     yield ""
-    yield f"Every pipeline class of diffusers that has a recipe, tiny and in float32, on every virtual device; {made}."
+    kinds = len({line.pipeline for line in chart.lines})
+    yield f"{len(chart.lines)} tiny pipelines of {kinds} classes of diffusers, in float32, on virtual devices; {made}."
     yield "All of it is **virtual**: the documented limits of a device, enforced on a CPU. It says nothing of kernels."
-    yield "In a cell: plain diffusers, then placed by anyaccel. [The same to click through](chart-page.html) has every"
-    yield "line of code that met a limit."
+    yield "In a cell: plain diffusers, then placed by anyaccel."
+    if page:
+        yield f"[The same to click through]({page}) has every line of code that met a limit."
     yield ""
     yield f"{_MARKS['works']} works: the CPU's picture, and no waiting for the device at the steps;"
     yield f"{_MARKS['waits']} right, but the host waits for the device at every step;"
@@ -47,18 +48,19 @@ def _count(chart: Chart) -> Iterator[str]:
         yield f"| {_badge(device)} | {plain} | {placed} | {len(chart.lines)} |"
 
 
-def _tell_hardware(verifications: tuple[Verification, ...]) -> Iterator[str]:
-    told: list[Any] = [one for one in verifications if one.pipelines]
-    if not told:
+def _tell_hardware(chart: Chart, verifications: tuple[Verification, ...]) -> Iterator[str]:
+    here = {line.recipe for line in chart.lines}
+    told = [(one, [found for found in one.pipelines if found.recipe in here]) for one in verifications]
+    if not any(found for _, found in told):
         return
     yield ""
-    yield "On hardware, as far as somebody ran it ([evidence](evidence.md)), placed against the CPU:"
+    yield "On hardware, as far as somebody ran it (`anyaccel devices NAME --verify`), placed against the CPU:"
     yield ""
     yield "| device | pipelines right | of | date | torch |"
     yield "|---|---|---|---|---|"
-    for one in told:
-        right = sum(found.right for found in one.pipelines)
-        yield f"| {one.device_name} | {right} | {len(one.pipelines)} | {one.date} | {one.versions.get('torch', '')} |"
+    for one, found in told:
+        right = sum(pipeline.right is True for pipeline in found)
+        yield f"| {one.device_name} | {right} | {len(found)} | {one.date} | {one.versions.get('torch', '')} |"
 
 
 def _table(chart: Chart, lines: list[Line]) -> Iterator[str]:

@@ -52,4 +52,4 @@ def _leave_out(device: DeviceReport, left: Counter[Key]) -> DeviceReport:
             left[key] -= 1
         else:
             new.append(one)
-    return replace(device, violations=tuple(new))
+    return replace(device, violations=tuple(new), known=len(device.violations) - len(new))

@@ -33,7 +33,9 @@ def describe_verdict(one: DeviceReport) -> str:
         return "does not run"
     if one.of("wrong"):
         return "silently wrong"
-    return "passes" if one.is_right else "another picture"
+    if not one.is_right:
+        return "another picture"
+    return f"nothing new; {one.known} findings are known" if one.known else "passes"
 
 
 def describe_device(one: DeviceReport) -> Iterator[str]:

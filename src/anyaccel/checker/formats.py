@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.backends.claim import Effect
-from anyaccel.checker.report import DeviceReport, Report, Violation
+from anyaccel.checker.report import TOLERANCE, DeviceReport, Report, Violation
 
 __all__ = ["as_github", "as_sarif", "shorten"]
 
 _GITHUB: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "notice", "slow": "notice"}
 _SARIF: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "note", "slow": "note"}
+_FAILURE = "picture"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
@@ -31,9 +32,19 @@ def as_github(report: Report) -> Iterator[str]:
         words = f"{_label(device)}: {one.says} hint: {one.hint}" if one.hint else f"{_label(device)}: {one.says}"
         place = f"file={_escape(shorten(one.file), ',:')},line={one.line},title={_escape(one.limit, ',:')}"
         yield f"::{_GITHUB[one.effect]} {place}::{_escape(words)}"
+    for device, words in _failures(report):
+        yield f"::error title={_escape(report.subject, ',:')}::{_escape(f'{_label(device)}: {words}')}"
+
+
+def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
+    """What is wrong with a device as a whole, and with no line of code."""
     for device in report.devices.values():
         if not device.finished:
-            yield f"::error title={_escape(report.subject, ',:')}::{_escape(f'{_label(device)}: {device.error}')}"
+            yield device, f"stops: {device.error}"
+        elif device.max_difference is None:
+            yield device, "the picture has another shape than the CPU's"
+        elif device.max_difference > TOLERANCE:
+            yield device, f"another picture: it differs from the CPU's by {device.max_difference:.1e}"
 
 
 def _places(report: Report) -> Iterator[tuple[DeviceReport, Violation]]:
@@ -63,9 +74,19 @@ def as_sarif(report: Report) -> str:
     places = list(_places(report))
     rules = {one.limit: one for _, one in places}
     results = [_as_result(device, one, list(rules)) for device, one in places]
-    driver = {"name": "anyaccel", "rules": [_as_rule(one) for one in rules.values()]}
+    results += [_as_failure(device, words) for device, words in _failures(report)]
+    driver = {"name": "anyaccel", "rules": [*(_as_rule(one) for one in rules.values()), {"id": _FAILURE}]}
     run = {"tool": {"driver": driver}, "results": results}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _as_failure(device: DeviceReport, words: str) -> dict[str, Any]:
+    return {
+        "ruleId": _FAILURE,
+        "level": "error",
+        "message": {"text": f"{_label(device)}: {words}"},
+        "properties": {"device": device.device, "virtual": device.virtual},
+    }
 
 
 def _as_rule(one: Violation) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +36,8 @@ __all__ = ["Accelerator"]
 _NAME = "_accelerator_name"
 _MARKER = "accelerator"
 _ACTIVE = pytest.StashKey[Any]()
+_WHOLE = pytest.StashKey["Ledger"]()
+"""What the whole run has met; the accelerator's own ledger is each test's."""
 _STACK = pytest.StashKey[ExitStack]()
 _SECOND = pytest.StashKey["_SecondPytest"]()
 _TIMEOUT_S = 3600.0
@@ -66,15 +68,29 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Have the device before the first line of the suite is imported."""
     name = early_config.known_args_namespace.accelerator
     if name:
+        if early_config.known_args_namespace.accelerator_real:
+            raise pytest.UsageError("--accelerator is virtual, and does not go with --accelerator-real")
+        _check_device(name)
         # What diffusers' own test utilities, and suites after their pattern, look at.
         os.environ.setdefault("DIFFUSERS_TEST_DEVICE", name)
         _activate(early_config, name, strict=early_config.known_args_namespace.accelerator_strict)
 
 
+def _check_device(name: object) -> None:
+    from anyaccel.backends.registry import load_registry
+    from anyaccel.errors import nearest
+
+    known = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
+    if name not in known:
+        raise pytest.UsageError(f"no virtual accelerator is called {name!r}; {nearest(str(name), known)}")
+
+
 def _activate(config: pytest.Config, name: str, **options: Any) -> None:
     from anyaccel.emulator.activation import virtual
+    from anyaccel.emulator.ledger import Ledger
 
     stack = ExitStack()
+    config.stash[_WHOLE] = Ledger()
     config.stash[_ACTIVE] = stack.enter_context(virtual(name, **options))
     config.stash[_STACK] = stack
 
@@ -96,11 +112,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Once a device that the marker names."""
     marker = metafunc.definition.get_closest_marker(_MARKER)
-    if marker is not None and not metafunc.config.getoption("--accelerator"):
-        if not marker.args:
-            raise pytest.UsageError(f'{metafunc.definition.nodeid}: name a device: @pytest.mark.accelerator("mps")')
+    if marker is None:
+        return
+    _check_marker(marker, metafunc.definition.nodeid, real=metafunc.config.getoption("--accelerator-real"))
+    if not metafunc.config.getoption("--accelerator"):
         metafunc.fixturenames.append(_NAME)
         metafunc.parametrize(_NAME, marker.args, ids=[str(name) for name in marker.args])
+
+
+def _check_marker(marker: pytest.Mark, where: str, *, real: bool) -> None:
+    if not marker.args:
+        raise pytest.UsageError(f'{where}: name a device: @pytest.mark.accelerator("mps")')
+    unknown = set(marker.kwargs) - {"strict", "count", "memory"}
+    if unknown:
+        raise pytest.UsageError(f"{where}: the marker takes strict, count and memory, not {', '.join(sorted(unknown))}")
+    for name in marker.args if not real else ():
+        _check_device(name)
 
 
 @pytest.fixture
@@ -136,6 +163,8 @@ def _name_of(item: pytest.Item) -> str | None:
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     """Run a marked test in a process of its own."""
     config = item.config
+    if config.stash.get(_ACTIVE, None) is not None and config.getoption("--accelerator"):
+        _pass_over_others(item, config.stash[_ACTIVE].name)
     if _name_of(item) is None or config.getoption("--accelerator-second") or config.getoption("--accelerator-real"):
         return None
     if _SECOND not in config.stash:
@@ -146,6 +175,50 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _pass_over_others(item: pytest.Item, device: str) -> None:
+    """Where the whole suite runs on one device, a test that is marked for others alone does not run there."""
+    marker = item.get_closest_marker(_MARKER)
+    if marker is not None and device not in marker.args:
+        item.add_marker(pytest.mark.skip(reason=f"it is marked for {', '.join(map(str, marker.args))}, not {device}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin each test with an empty ledger, and as strict as its marker says."""
+    active = item.config.stash.get(_ACTIVE, None)
+    if active is None or not item.config.getoption("--accelerator"):
+        return
+    _collect(item.config)
+    marker = item.get_closest_marker(_MARKER)
+    asked = marker.kwargs.get("strict") if marker is not None else None
+    active.strict = item.config.getoption("--accelerator-strict") if asked is None else bool(asked)
+
+
+def _collect(config: pytest.Config) -> None:
+    active = config.stash[_ACTIVE]
+    config.stash[_WHOLE].absorb(active.ledger.rows())
+    active.ledger.clear()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker of pytest-xdist: hand the ledger over to the process that prints it."""
+    config = session.config
+    if _ACTIVE in config.stash and config.getoption("--accelerator"):
+        _collect(config)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["anyaccel"] = [asdict(row) for row in config.stash[_WHOLE].rows()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended: take its ledger in."""
+    from anyaccel.emulator.ledger import Row
+
+    rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
+    if rows and _WHOLE in node.config.stash:
+        node.config.stash[_WHOLE].absorb([Row(**row) for row in rows])
 
 
 class _SecondPytest:
@@ -253,4 +326,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if active is None or not config.getoption("--accelerator"):
         return
     terminalreporter.section(f"{active.sheet.title} (virtual)")
-    terminalreporter.write_line(str(active.ledger))
+    terminalreporter.write_line(str(config.stash[_WHOLE]))

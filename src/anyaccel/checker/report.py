@@ -73,6 +73,8 @@ class DeviceReport:
     violations: tuple[Violation, ...] = ()
     graphs: Graphs | None = None
     seconds: float = 0.0
+    known: int = 0
+    """How many findings of a baseline were left out."""
 
     @property
     def runs(self) -> bool:

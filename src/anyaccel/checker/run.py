@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import linecache
 import logging
 import os
+import sys
 import sysconfig
 import time
 import warnings
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.claim import Limit
+from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.report import DeviceReport, Graphs, Violation
+from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError
 from anyaccel.recipes.recipe import Recipe, run
 
 if TYPE_CHECKING:
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Told", "Ways", "run_on_device", "run_on_devices", "run_on_host"]
 
 _TIMEOUT_S = 3600.0
+_PACKAGE = Path(__file__).parents[1]
 _NEVER_ON_SHEET = "a limit that the sheet of this version does not list"
 
 
@@ -51,7 +56,12 @@ def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | 
     expected = run_on_host([recipe])
 
     def check(device: str) -> DeviceReport:
-        report = run_on_device(device, [recipe], expected, [ways])[0]
+        try:
+            report = run_on_device(device, [recipe], expected, [ways])[0]
+        except (VirtualDeviceError, TimeoutError) as death:  # the others are still told of
+            report = DeviceReport(
+                device=device, virtual=True, placed=ways.placed, finished=False, error=str(death).splitlines()[0]
+            )
         if told:
             told(report)
         return report
@@ -66,10 +76,22 @@ def run_on_host(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
     def use() -> dict[str, Any]:
         _quieten()
-        return {recipe.name: run(recipe, recipe.make()) for recipe in recipes}
+        return {recipe.name: _run_reference(recipe) for recipe in recipes}
 
     # Nothing runs in this process: threads that torch started here would be missing in those that are forked from it.
-    return fork(use, timeout_s=_TIMEOUT_S)
+    return fork(use, name="the run on the CPU", timeout_s=_TIMEOUT_S)
+
+
+def _run_reference(recipe: Recipe) -> Any:
+    """What the pipeline gives on the CPU; where it fails there already, no device is to blame."""
+    try:
+        return run(recipe, recipe.make())
+    except AnyaccelError as error:
+        raise UsageError(f"on the CPU already: {error.message}", hint="mend that first") from error
+    except Exception as error:
+        raise UsageError(
+            f"{recipe.name} fails on the CPU already: {describe_failure(error)}", hint="mend that first"
+        ) from error
 
 
 def run_on_device(
@@ -91,6 +113,9 @@ def _quieten() -> None:
     from tqdm import std
 
     torch.set_num_threads(1)
+    sys.stdout = sys.stderr  # what a pipeline prints is no part of a report
+    with contextlib.suppress(OSError):
+        os.dup2(2, 1)
     gc.freeze()  # what was imported stays; looking through it again and again is a twentieth of the time
     # Blocks of a modular pipeline take no wish about their bars.
     std.tqdm.__init__ = functools.partialmethod(std.tqdm.__init__, disable=True)
@@ -107,7 +132,7 @@ def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, way
     try:
         seen = run(recipe, _put(pipe, accelerator, ways))
     except Exception as failure:  # noqa: BLE001 - a failure is a finding here, and is shown with its words
-        error = f"{type(failure).__name__}: {failure}".splitlines()[0][:400]
+        error = describe_failure(failure)
     return DeviceReport(
         device=accelerator.sheet.name,
         virtual=True,
@@ -116,7 +141,7 @@ def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, way
         error=error,
         max_difference=None if seen is None else _difference(expected, seen),
         host_round_trips_per_step=_round_trips(accelerator.ledger.round_trips()) if seen is not None else None,
-        violations=tuple(_explain(row, accelerator.sheet) for row in accelerator.ledger.rows()),
+        violations=tuple(_explain(row, accelerator.sheet) for row in accelerator.ledger.rows() if not _is_ours(row)),
         graphs=_read_graphs(accelerator) if ways.compiled else None,
         seconds=round(time.perf_counter() - begun, 2),
     )
@@ -144,6 +169,11 @@ def _round_trips(by_step: dict[int | None, int]) -> float:
     """How often the host waits for the device at a step, on average over the steps in which it did at all."""
     within = {step: count for step, count in by_step.items() if step is not None}
     return sum(within.values()) / (max(within) + 1) if within else 0.0
+
+
+def _is_ours(row: Row) -> bool:
+    """Whether the line is our own call of the pipeline, where the picture is fetched once it is done."""
+    return Path(row.file).is_absolute() and Path(row.file).is_relative_to(_PACKAGE)
 
 
 def _explain(row: Row, sheet: Sheet) -> Violation:

@@ -75,7 +75,10 @@ def _find_strangers(folder: Path, index: Mapping[str, Any], base: Recipe) -> lis
     told = []
     for name, _, kind in _components(index):
         ours = tiny.components.get(name)
-        if hasattr(ours, "parameters") and not _is_a(ours, kind, _read_config(folder / name)):
+        if ours is not None and _read_config(folder / name) is None:
+            if hasattr(ours, "parameters") or hasattr(ours, "set_timesteps"):
+                told.append(f"{name}: there is no config of it; {type(ours).__name__} of the recipe stands in")
+        elif hasattr(ours, "parameters") and not _is_a(ours, kind, _read_config(folder / name)):
             told.append(f"{name}: {type(ours).__name__} stands in for {kind}")
     return told
 

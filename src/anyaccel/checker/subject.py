@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -10,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.small_model import make_small_model
 from anyaccel.descriptions import described_models, find_description
+from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, UsageError, nearest
 from anyaccel.recipes import Recipe, recipes
 
@@ -35,10 +38,10 @@ def read_subject(what: Any, call: Mapping[str, Any]) -> Subject:
     """Find out what is meant; `call` goes over the arguments that it would be called with."""
     if not isinstance(what, str | Path):
         return _change_call(_from_pipeline(what), call)
-    text = str(what)
+    text = str(find_embedded_model()) if str(what) == NAME else str(what)
     if Path(text).expanduser().is_dir():
         small = make_small_model(Path(text).expanduser())
-        return _change_call(Subject(name=text, recipe=small.recipe, notes=small.notes), call)
+        return _change_call(Subject(name=str(what), recipe=small.recipe, notes=small.notes), call)
     described = find_description(text)
     if described is not None:
         small = make_small_model(described)
@@ -66,13 +69,21 @@ def _from_factory(text: str, module: str, function: str) -> Subject:
     """A function of somebody's, imported from where the command was given."""
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        make: Callable[[], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"{text} cannot be imported: {error}", hint="is the module on the path, and the name right?"
-        ) from error
-    made = make()
+    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of a report
+        try:
+            make: Callable[[], Any] = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"{text} cannot be imported: {error}", hint="is the module on the path, and the name right?"
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{module} fails as it is imported: {describe_failure(error)}", hint="mend it") from error
+        try:
+            made = make()
+        except (Exception, SystemExit) as error:
+            raise UsageError(
+                f"{text} fails: {describe_failure(error)}", hint="it is called with nothing, and gives a pipeline"
+            ) from error
     pipe, call = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     return _from_pipeline(pipe, text, call)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +54,8 @@ def show_chart(
     from anyaccel.recipes import recipes
 
     chosen = find_families(family or [], recipes().values())
-    chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1)
+    with _holding(keep):
+        chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1)
     _write_pages(chart, html, markdown)
     if as_json:
         print(json.dumps(_as_document(chart), separators=(",", ":")))
@@ -63,36 +66,61 @@ def show_chart(
 
 
 def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int) -> Chart:
-    """The chart, from what was kept and what is still to be run."""
+    """The chart, from what was kept and what is still to be run; what is kept of other pipelines stays there."""
     from anyaccel.chart.chart import Chart, make_chart
-    from anyaccel.chart.kept import read_chart, write_chart
+    from anyaccel.chart.kept import write_chart
 
     made = describe_making()
-    order = {recipe.name: place for place, recipe in enumerate(chosen)}
-    lines: list[Line] = []
-    before = 0.0
-    if keep and keep.exists():
-        kept = read_chart(keep)
-        if kept.made.get("versions") != made["versions"] or kept.devices != tuple(devices):
-            raise UsageError(f"{keep} is of other versions or devices", hint="delete it, or keep the chart elsewhere")
-        lines, before = [line for line in kept.lines if line.recipe in order], kept.seconds
-    done = {line.recipe for line in lines}
-    left = [recipe for recipe in chosen if recipe.name not in done]
+    kept, before = _read_kept(keep, made, devices)
+    lines = {line.recipe: line for line in kept}
+    left = [recipe for recipe in chosen if recipe.name not in lines]
     begun, display = time.monotonic(), Display()
 
-    def make() -> Chart:
-        ordered = tuple(sorted(lines, key=lambda line: order[line.recipe]))
-        return Chart(tuple(devices), ordered, round(before + time.monotonic() - begun, 1), made)
+    def make(names: Iterable[str]) -> Chart:
+        found = tuple(lines[name] for name in names if name in lines)
+        return Chart(tuple(devices), found, round(before + time.monotonic() - begun, 1), made)
+
+    from anyaccel.recipes import recipes
 
     display.begin(f"{len(left)} pipelines on {len(devices)} devices")
     try:
         for line in make_chart(left, devices, jobs=jobs, told=display.count):
-            lines.append(line)
+            lines[line.recipe] = line
             if keep:
-                write_chart(make(), keep)
+                write_chart(make(recipes()), keep)
     finally:
         display.clear()
-    return make()
+    return make(recipe.name for recipe in chosen)
+
+
+def _read_kept(keep: Path | None, made: dict[str, Any], devices: list[str]) -> tuple[tuple[Line, ...], float]:
+    from anyaccel.chart.kept import read_chart
+
+    if keep is None or not keep.exists():
+        return (), 0.0
+    kept = read_chart(keep)
+    if kept.made.get("versions") != made["versions"] or kept.devices != tuple(devices):
+        raise UsageError(f"{keep} is of other versions or devices", hint="delete it, or keep the chart elsewhere")
+    return kept.lines, kept.seconds
+
+
+@contextmanager
+def _holding(keep: Path | None) -> Iterator[None]:
+    """Let no other chart write to the same file meanwhile."""
+    if keep is None:
+        yield
+        return
+    lock = keep.with_name(f".{keep.name}.lock")
+    try:
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        raise UsageError(
+            f"another chart is being kept in {keep}", hint=f"wait for it; if there is none, delete {lock}"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
 
 
 def describe_making() -> dict[str, Any]:

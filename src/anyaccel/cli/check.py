@@ -23,7 +23,8 @@ _FORMATS = ("text", "json", "github", "sarif")
 
 def check_pipeline(
     subject: Annotated[
-        str, typer.Argument(metavar="FOLDER|RECIPE|MODULE:FUNCTION", help="What to check; config files are enough.")
+        str,
+        typer.Argument(metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION", help="What to check."),
     ],
     device: Annotated[
         list[str] | None, typer.Option("--device", "-d", help="A device; give it several times for several.")
@@ -62,6 +63,8 @@ def check_pipeline(
     form = "json" if as_json else form
     if form not in _FORMATS:
         raise UsageError(f"there is no format {form!r}", hint=nearest(form, _FORMATS))
+    if html and not html.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {html.absolute().parent}", hint="make it first")
     ways = {"plain": plain, "strict": strict, "compile": compiled}
     report = _check_virtual(subject, device or ["all"], baseline, ways, _read_call(steps, size))
     print(_write(report, form))

@@ -80,7 +80,13 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
         raise UsageError(f"{file} is there already", hint="name another one with --output, or add --force")
     if not file.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {file.parent}", hint="make it first, or name another file with --output")
+    _write(_draft_of(file), "")  # a folder that cannot be written to is told of now
+    _draft_of(file).unlink()
     return file
+
+
+def _draft_of(file: Path) -> Path:
+    return file.with_name(f".{file.name}.try")
 
 
 def _suggest_name(name: str) -> str:
@@ -145,5 +151,5 @@ def _advise(verification: Verification, file: Path) -> list[str]:
     if verification.virtual:
         return [*lines, "virtual: this says what the emulator enforces and nothing of hardware; it is never taken in"]
     if not verification.signed_off_by:
-        lines.append("nobody signed it off: with --signed-off-by NAME it can be taken in")
+        return [*lines, "nobody signed it off: with --signed-off-by NAME it could be taken in"]
     return [*lines, f"to have it taken in, open a pull request that adds it under {FOLDER}/ (see CONTRIBUTING.md)"]

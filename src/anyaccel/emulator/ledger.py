@@ -14,6 +14,7 @@ import sysconfig
 import textwrap
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -85,6 +86,14 @@ class Ledger:
         """How often the host read from the device, by denoising step; None stands for outside the loop."""
         with self._lock:
             return dict(self._round_trips)
+
+    def absorb(self, rows: Iterable[Row]) -> None:
+        """Add the rows of another ledger; round trips by step are not kept in rows, and stay as they are."""
+        with self._lock:
+            for row in rows:
+                key = (row.limit, row.effect, row.operation, row.file, row.line)
+                self._counts[key] += row.count
+                self._first_steps.setdefault(key, row.step)
 
     def clear(self) -> None:
         """Forget everything."""
