@@ -88,6 +88,10 @@ def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int)
             lines[line.recipe] = line
             if keep:
                 write_chart(make(recipes()), keep)
+    except KeyboardInterrupt:
+        if keep:
+            display.say(f"{len(lines)} pipelines are kept in {keep}; the same command goes on from there")
+        raise
     finally:
         display.clear()
     return make(recipe.name for recipe in chosen)

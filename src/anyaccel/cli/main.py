@@ -60,6 +60,10 @@ def main() -> NoReturn:
         app()
     except KeyboardInterrupt:
         _end("interrupted", 130)
+    except SystemExit as end:
+        if _was_interrupted(end):
+            print("interrupted", file=sys.stderr)
+        raise
     except AnyaccelError as error:
         _end(f"error: {error}", error.exit_status)
     except OSError as error:
@@ -77,6 +81,11 @@ def main() -> NoReturn:
             3,
         )
     sys.exit(0)
+
+
+def _was_interrupted(end: SystemExit) -> bool:
+    """Whether typer turned Ctrl-C into an exit, which says nothing; a command that ended by itself has said it."""
+    return isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt)
 
 
 def _prepare_output() -> None:
