@@ -1,6 +1,7 @@
 """The model that ships: how large it is, what diffusers makes of it, and whether it draws what it is asked for."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from safetensors import safe_open
 import anyaccel
 from anyaccel.embedded.judge import open_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
+from anyaccel.embedded.vocabulary import find_unknown_words
+from training.captions import draw_scene
+from training.prepare import load_things
 
 diffusers: Any = plain  # without types
 FOLDER = find_embedded_model()
@@ -71,3 +75,24 @@ def test_its_words_are_not_lost_in_saving(pipe: Any, tmp_path: Path) -> None:
     words = "three small stars on a light green background"
     assert again.tokenizer(words).input_ids == pipe.tokenizer(words).input_ids
     assert pipe.tokenizer.unk_token_id not in pipe.tokenizer(words).input_ids[1:-1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "unknown"),
+    [
+        ("three small stars on a black background.", []),
+        ("Please draw me a fox & two teddy bears!", []),
+        ("un gato azul", ["un", "gato", "azul"]),
+        ("a cat in the style of Monet", ["style", "monet"]),
+        ("", []),
+    ],
+)
+def test_words_that_it_was_not_taught_are_known(prompt: str, unknown: list[str]) -> None:
+    assert find_unknown_words(prompt) == unknown
+
+
+def test_every_caption_is_made_of_known_words() -> None:
+    chance = random.Random(3)
+    captions = [draw_scene(load_things(), chance).caption for _ in range(2000)]
+    unknown = {word for caption in captions for word in find_unknown_words(caption)}
+    assert unknown == set()

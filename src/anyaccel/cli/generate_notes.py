@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from anyaccel.embedded.vocabulary import find_unknown_words
 
 if TYPE_CHECKING:
     from anyaccel.pictures.kept_model import LoadedModel
@@ -12,9 +14,10 @@ __all__ = ["find_notes"]
 
 _MUCH_SLOWER = 4
 _EMBEDDED_SIDE = 128
+_MOST_WORDS = 5
 
 
-def find_notes(loaded: LoadedModel, call: Mapping[str, Any]) -> Iterator[str]:
+def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
     """Each in a sentence."""
     from anyaccel.backends.half_precision import measure_half_precision
 
@@ -26,3 +29,7 @@ def find_notes(loaded: LoadedModel, call: Mapping[str, Any]) -> Iterator[str]:
     sides = {call.get(name, _EMBEDDED_SIDE) for name in ("width", "height")}
     if loaded.model.kind == "embedded" and sides != {_EMBEDDED_SIDE}:
         yield f"the embedded model knows pictures of {_EMBEDDED_SIDE}x{_EMBEDDED_SIDE} alone: others are muddles"
+    unknown = find_unknown_words(" ".join(prompts)) if loaded.model.kind == "embedded" else []
+    if unknown:
+        told = ", ".join(unknown[:_MOST_WORDS]) + (", …" if len(unknown) > _MOST_WORDS else "")
+        yield f"the embedded model was not taught: {told}; it draws emoji by their names"

@@ -132,7 +132,7 @@ class GenerateWork:
         self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
         if plan.virtual and self.options.dtype is None and self.options.source is None:
             self.display.say(f"note: {dtype}: {plan.dtype.reason}; --dtype chooses another")
-        for note in find_notes(loaded, self.options.read_call()):
+        for note in find_notes(loaded, self.options.read_call(), self.options.read_prompts()):
             self.display.say(f"note: {note}")
 
     def _warn_of_differences(self, loaded: LoadedModel, job: Job) -> None:
