@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.embedded.vocabulary import find_unknown_words
-
 if TYPE_CHECKING:
     from anyaccel.pictures.kept_model import LoadedModel
 
@@ -20,6 +18,7 @@ _MOST_WORDS = 5
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
     """Each in a sentence."""
     from anyaccel.backends.half_precision import measure_half_precision
+    from anyaccel.embedded.vocabulary import find_unknown_words
 
     plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
     on_host = plan.virtual or loaded.pipe.device.type == "cpu"
