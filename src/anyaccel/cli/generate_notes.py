@@ -18,10 +18,11 @@ _MOST_WORDS = 5
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
     """Each in a sentence."""
     from anyaccel.backends.half_precision import measure_half_precision
+    from anyaccel.backends.host import is_host
     from anyaccel.embedded.vocabulary import find_unknown_words
 
     plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
-    on_host = plan.virtual or loaded.pipe.device.type == "cpu"
+    on_host = plan.virtual or is_host(loaded.pipe.device)
     times = measure_half_precision().get(dtype, 1.0) if on_host else 1.0
     if times > _MUCH_SLOWER:
         yield f"this host computes {dtype} {times:.0f} times slower than float32"

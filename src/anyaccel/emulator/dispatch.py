@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anyaccel.backends.host import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.cells import SUBSTITUTES
 from anyaccel.emulator.generator import place_of
@@ -84,11 +85,11 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _refuse_mixture(call, facts)
     if "device" in plain_kwargs:
         plain_kwargs["device"] = _HOST
-    draws = facts.is_random and target.type != "cpu"
+    draws = facts.is_random and not is_host(target)
     if draws and facts.takes_generator:
         _use_own_generator(accelerator, func, plain_kwargs, target)
     traced = any(isinstance(inner, FakeTensor) for inner in plain_args)
-    if facts.name == _ATTENTION and accelerator.enforcing and not traced and target.type != "cpu":
+    if facts.name == _ATTENTION and accelerator.enforcing and not traced and not is_host(target):
         _enforce_on_scores(accelerator, facts, plain_args)
     if draws and not facts.takes_generator:
         result = _draw_apart(accelerator, func, plain_args, plain_kwargs, target)
@@ -120,7 +121,7 @@ def _refuse_mixture(call: _Call, facts: OperationFacts) -> None:
     if facts.name in _PUTS:
         call.host_tensors = [tensor for tensor in call.host_tensors if tensor is call.values]
     for tensor in call.host_tensors:
-        if tensor.dim() > 0 and tensor.device.type == "cpu":
+        if tensor.dim() > 0 and is_host(tensor.device):
             raise _mixed(call.device, tensor.device, facts.name)
 
 
@@ -169,7 +170,7 @@ def _enforce(
     """Hold one operation against the sheet; gives the result as the device would, NaN and narrowing included."""
     if facts.reads_on_host or _goes_to_host(facts, call, target, args):
         accelerator.read_on_host(facts.label)
-    if target.type == "cpu":
+    if is_host(target):
         return result
     _enforce_on_call(accelerator, facts, args, result, call)
     if facts.name in accelerator.limits.operations:
@@ -243,7 +244,7 @@ def _read_ignored_input(
 
 def _goes_to_host(facts: OperationFacts, call: _Call, target: torch.device, args: list[Any]) -> bool:
     if facts.name == "_to_copy":
-        return target.type == "cpu" and call.device is not None
+        return is_host(target) and call.device is not None
     return facts.name == "copy_" and id(args[0]) not in call.wrappers and call.device is not None
 
 
@@ -259,9 +260,9 @@ def _wrap_result(result: Any, target: torch.device, call: _Call, facts: Operatio
             written = call.wrappers.get(id(result))
             if written is not None:
                 return _keep_shape(written)
-            if target.type == "cpu" or any(result is host for host in call.host_tensors):
+            if is_host(target) or any(result is host for host in call.host_tensors):
                 return result
-        return result if target.type == "cpu" else wrap(result, target)
+        return result if is_host(target) else wrap(result, target)
     if isinstance(result, list | tuple):
         return type(result)([_wrap_result(item, target, call, facts) for item in result])
     if facts.mutates and result is None:

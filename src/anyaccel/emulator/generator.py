@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 
 __all__ = ["install_generator", "place_of"]
@@ -59,7 +60,7 @@ def _make_generator(place: torch.device, state: torch.Tensor | None = None) -> V
 def _rebuild_generator(place: str, state: torch.Tensor) -> torch.Generator:
     """A generator that was pickled, with the state that it had."""
     device = torch.device(place)
-    generator = _CpuGenerator() if device.type == "cpu" else _make_generator(device)
+    generator = _CpuGenerator() if is_host(device) else _make_generator(device)
     generator.set_state(state)
     return generator
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from anyaccel.backends.host import is_host
 from anyaccel.emulator.dispatch import dispatch
 from anyaccel.errors import RealDeviceError, VirtualDeviceError
 
@@ -97,7 +98,7 @@ def _make_cast(func: Any, key: str) -> Any:
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.device.type != "cpu":
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not is_host(value.device):
             return value.to(torch.get_autocast_dtype(value.device.type))
         return value
 

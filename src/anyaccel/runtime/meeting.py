@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_host
 from anyaccel.runtime.pairs import make_pair
 from anyaccel.runtime.scheduler import HostNumbers
 
@@ -30,7 +31,7 @@ class Meeting:
         self.replacements = replacements
         self.clone_numbers = clone_numbers
         self.pair_complex = pair_complex
-        self.on_host = device.type == "cpu"
+        self.on_host = is_host(device)
         self.numbers: HostNumbers | None = None
         """The schedulers' numbers, where they stay on the host."""
 
@@ -47,7 +48,7 @@ class Meeting:
         if (
             self.numbers is not None
             and isinstance(result, torch.Tensor)
-            and result.device.type == "cpu"
+            and is_host(result.device)
             and any(isinstance(value, torch.Tensor) and self.numbers.owns(value) for value in args)
         ):
             self.numbers.add(result)
@@ -65,13 +66,13 @@ class Meeting:
                 if isinstance(tensor, torch.Tensor):
                     if tensor.device.type == self.kind:
                         there = True
-                    elif tensor.device.type == "cpu":
+                    elif is_host(tensor.device):
                         here = True
         return here and there
 
     def _bring(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.bring(value) if value.device.type == "cpu" else value
+            return self.bring(value) if is_host(value.device) else value
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
             return type(value)([self._bring(item) for item in value])
         return value

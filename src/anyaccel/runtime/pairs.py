@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from anyaccel.backends.host import is_host
 from anyaccel.errors import LimitError
 from anyaccel.runtime.dtypes import FROM_DATA, as_builder, find_place, read_target
 
@@ -120,7 +121,7 @@ def _divide(func: Any, args: Any, kwargs: Any) -> Pair:
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """`pair.to(…)`: to the host it becomes a complex tensor again; to a real type its real part stays."""
     pair, target, kind = args[0], kwargs.get("device"), kwargs.get("dtype")
-    if target is not None and torch.device(target).type == "cpu":
+    if target is not None and is_host(torch.device(target)):
         joined = torch.complex(pair.real_part.cpu(), pair.imaginary_part.cpu())
         return joined if kind is None else joined.to(kind)
     if kind is not None and not kind.is_complex:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_host
+
 __all__ = ["HostNumbers", "keep_on_host"]
 
 _BY_TIMESTEP = ("step", "scale_model_input", "index_for_timestep", "previous_timestep", "get_velocity")
@@ -34,7 +36,7 @@ class HostNumbers:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is made of such numbers, or is a view of them."""
-        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._kept
+        return is_host(tensor.device) and tensor.untyped_storage().data_ptr() in self._kept
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def _is_scheduler(part: Any) -> bool:
 
 def _add_numbers(scheduler: Any, numbers: HostNumbers) -> None:
     for value in vars(scheduler).values():
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        if isinstance(value, torch.Tensor) and is_host(value.device):
             numbers.add(value)
 
 
@@ -110,7 +112,7 @@ class _HostMethod:
             _put(values, kwargs, self.device, "device", torch.device("cpu"))
         if self.timestep is not None:
             given = values[self.timestep] if self.timestep < len(values) else kwargs.get("timestep")
-            if isinstance(given, torch.Tensor) and given.device.type != "cpu":
+            if isinstance(given, torch.Tensor) and not is_host(given.device):
                 _put(values, kwargs, self.timestep, "timestep", given.cpu())
         result = self.method(*values, **kwargs)
         if self.device is not None:

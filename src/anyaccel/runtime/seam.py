@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from anyaccel.backends.host import is_host
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime import attention, dtypes, noise, pairs, shapes, unwritten
 from anyaccel.runtime.meeting import Meeting
@@ -148,7 +149,7 @@ def _let_numbers_stay(meeting: Meeting, behind: Handler | None) -> Handler:
             return meeting.run(torch.Tensor.to, (args[0], dtype), {})
         if behind is not None:
             return behind(func, args, kwargs)
-        return meeting.run(func, args, kwargs) if target.type == "cpu" else func(*args, **kwargs)
+        return meeting.run(func, args, kwargs) if is_host(target) else func(*args, **kwargs)
 
     return move
 
@@ -158,7 +159,7 @@ def _know_schedules(numbers: HostNumbers, behind: Handler | None) -> Handler:
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = func(*args, **kwargs) if behind is None else behind(func, args, kwargs)
-        if made.device.type == "cpu" and made.numel() <= _LONGEST_SCHEDULE:
+        if is_host(made.device) and made.numel() <= _LONGEST_SCHEDULE:
             numbers.add(made)
         return made
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_host
 from anyaccel.backends.portable import adjust_dtype, dtype_name
 from anyaccel.planning.wishes import Wishes
 from anyaccel.scripts.migration import Migration
@@ -177,7 +178,7 @@ def _is_accelerator(value: Any, migration: Migration) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         return True
     own = isinstance(value, str | torch.device) and str(value).partition(":")[0] == migration.device.type
-    return migration.means(value) or (own and migration.device.type != "cpu")
+    return migration.means(value) or (own and not is_host(migration.device))
 
 
 def place_pipeline_of_script(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:

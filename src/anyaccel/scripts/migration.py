@@ -15,6 +15,7 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.host import is_host
 from anyaccel.errors import UnmappedError
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.plan import Plan, make_plan
@@ -116,7 +117,7 @@ class Migration:
 
     def count_from(self, index: int, asked: str) -> torch.device:
         """The device of a number, counted from the one that was chosen."""
-        if self.first.type == "cpu":
+        if is_host(self.first):
             return self.first
         wanted, there = (self.first.index or 0) + index, self.opened.driver.count()
         if not 0 <= wanted < there:

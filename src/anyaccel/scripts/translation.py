@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_host
 from anyaccel.runtime import noise
 from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam
 from anyaccel.scripts.migration import Migration, is_devices_own
@@ -128,7 +129,7 @@ def _draw_there(handler: Handler) -> Handler:
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: Named) -> Any:
         place = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
-        on_host = torch.device(place or torch.get_default_device()).type == "cpu"
+        on_host = is_host(torch.device(place or torch.get_default_device()))
         return func(*args, **kwargs) if on_host else handler(func, args, kwargs)
 
     return draw
