@@ -18,6 +18,7 @@ from anyaccel.backends.sources import (
     TENSORS,
     TORCH_DISTRIBUTED,
     TORCH_INSTALL,
+    TORCH_SOURCE,
 )
 from anyaccel.errors import NotMeasurableError
 
@@ -87,6 +88,11 @@ SHEET = Sheet(
         evidence="documented",
     ),
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    fused_attention=Yes(
+        says="Flash attention has a kernel for the CPU.",
+        source=TORCH_SOURCE + "aten/src/ATen/native/cpu/FlashAttentionKernel.cpp",
+        evidence="documented",
+    ),
     largest_tensor=(Yes(says="Sizes and indices are 64 bits wide.", source=TENSORS, evidence="documented"),),
     quirks=(
         Quirk(

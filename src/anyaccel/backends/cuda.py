@@ -7,7 +7,7 @@ from dataclasses import replace
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
 from anyaccel.backends.sources import (
     DIFFUSERS_TORCH_UTILS,
     GB,
@@ -28,6 +28,7 @@ _HIP = "https://docs.pytorch.org/docs/2.13/notes/hip.html"
 _HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
 _AMD_GPUS = "https://github.com/ROCm/legacy-rocm-build/blob/develop/docs/reference/gpu-arch-specs.rst"
 _AMD_FP8 = "https://github.com/ROCm/legacy-rocm-build/issues/6019"
+_OUR_MEMORY = "benchmarks/results/memory_cuda.json"
 _OUR_H200 = "benchmarks/results/round_trip_cuda.json"
 _BEFORE_HOPPER = ("a100-40gb", "a100-80gb", "a10g")
 _BEFORE_CDNA4 = ("mi250x", "mi300x", "mi325x", "rx7900xtx")
@@ -128,6 +129,20 @@ CUDA = Sheet(
         evidence="documented",
     ),
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    fused_attention=Yes(
+        says="Flash and memory-efficient attention keep one sum a row; heads past 256 numbers add up in float32.",
+        source=_OUR_MEMORY,
+        evidence="hardware",
+    ),
+    memory=MemoryTerms(
+        says="A process's context takes 0.3 to 0.4 GiB; cuBLAS keeps 33 MiB; a tensor of 10 MiB and more gets whole "
+        "segments of 2 MiB where the rest is no more than 1 MiB.",
+        source=_OUR_MEMORY,
+        evidence="hardware",
+        kept_bytes=400 * 2**20,
+        segment_bytes=2 * 2**20,
+        fixed_bytes=33 * 2**20,
+    ),
     largest_tensor=(Unknown(says="No limit on every tensor was found; see the operations and quirks."),),
     operations=(
         OperationLimit(
@@ -152,6 +167,15 @@ CUDA = Sheet(
         ),
     ),
     quirks=(
+        Quirk(
+            name="convolutions_reorder",
+            says="A convolution in half precision copies its input, weight and result to channels last while it runs, "
+            " unless the input lies so already: decoding at 1024 × 1024 holds 2.4 GiB, and 1.5 without.",
+            source=_OUR_MEMORY,
+            evidence="hardware",
+            effect="slow",
+            hint="tile the VAE, or decode one image at a time",
+        ),
         Quirk(
             name="masked_attention_past_2_32",
             says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",

@@ -8,7 +8,17 @@ from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, Ro
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Mode, Product, Sheet, Variable
+from anyaccel.backends.sheet import (
+    Compiler,
+    Distributed,
+    DtypeOrder,
+    Dtypes,
+    MemoryTerms,
+    Mode,
+    Product,
+    Sheet,
+    Variable,
+)
 from anyaccel.backends.sources import ACCELERATE_SOURCE, DIFFUSERS_SOURCE, GB
 
 if TYPE_CHECKING:
@@ -142,6 +152,19 @@ SHEET = Sheet(
         says="Stable Diffusion 3 ran in batches of 1 to 8.", source=_OPTIMUM + "pull/1682", evidence="hardware"
     ),
     training=Yes(says="Supported in both modes.", source=_MATRIX, evidence="documented"),
+    fused_attention=Limit(
+        says="Plain attention needed 27 GiB where the vendor's FusedSDPA needed 1.",
+        source="https://github.com/vllm-project/vllm-gaudi/pull/249",
+        evidence="inferred",
+        effect="slow",
+        hint="slice the attention",
+    ),
+    memory=MemoryTerms(
+        says="94.62 GiB can be had on Gaudi 2, and 29.85 GiB on the first Gaudi, which is what the label means in GB "
+        "(https://github.com/huggingface/optimum-habana/pull/89).",
+        source="https://github.com/huggingface/optimum-habana/pull/1111",
+        evidence="hardware",
+    ),
     largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
     operations=(
         OperationLimit(

@@ -6,11 +6,12 @@ from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, Ro
 from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ArchitectureIs, SystemIs, VersionIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
 from anyaccel.backends.sources import (
     COMFYUI,
     DIFFUSERS,
     DIFFUSERS_TORCH_UTILS,
+    GIB,
     PYTORCH,
     TORCH_DISTRIBUTED,
     TORCH_INSTALL,
@@ -134,6 +135,20 @@ SHEET = Sheet(
         evidence="documented",
         effect="error",
         hint="train on another device",
+    ),
+    fused_attention=Limit(
+        says="Attention over more than eight queries holds all its scores, in float32, up to torch 2.13.",
+        source="https://github.com/pytorch/pytorch/pull/178545",
+        evidence="documented",
+        effect="slow",
+        hint="slice the attention",
+    ),
+    memory=MemoryTerms(
+        says="The system recommends two thirds of the memory up to 32 GB (10.67 of 16, 21.33 of 32) and three quarters "
+        "above (72 of 96, https://github.com/ggml-org/llama.cpp/issues/3213); macOS 26 recommends 74 to 84 %.",
+        source="https://github.com/abetlen/llama-cpp-python/issues/687",
+        evidence="hardware",
+        shares=((32 * GIB, 2 / 3), (None, 3 / 4)),
     ),
     largest_tensor=(
         SizeLimit(

@@ -6,7 +6,7 @@ from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, Ro
 from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ArchitectureIs, ModuleFound, SystemIs, VersionIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
 from anyaccel.backends.sources import ACCELERATE_SOURCE, DIFFUSERS_SOURCE, DIFFUSERS_TORCH_UTILS, GIB
 
 _DOCS = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/"
@@ -136,6 +136,12 @@ SHEET = Sheet(
         effect="error",
         hint="train with the vendor's own libraries",
         contradicted_by=_SDK + "frameworks/torch/pytorch-native-overview.rst",
+    ),
+    memory=MemoryTerms(
+        says="Each core keeps 96 MB for microcode, and a logical core is two; graphs, rings and scratch come on top.",
+        source=_DOCS + "neuron-runtime/explore/device-memory.html",
+        evidence="documented",
+        kept_bytes=2 * 96 * 2**20,
     ),
     largest_tensor=(Unknown(says="No limit on the size of a tensor was found; graphs have one, see the quirks."),),
     operations=(

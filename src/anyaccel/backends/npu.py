@@ -5,7 +5,7 @@ from __future__ import annotations
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
 from anyaccel.backends.sources import ACCELERATE_SOURCE, DIFFUSERS, DIFFUSERS_TORCH_UTILS, GB
 
 _ASCEND = "https://www.hiascend.com/document/detail/zh/"
@@ -139,6 +139,17 @@ SHEET = Sheet(
     ),
     batches=Unknown(says="Nothing was found for or against batches on NPU."),
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    fused_attention=Yes(
+        says="Fused from the 910B on, without a mask or with a boolean one; otherwise all scores are held.",
+        source="https://gitcode.com/Ascend/op-plugin/blob/master/op_plugin/ops/opapi/"
+        "ScaledDotProductAttentionKernelNpuOpApi.cpp",
+        evidence="documented",
+    ),
+    memory=MemoryTerms(
+        says="60.97 GiB can be had on a 910B, which is a little more than the 64 GB on the label.",
+        source="https://github.com/vllm-project/vllm-ascend/issues/1127",
+        evidence="hardware",
+    ),
     largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
     operations=(
         OperationLimit(

@@ -14,9 +14,12 @@ from anyaccel.backends.claim import Answer, Claim, DtypeLimit, Limit, OperationL
 from anyaccel.backends.requirement import Requirement
 from anyaccel.errors import UnknownProductError, nearest
 
-__all__ = ["Compiler", "Distributed", "DtypeOrder", "Dtypes", "Mode", "Product", "Sheet", "Variable"]
+__all__ = ["Compiler", "Distributed", "DtypeOrder", "Dtypes", "MemoryTerms", "Mode", "Product", "Sheet", "Variable"]
 
 LimitT = TypeVar("LimitT", bound=Limit)
+
+_NO_WORD_ON_ATTENTION = Unknown(says="Whether attention holds all its scores was not found.")
+_NO_WORD_ON_MEMORY = Unknown(says="What the device's software keeps for itself was not found.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,26 @@ class Distributed(Claim):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryTerms(Claim):
+    """How much of a device's memory tensors can have, and how it is handed out."""
+
+    shares: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    """The share of the memory on the label that the system lets the device have, up to which size: the first that fits
+    holds; None means any."""
+    kept_bytes: int = 0
+    """What the device's own software keeps of that."""
+    segment_bytes: int = 0
+    """Large tensors get whole segments of this size; 0 where they get what they need."""
+    fixed_bytes: int = 0
+    """What libraries hold beside the tensors once they have run."""
+
+    def usable_bytes(self, total: int) -> int:
+        """What is left for tensors of the memory on the label."""
+        share = next(share for most, share in self.shares if most is None or total <= most)
+        return max(0, int(total * share) - self.kept_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Product(Claim):
     """One product that can be bought or rented, counted as torch counts devices."""
 
@@ -146,6 +169,10 @@ class Sheet:
     batches: Answer
     """Several images in one call."""
     training: Answer
+    fused_attention: Answer = _NO_WORD_ON_ATTENTION
+    """Attention that never holds its scores whole."""
+    memory: MemoryTerms | Unknown = _NO_WORD_ON_MEMORY
+    """What of its memory tensors can have."""
     largest_tensor: tuple[SizeLimit | Yes | Unknown, ...]
     operations: tuple[OperationLimit, ...] = ()
     quirks: tuple[Quirk, ...] = ()
@@ -206,6 +233,10 @@ class Sheet:
     def has_quirk(self, name: str) -> bool:
         """Whether a quirk holds here for certain; one with an open condition does not."""
         return any(quirk.name == name and not quirk.conditional for quirk in self.quirks)
+
+    def usable_bytes(self, total: int) -> int:
+        """What tensors can have of a device with that much memory on its label."""
+        return self.memory.usable_bytes(total) if isinstance(self.memory, MemoryTerms) else total
 
     def product(self, name: str) -> Product:
         """The product of that name: `gaudi2`."""

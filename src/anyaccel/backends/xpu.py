@@ -114,6 +114,11 @@ SHEET = Sheet(
     ),
     batches=Unknown(says="Nothing was found for or against batches on XPU."),
     training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    fused_attention=Yes(
+        says="oneDNN's fused attention is taken since torch 2.7, for heads of up to 256 numbers.",
+        source="https://github.com/pytorch/pytorch/pull/147614",
+        evidence="documented",
+    ),
     largest_tensor=(
         SizeLimit(
             says="One allocation of 4 GiB fails on an Arc A770 that has 15 GiB free.",

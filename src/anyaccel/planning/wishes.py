@@ -7,7 +7,9 @@ from typing import Any
 
 from anyaccel.errors import UsageError, nearest
 
-__all__ = ["Wishes", "read_wishes"]
+__all__ = ["RESIDENCES", "Wishes", "read_wishes"]
+
+RESIDENCES = ("resident", "component", "layer", "phase")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,11 @@ class Wishes:
     """How the device executes, where it has several ways: `eager`, `lazy`; None takes the sheet's first."""
     schedule: str | None = None
     """Where the scheduler's numbers live, `host` or `device`; None decides by the cost of reading them back."""
+    memory: str | None = None
+    """Which weights are on the device: `resident` all, `component` the model's that runs, `layer` the layer's, `phase`
+    those of the phase, read from disk; None takes the first that fits."""
+    vae_tiling: bool | None = None
+    """Whether the autoencoder takes its images one by one and large ones in tiles; None where it must."""
     watch: bool = True
     """Whether a picture that is not finite is found, traced and tried again."""
     sdp_on_bf16: bool = True
@@ -55,5 +62,7 @@ def _check(wishes: Wishes) -> None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} is a whole number from 1 up, not {number!r}", hint=f"for example {name}=1")
+    if wishes.memory not in (None, *RESIDENCES):
+        raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {wishes.memory!r}", hint="leave it out")
     if wishes.schedule not in (None, "host", "device"):
         raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")

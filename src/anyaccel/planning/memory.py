@@ -1,0 +1,229 @@
+"""Whether a pipeline fits into a device's memory, and the cheapest way in which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.footprint import PHASES, Footprint, Measure, Way
+from anyaccel.planning.wishes import Wishes
+
+__all__ = [
+    "Forecast",
+    "MemoryRule",
+    "Residence",
+    "choose_memory",
+    "choose_residence",
+    "find_largest_batch",
+    "list_rules",
+    "make_forecast",
+    "predict",
+    "readable",
+]
+
+Residence: TypeAlias = Literal["resident", "phase", "component", "layer"]
+"""Which weights are on the device: all; those of the phase that runs, read from disk when its turn comes; the model's
+that runs; the layer's that runs."""
+
+_IN_WORDS = {
+    "resident": "everything resident",
+    "phase": "one phase at a time, read from disk",
+    "component": "one model at a time",
+    "layer": "one layer at a time",
+}
+_SAMPLE = 4
+"""Beyond this many images a batch is taken to grow in proportion."""
+_MOST_IMAGES = 4096
+
+
+@dataclass(frozen=True)
+class MemoryRule:
+    """One way to run a call in the memory that there is."""
+
+    residence: Residence = "resident"
+    way: Way = Way()
+    images_per_call: int | None = None
+    """How many images of a batch run at once; None for all."""
+
+    def __str__(self) -> str:
+        parts = [_IN_WORDS[self.residence]]
+        parts += ["VAE in parts"] if self.way.vae_in_parts else []
+        parts += ["attention one head at a time"] if self.way.sliced_attention else []
+        if self.images_per_call is not None:
+            parts.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} a call")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What one call will hold on a device."""
+
+    fits: bool
+    capacity_bytes: int
+    peak_bytes: int
+    phases: tuple[tuple[str, int], ...]
+    """The peak of each phase: `load`, `encode`, `denoise`, `decode`."""
+    components: tuple[tuple[str, int], ...]
+    """The bytes of each model's weights."""
+    images: int
+    size: tuple[int, int] | None
+    largest_batch: int
+    """The most images that one call can make in this way; 0 where not even one fits."""
+
+
+def list_rules(images: int, wishes: Wishes, *, unified_memory: bool) -> Iterator[MemoryRule]:
+    """Every way to run a call, the cheapest in time first; what the user pinned is in all of them.
+
+    A batch is split before layers are moved one by one: that costs a little of a batch's speed, and layers that come
+    and go at every step cost most of it.
+    """
+    ways = _list_ways(wishes)
+    residences: list[Any] = (
+        [wishes.memory] if wishes.memory else ["resident", "phase" if unified_memory else "component"]
+    )
+    for residence in residences:
+        for way in ways:
+            yield MemoryRule(residence, way, wishes.images_per_call)
+    last = residences[-1]
+    if wishes.images_per_call is None:
+        for fewer in _halve(images):
+            for way in ways:
+                yield MemoryRule(last, way, fewer)
+    if wishes.memory is None:
+        once = 1 if images > 1 else None
+        for way in ways:
+            yield MemoryRule("layer", way, wishes.images_per_call or once)
+
+
+def _list_ways(wishes: Wishes) -> list[Way]:
+    vae = [False, True] if wishes.vae_tiling is None else [wishes.vae_tiling]
+    if wishes.attention_slicing is not None:  # it is sliced as was asked for, whatever the way
+        return [Way(parts) for parts in vae]
+    return [*(Way(parts) for parts in vae), Way(vae[-1], sliced_attention=True)]
+
+
+def _halve(images: int) -> Iterator[int]:
+    while images > 1:
+        images = (images + 1) // 2
+        yield images
+
+
+def predict(footprint: Footprint, residence: Residence) -> dict[str, int]:
+    """The bytes at the peak of each phase: `load`, and those in which models run."""
+    loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, footprint.always_there)
+    peaks = {"load": loaded}
+    there: set[str] = set(footprint.always_there)
+    for passing in footprint.passings:
+        if residence == "component":
+            there = _make_room(footprint, there, passing.component)
+            weights = _weights(footprint, tuple(there))
+        elif residence == "layer":
+            weights = loaded + footprint.model(passing.component).layer_bytes
+        elif residence == "phase":
+            together = {other.component for other in footprint.passings if other.phase == passing.phase}
+            weights = _weights(footprint, tuple(together))
+        else:
+            weights = loaded
+        need = weights + passing.held_bytes + footprint.fixed_bytes
+        peaks[passing.phase] = max(peaks.get(passing.phase, 0), need)
+    return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
+
+
+def _make_room(footprint: Footprint, there: set[str], component: str) -> set[str]:
+    """What lies on the device when a model runs: the one before it in the order has left, any other has not."""
+    if component in footprint.always_there:
+        return there
+    names = {model.name for model in footprint.models}
+    order = [name for name in footprint.offload_order if name in names]
+    place = order.index(component) if component in order else 0
+    before = {order[place - 1]} if place else set()
+    return (there - before) | {component}
+
+
+def _weights(footprint: Footprint, names: tuple[str, ...]) -> int:
+    return sum(model.weights_bytes for model in footprint.models if model.name in names)
+
+
+def choose_memory(
+    measure: Measure, images: int, capacity_bytes: int, wishes: Wishes, *, unified_memory: bool
+) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
+    """The first rule that fits, or None where none does; and the peaks of that rule, or of the smallest."""
+    tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
+    for rule in list_rules(images, wishes, unified_memory=unified_memory):
+        peaks = predict(measure(rule.way, min(rule.images_per_call or images, images)), rule.residence)
+        need = max(peaks.values())
+        if need <= capacity_bytes:
+            first = f"{tried[0][1]} would need {readable(tried[0][0])}; " if tried else ""
+            return Decision(rule, f"{first}this needs {readable(need)} of {readable(capacity_bytes)}"), peaks
+        tried.append((need, rule, peaks))
+    need, rule, peaks = min(tried, key=lambda one: one[0])
+    return Decision(None, f"the least is {readable(need)} ({rule}), and there are {readable(capacity_bytes)}"), peaks
+
+
+def choose_residence(weights: dict[str, int], capacity_bytes: int, *, unified_memory: bool) -> Residence:
+    """Where the weights go before a size is known: all on the device if they leave a fifth of it free."""
+    room = capacity_bytes * 4 // 5
+    if sum(weights.values()) <= room:
+        return "resident"
+    if unified_memory:
+        return "phase"
+    return "component" if max(weights.values()) <= room else "layer"
+
+
+def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) -> int:
+    """The most images that one call can make; beyond four a batch is taken to grow in proportion, which is safe."""
+    for images in range(1, _SAMPLE):
+        if max(predict(measure(rule.way, images), rule.residence).values()) > capacity_bytes:
+            return images - 1
+    sample = measure(rule.way, _SAMPLE)
+    fits = [images for images in _powers() if _need_of_many(sample, rule, images) <= capacity_bytes]
+    if not fits:
+        return _SAMPLE - 1
+    low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _need_of_many(sample, rule, middle) <= capacity_bytes else (low, middle)
+    return low
+
+
+def _powers() -> Iterator[int]:
+    images = _SAMPLE
+    while images <= _MOST_IMAGES:
+        yield images
+        images *= 2
+
+
+def _need_of_many(sample: Footprint, rule: MemoryRule, images: int) -> int:
+    more = [replace(one, held_bytes=one.held_bytes * images // sample.images) for one in sample.passings]
+    return max(predict(replace(sample, passings=tuple(more)), rule.residence).values())
+
+
+def make_forecast(
+    measure: Measure, images: int, capacity_bytes: int, wishes: Wishes, *, unified_memory: bool
+) -> tuple[Decision[MemoryRule | None], Forecast]:
+    """The decision about memory for one call, and all that is said of it."""
+    decision, peaks = choose_memory(measure, images, capacity_bytes, wishes, unified_memory=unified_memory)
+    rule = decision.value
+    way = rule.way if rule else _list_ways(wishes)[0]
+    footprint = measure(way, 1)
+    forecast = Forecast(
+        fits=rule is not None,
+        capacity_bytes=capacity_bytes,
+        peak_bytes=max(peaks.values()),
+        phases=tuple(peaks.items()),
+        components=tuple((model.name, model.weights_bytes) for model in footprint.models),
+        images=images,
+        size=footprint.size,
+        largest_batch=find_largest_batch(measure, rule, capacity_bytes) if rule else 0,
+    )
+    return decision, forecast
+
+
+def readable(size: int) -> str:
+    """`1.50 GiB`, `12.0 MiB`."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}" if size < 100 * factor else f"{size / factor:.0f} {unit}"
+    return f"{size} bytes"

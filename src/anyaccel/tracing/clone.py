@@ -1,0 +1,58 @@
+"""A pipeline in memory, copied without its weights: the same models with shapes alone, as shells."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from anyaccel.tracing.trace import Traced
+
+__all__ = ["clone_pipeline"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_ADDED = ("_hf_hook", "_old_forward", "_diffusers_hook", "_anyaccel_boundary", "forward")
+"""What offloading and placing put on a model that a plain one does not have."""
+
+
+def clone_pipeline(pipe: Any, kind: type, traced: Traced, keep_out: Iterable[str] = ()) -> Any:
+    """A plain pipeline of a class with the parts of another one, whose models are shells; the other stays as it is.
+
+    `keep_out` names attributes of the pipeline that are not copied.
+    """
+    clone: Any = kind.__new__(kind)
+    vars(clone).update({name: value for name, value in vars(pipe).items() if name not in set(keep_out)})
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module):
+            vars(clone)[name] = traced.shell(name, copy_without_weights(getattr(part, "_orig_mod", part)))
+        elif hasattr(part, "set_timesteps"):
+            vars(clone)[name] = copy.deepcopy(part)
+    vars(clone)["_all_hooks"] = []
+    clone.set_progress_bar_config(disable=True)
+    return clone
+
+
+def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model with its parameters and buffers on `meta`, and without hooks."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(shape, requires_grad=False) if is_parameter else shape
+    for module in model.modules():
+        memo |= {id(vars(module)[name]): OrderedDict() for name in _HOOKS if name in vars(module)}
+        memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for name in _ADDED:
+            vars(module).pop(name, None)
+    return copied.eval()

@@ -1,0 +1,109 @@
+"""The footprint of a call: a pipeline of shells, run once for each way and number of images that is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Phase, Way
+from anyaccel.planning.workspace import Workspace
+from anyaccel.tracing.trace import Traced
+
+__all__ = ["Measurement"]
+
+_PARTS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
+
+
+class Measurement:
+    """Measures calls of one pipeline with one set of arguments; each answer is worked out once."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        traced: Traced,
+        workspace: Workspace,
+        *,
+        denoisers: Collection[str],
+        arguments: Callable[[int], Mapping[str, Any]],
+        slices: Callable[[Way], AbstractContextManager[Any] | None],
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        self.pipe, self.traced, self.workspace = pipe, traced, workspace
+        self.denoisers, self.arguments, self.slices = denoisers, arguments, slices
+        self.size = size
+        self._known: dict[tuple[Way, int], Footprint] = {}
+        self._models = tuple(
+            _read_size(name, part, workspace)
+            for name, part in pipe.components.items()
+            if isinstance(part, torch.nn.Module)
+        )
+
+    def __call__(self, way: Way, images: int) -> Footprint:
+        """The footprint of a call made in one way, for so many images at once."""
+        if (way, images) not in self._known:
+            self._known[way, images] = self._measure(way, images)
+        return self._known[way, images]
+
+    def _measure(self, way: Way, images: int) -> Footprint:
+        _set_parts(self.pipe, way.vae_in_parts)
+        self.traced.run(self.pipe, self.arguments(images), self.workspace, self.slices(way), setting=way)
+        order = str(getattr(self.pipe, "model_cpu_offload_seq", None) or "").split("->")
+        return Footprint(
+            pipeline=type(self.pipe).__name__,
+            dtype=str(self.pipe.dtype).removeprefix("torch."),
+            size=self.size,
+            images=images,
+            models=self._models,
+            passings=self._read_passings(),
+            offload_order=tuple(name for name in order if name),
+            always_there=tuple(getattr(self.pipe, "_exclude_from_cpu_offload", ())),
+            fixed_bytes=self.workspace.fixed_bytes,
+        )
+
+    def _read_passings(self) -> tuple[Passing, ...]:
+        """Each model's calls with their phases; what the pipeline does before and after one counts to it."""
+        heard, between = self.traced.passings, self.traced.between
+        steps = [place for place, one in enumerate(heard) if one.component in self.denoisers]
+        first, last = (steps[0], steps[-1]) if steps else (len(heard), len(heard))
+        passings = []
+        for place, one in enumerate(heard):
+            phase: Phase = "encode" if place < first else "decode"
+            if one.component in self.denoisers or (first <= place <= last and one.method != "decode"):
+                phase = "denoise"
+            held = max(one.held_bytes, between[place], between[place + 1])
+            passings.append(Passing(one.component, phase, held))
+        return tuple(passings)
+
+
+def _set_parts(pipe: Any, on: bool) -> None:
+    """Let the autoencoder take its pictures one by one and in tiles, or whole."""
+    for part in pipe.components.values():
+        for enable, disable in _PARTS.items():
+            switch = getattr(part, enable if on else disable, None)
+            if isinstance(part, torch.nn.Module) and callable(switch):
+                switch()
+
+
+def _read_size(name: str, model: torch.nn.Module, workspace: Workspace) -> ModelSize:
+    """The sizes of a model's weights, tied ones once."""
+
+    def take(tensors: Any) -> int:
+        return sum(workspace.of_block(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+    buffers = take(model.buffers())
+    return ModelSize(
+        name=name,
+        kind=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weights_bytes=take(model.parameters()) + buffers,
+        layer_bytes=_find_largest_layer(model, take) + buffers,
+    )
+
+
+def _find_largest_layer(model: torch.nn.Module, take: Callable[[Any], int]) -> int:
+    """The most that is there at once where each module brings its own parameters: its own and its parents'."""
+    own = take(model.parameters(recurse=False))
+    return own + max((_find_largest_layer(child, take) for child in model.children()), default=0)

@@ -1,0 +1,100 @@
+"""A model that has shapes and no numbers in the place of a real one: a pipeline runs it as if it lay on the host."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Runner", "make_shell", "map_tensors"]
+
+_METHODS = ("forward", "encode", "decode")
+_PARTS = ("encoder", "decoder")
+"""What an autoencoder runs for one tile after another."""
+
+
+class Runner(Protocol):
+    """Runs a model whose weights are shapes alone on what a pipeline of the host gives it."""
+
+    def run_model(self, name: str, method: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of one call, on the host."""
+
+    def run_part(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of one call of a part that may be called often, with shapes alone."""
+
+
+def make_shell(model: torch.nn.Module, name: str, runner: Runner) -> torch.nn.Module:
+    """Let a model on `meta` take and give tensors of the host."""
+    kind = type(model)
+    content = {  # transformers finds what a model can record by the class's full name
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "device": property(lambda self: torch.device("cpu")),
+    }
+    model.__class__ = type(kind.__name__, (kind,), content)
+    inside: list[str] = []
+    for method in _METHODS:
+        call = getattr(model, method, None)
+        if callable(call):
+            vars(model)[method] = _wrap(call, name, method, runner, inside)
+    for child in _PARTS:
+        part = getattr(model, child, None)
+        if isinstance(part, torch.nn.Module):
+            vars(part)["forward"] = _wrap_part(part.forward, f"{name}.{child}", runner)
+    return model
+
+
+def _wrap_part(call: Callable[..., Any], name: str, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return runner.run_part(name, call, args, kwargs)
+
+    return run
+
+
+def _wrap(call: Callable[..., Any], name: str, method: str, runner: Runner, inside: list[str]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if inside:  # a method that calls another one is one call
+            return call(*args, **kwargs)
+        inside.append(method)
+        try:
+            return runner.run_model(name, method, call, args, kwargs)
+        finally:
+            inside.clear()
+
+    return run
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same with every tensor changed, in lists, tuples, mappings, outputs and what an autoencoder gives."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {name: map_tensors(part, change) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(part, change) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(part, change) for part in value)
+    if isinstance(value, Mapping) or _is_distribution(value):
+        return _map_object(value, change)
+    return value
+
+
+def _map_object(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An output of a model, or the distribution that an autoencoder gives: the same kind, attribute by attribute."""
+    copied = copy.copy(value)
+    for name, part in list(vars(value).items()):
+        if isinstance(part, torch.Tensor | list | tuple | Mapping) or _is_distribution(part):
+            object.__setattr__(copied, name, map_tensors(part, change))
+    if isinstance(copied, dict):  # an output's entries are its attributes too
+        for name, part in list(value.items()):
+            dict.__setitem__(copied, name, vars(copied).get(name, map_tensors(part, change)))
+    return copied
+
+
+def _is_distribution(value: Any) -> bool:
+    return isinstance(getattr(value, "parameters", None), torch.Tensor)

@@ -1,0 +1,111 @@
+"""One run of a pipeline with shapes alone: which model runs when, and what is held at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyaccel.planning.workspace import Workspace
+from anyaccel.tracing.shell import make_shell, map_tensors
+from anyaccel.tracing.tracker import Tracker
+
+__all__ = ["Heard", "Traced"]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """One call of one model."""
+
+    component: str
+    method: str
+    """`forward`, `encode`, `decode`."""
+    held_bytes: int
+    """At its peak, with all that the pipeline keeps besides; without weights."""
+
+
+class Traced:
+    """Runs a pipeline whose models are shells, and tells what was held."""
+
+    def __init__(self) -> None:
+        self.passings: list[Heard] = []
+        self.between: list[int] = []
+        """The peaks of what the pipeline itself does before, between and after its models."""
+        self._tracker = Tracker(Workspace(), ())
+        self._setting: Hashable = None
+        self._known: dict[Any, tuple[Any, int]] = {}
+
+    def shell(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
+        """A model on `meta` as a shell that is run here."""
+        return make_shell(model, name, self)
+
+    def run(
+        self,
+        pipe: Any,
+        arguments: Mapping[str, Any],
+        workspace: Workspace,
+        inside: AbstractContextManager[Any] | None = None,
+        setting: Hashable = None,
+    ) -> None:
+        """Call the pipeline once; `inside` is entered within, and `setting` says what else models depend on."""
+        models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        self._tracker = Tracker(workspace, weights)
+        self._setting = (workspace, setting)
+        self.passings, self.between = [], []
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running(), inside or nullcontext():
+            pipe(**arguments)
+        self.between.append(self._tracker.take_peak())
+
+    def run_model(self, name: str, method: str, call: Any, args: Any, kwargs: Any) -> Any:
+        """One call of one model; one with the same shapes as before is answered from memory."""
+        tracker = self._tracker
+        self.between.append(tracker.take_peak())
+        before = tracker.used
+        key = (self._setting, name, method, repr(map_tensors((args, kwargs), _describe)))
+        known = self._known.get(key)
+        if known is None:
+            made = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
+            peak = tracker.take_peak()
+            self._known[key] = (map_tensors(made, self._to_meta), peak - before)
+        else:
+            made, peak = known[0], before + known[1]
+        self.passings.append(Heard(name, method, peak))
+        return map_tensors(made, self._to_host)
+
+    def run_part(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        """One call of a part that a model runs many times with the same shapes: a tile of a picture after another.
+
+        What keeps a list for the next call, as autoencoders of video do, runs every time.
+        """
+        if any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+            return call(*args, **kwargs)
+        key = (self._setting, name, repr(map_tensors((args, kwargs), _describe)))
+        known = self._known.get(key)
+        if known is None:
+            made, above = self._tracker.pass_by_again(lambda: call(*args, **kwargs))
+            self._known[key] = (map_tensors(made, self._to_meta), above)
+            return made
+        self._tracker.pass_by(known[1])
+        return map_tensors(known[0], torch.empty_like)
+
+    def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The shape alone; the tensor of the host goes on counting for it."""
+        with self._tracker.paused():
+            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._tracker.ignore(shape)
+        return shape
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros of that shape, which count from now on in the place of the shape."""
+        with self._tracker.paused():
+            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        self._tracker.add(zeros, in_place_of_another=True)
+        return zeros
+
+
+def _describe(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()

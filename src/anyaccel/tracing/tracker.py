@@ -1,0 +1,219 @@
+"""Counting what is alive while a pipeline runs with shapes alone."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anyaccel.planning.workspace import Workspace
+
+__all__ = ["Tracker"]
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes alive and at the peak, by storage; the weights, which are there already, do not count."""
+
+    def __init__(self, workspace: Workspace, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.used = self.peak = 0
+        self.workspace = workspace
+        self._known = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._attention = _Attention(self)
+        self._paused = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count while the block runs."""
+        with self._attention, self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = _WITHOUT_NUMBERS.get(func)
+        if answer is not None and args[0].is_meta:
+            made = answer(*args, **kwargs)
+        else:
+            made = _run_once(func, args, kwargs)
+        if self._paused:
+            return made
+        for one in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.add(one)
+        if func is torch.ops.aten.convolution.default:
+            shapes = (tuple(part.shape) for part in (args[0], args[1], made))
+            last = _is_channels_last(args[0])
+            self.pass_by(self.workspace.of_convolution(*shapes, made.element_size(), last))
+        return made
+
+    def pass_by(self, size: int) -> None:
+        """Count something that is freed before the operation ends."""
+        self.peak = max(self.peak, self.used + size)
+
+    def add(self, tensor: torch.Tensor, *, in_place_of_another: bool = False) -> None:
+        """Count a tensor's storage, once; one that takes another's place does not make a peak."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        known = self._alive.get(key)
+        if known is not None and known[0]() is not None:
+            return
+        size = self.workspace.of_block(storage.nbytes())
+        self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), size)
+        self.used += size
+        if not in_place_of_another:
+            self.peak = max(self.peak, self.used)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing that is made while the block runs."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never count this one: it stands for another that counts."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
+
+    def pass_by_again(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """Run something, and tell how far above what is there now it went."""
+        before, self.peak = self.peak, self.used
+        start = self.used
+        made = run()
+        above = self.peak - start
+        self.peak = max(before, self.peak)
+        return made, above
+
+    def take_peak(self) -> int:
+        """The peak since it was last taken."""
+        peak, self.peak = self.peak, self.used
+        return peak
+
+    def _drop(self, key: int) -> None:
+        known = self._alive.pop(key, None)
+        if known is not None:
+            self.used -= known[1]
+
+
+class _Attention(TorchFunctionMode):
+    """Attention in the form that the device has it, rather than as `meta` would spell it out."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
+        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+        if not query.is_meta:
+            return func(*args, **(kwargs or {}))
+        made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+        plain = mask is None or mask.stride(-1) == 1 or mask.shape[-1] == 1
+        workspace = self.tracker.workspace
+        shapes = tuple(query.shape), tuple(key.shape), value.shape[-1]
+        self.tracker.pass_by(workspace.of_attention(*shapes, query.element_size(), plain_mask=plain))
+        return made
+
+
+_Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_MADE: dict[Any, _Shape] = {}
+"""What each operation made of which shapes: models repeat their blocks, and working a shape out takes torch long."""
+
+
+def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation; one that made a new tensor of the same shapes before is answered from memory."""
+    key = None if _aliases(func) else _read_key(func, args, kwargs)
+    known = _MADE.get(key) if key is not None else None
+    if known is not None:
+        return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+    made = func(*args, **kwargs)
+    if key is not None and isinstance(made, torch.Tensor) and made.is_meta:
+        _MADE[key] = (made.shape, made.stride(), made.dtype)
+    return made
+
+
+@functools.cache
+def _aliases(func: Any) -> bool:
+    """Whether an operation gives a view, changes what it is given, or gives several tensors."""
+    schema = func._schema
+    given, made = schema.arguments, schema.returns
+    return len(made) != 1 or any(one.alias_info is not None for one in (*given, *made))
+
+
+def _read_key(func: Any, args: Any, kwargs: Any) -> Any:
+    """What decides the result's shape; None where a tensor of the host takes part."""
+    parts: list[Any] = [func]
+    for value in (*args, *kwargs.items()):
+        part = _read_part(value)
+        if part is None:
+            return None
+        parts.append(part)
+    return tuple(parts)
+
+
+def _read_part(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if isinstance(value, list | tuple):
+        parts = tuple(_read_part(part) for part in value)
+        return None if any(part is None for part in parts) else parts
+    return (type(value), value)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether a batch of pictures lies in memory pixel by pixel.
+
+    A batch of one that came to lie so by chance, out of attention, is not taken for it by torch's kernels.
+    """
+    pictures = tensor.dim() == 4 and tensor.shape[0] > 1
+    return pictures and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _convolve(*args: Any) -> torch.Tensor:
+    """A convolution keeps channels last, which `meta` by itself forgets."""
+    made: torch.Tensor = _run_once(_ATEN.convolution.default, args, {})
+    if not _is_channels_last(args[0]):
+        return made
+    return torch.empty(made.shape, dtype=made.dtype, device="meta", memory_format=torch.channels_last)
+
+
+def _any_number(tensor: torch.Tensor) -> Any:
+    """A number that was never computed: 1, in the tensor's own kind."""
+    return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+    """What a pipeline takes to the host out of a model is zeros: there are no numbers."""
+    if torch.device(options.get("device") or "meta").type == "meta":
+        made = _ATEN._to_copy.default(tensor, **options)
+        return made  # type: ignore[no-any-return]
+    return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
+
+
+def _one_place(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(1, tensor.dim(), dtype=torch.int64, device=tensor.device)
+
+
+_ATEN = torch.ops.aten
+_WITHOUT_NUMBERS: dict[Any, Callable[..., Any]] = {
+    _ATEN._local_scalar_dense.default: _any_number,
+    _ATEN._to_copy.default: _copy,
+    _ATEN.convolution.default: _convolve,
+    _ATEN.nonzero.default: _one_place,
+    _ATEN.equal.default: lambda left, right: True,
+}
+"""Operations whose result depends on numbers, which there are none of."""
