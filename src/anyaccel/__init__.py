@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from anyaccel.checker.report import Report as Report
     from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
+    from anyaccel.explanation.explain import explain as explain
     from anyaccel.pictures.generate import Result as Result
     from anyaccel.pictures.generate import generate as generate
     from anyaccel.planning.plan import Plan as Plan
@@ -60,6 +61,7 @@ _HOMES = {
     "device_count": "anyaccel.backends.portable",
     "devices": "anyaccel.backends.device",
     "empty_cache": "anyaccel.backends.portable",
+    "explain": "anyaccel.explanation.explain",
     "generate": "anyaccel.pictures.generate",
     "is_available": "anyaccel.backends.device",
     "manual_seed": "anyaccel.backends.portable",

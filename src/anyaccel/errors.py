@@ -12,6 +12,7 @@
     │   └── LimitTypeError        the same where the real device raises a TypeError
     ├── VirtualDeviceError        a virtual device cannot be had here, or not beside another
     │   └── RealDeviceError       the real one is here, and wins
+    ├── DoesNotFitError           exit status 1: more memory is needed than there is (also a RuntimeError)
     ├── NotFiniteError            exit status 1: the picture is not finite, in float32 neither (also an ArithmeticError)
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
     ├── UnmappedError             exit status 1: a script asks for what CUDA alone has (also an AttributeError)
@@ -29,6 +30,7 @@ from typing import ClassVar
 __all__ = [
     "AnyaccelError",
     "DeviceUnavailableError",
+    "DoesNotFitError",
     "LimitError",
     "LimitTypeError",
     "ModelError",
@@ -117,6 +119,12 @@ class VirtualDeviceError(AnyaccelError, RuntimeError):
 
 class RealDeviceError(VirtualDeviceError):
     """The real device, or its software, is here, and wins over a virtual one."""
+
+
+class DoesNotFitError(AnyaccelError, RuntimeError):
+    """A call needs more memory than the device has, in whatever way it is run."""
+
+    exit_status = 1
 
 
 class NotFiniteError(AnyaccelError, ArithmeticError):

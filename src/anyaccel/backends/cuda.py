@@ -7,8 +7,19 @@ from dataclasses import replace
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
+from anyaccel.backends.sheet import (
+    Compiler,
+    Distributed,
+    DtypeOrder,
+    Dtypes,
+    MemoryTerms,
+    Product,
+    Quantisation,
+    Sheet,
+    Variable,
+)
 from anyaccel.backends.sources import (
+    DIFFUSERS_SOURCE,
     DIFFUSERS_TORCH_UTILS,
     GB,
     GIB,
@@ -142,6 +153,29 @@ CUDA = Sheet(
         kept_bytes=400 * 2**20,
         segment_bytes=2 * 2**20,
         fixed_bytes=33 * 2**20,
+    ),
+    quantised_weights=(
+        Quantisation(
+            name="torchao-int8",
+            bits=8.1,
+            says="Weights in eight bits, products in the type that the model runs in.",
+            source="https://github.com/huggingface/diffusers/pull/10009",
+            evidence="documented",
+        ),
+        Quantisation(
+            name="gguf-q4",
+            bits=4.5,
+            says="GGUF weights are unpacked by plain torch as they are used.",
+            source="https://github.com/huggingface/diffusers/pull/9964",
+            evidence="documented",
+        ),
+        Quantisation(
+            name="bitsandbytes-nf4",
+            bits=4.13,
+            says="Weights in four bits.",
+            source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
+            evidence="documented",
+        ),
     ),
     largest_tensor=(Unknown(says="No limit on every tensor was found; see the operations and quirks."),),
     operations=(

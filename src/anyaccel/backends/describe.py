@@ -19,7 +19,17 @@ from anyaccel.backends.claim import (
     Yes,
 )
 from anyaccel.backends.requirement import Requirement
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Mode, Product, Sheet, Variable
+from anyaccel.backends.sheet import (
+    Compiler,
+    Distributed,
+    DtypeOrder,
+    MemoryTerms,
+    Mode,
+    Product,
+    Quantisation,
+    Sheet,
+    Variable,
+)
 
 __all__ = ["Row", "Section", "describe_sheet", "sheet_as_json"]
 
@@ -32,6 +42,9 @@ _SECTIONS = {
     "host_round_trip": "Behaviour",
     "batches": "Behaviour",
     "training": "Behaviour",
+    "fused_attention": "Behaviour",
+    "memory": "Memory",
+    "quantised_weights": "Memory",
     "largest_tensor": "Limits on size and operations",
     "operations": "Limits on size and operations",
     "quirks": "Quirks",
@@ -111,8 +124,11 @@ def _verdict(claim: Claim) -> str:
         return _limit_verdict(claim)
     if isinstance(claim, Product):
         return _product_verdict(claim)
+    if isinstance(claim, MemoryTerms):
+        return _memory_verdict(claim)
     verdicts: list[tuple[type[Claim], str]] = [
         (Yes, "yes"),
+        (Quantisation, f"{getattr(claim, 'bits', 0):g} bits a number"),
         (Mode, "yes"),
         (DtypeOrder, " > ".join(getattr(claim, "order", ()))),
         (Compiler, getattr(claim, "backend", "")),
@@ -134,6 +150,12 @@ def _limit_verdict(limit: Limit) -> str:
         text += f" in {', '.join(limit.operations)}"
     conditions = [*limit.only_on, *limit.only_if]
     return f"{text} (only {', '.join(conditions)})" if conditions else text
+
+
+def _memory_verdict(terms: MemoryTerms) -> str:
+    limits = [f"{share:.0%}" + (f" up to {most / 2**30:.0f} GiB" if most else "") for most, share in terms.shares]
+    kept = f", less {terms.kept_bytes / 2**20:.0f} MiB" if terms.kept_bytes else ""
+    return f"{', '.join(limits)}{kept}"
 
 
 def _product_verdict(product: Product) -> str:

@@ -6,7 +6,17 @@ from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, Ro
 from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ArchitectureIs, SystemIs, VersionIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, MemoryTerms, Product, Sheet, Variable
+from anyaccel.backends.sheet import (
+    Compiler,
+    Distributed,
+    DtypeOrder,
+    Dtypes,
+    MemoryTerms,
+    Product,
+    Quantisation,
+    Sheet,
+    Variable,
+)
 from anyaccel.backends.sources import (
     COMFYUI,
     DIFFUSERS,
@@ -149,6 +159,22 @@ SHEET = Sheet(
         source="https://github.com/abetlen/llama-cpp-python/issues/687",
         evidence="hardware",
         shares=((32 * GIB, 2 / 3), (None, 3 / 4)),
+    ),
+    quantised_weights=(
+        Quantisation(
+            name="bitsandbytes-nf4",
+            bits=4.13,
+            says="Four bits work since diffusers took it in: FLUX.2-dev was tried.",
+            source="https://github.com/huggingface/diffusers/pull/13915",
+            evidence="hardware",
+        ),
+        Quantisation(
+            name="gguf-q4",
+            bits=4.5,
+            says="GGUF weights are unpacked by plain torch as they are used.",
+            source="https://github.com/huggingface/diffusers/pull/9964",
+            evidence="inferred",
+        ),
     ),
     largest_tensor=(
         SizeLimit(

@@ -14,7 +14,18 @@ from anyaccel.backends.claim import Answer, Claim, DtypeLimit, Limit, OperationL
 from anyaccel.backends.requirement import Requirement
 from anyaccel.errors import UnknownProductError, nearest
 
-__all__ = ["Compiler", "Distributed", "DtypeOrder", "Dtypes", "MemoryTerms", "Mode", "Product", "Sheet", "Variable"]
+__all__ = [
+    "Compiler",
+    "Distributed",
+    "DtypeOrder",
+    "Dtypes",
+    "MemoryTerms",
+    "Mode",
+    "Product",
+    "Quantisation",
+    "Sheet",
+    "Variable",
+]
 
 LimitT = TypeVar("LimitT", bound=Limit)
 
@@ -117,6 +128,16 @@ class MemoryTerms(Claim):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantisation(Claim):
+    """A form of smaller weights that diffusers loads on the device."""
+
+    name: str
+    """As its library is called: `gguf-q4`."""
+    bits: float
+    """For one number, with the scales that go with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Product(Claim):
     """One product that can be bought or rented, counted as torch counts devices."""
 
@@ -173,6 +194,8 @@ class Sheet:
     """Attention that never holds its scores whole."""
     memory: MemoryTerms | Unknown = _NO_WORD_ON_MEMORY
     """What of its memory tensors can have."""
+    quantised_weights: tuple[Quantisation, ...] = ()
+    """The forms of smaller weights that can be had there; they are offered, and never taken silently."""
     largest_tensor: tuple[SizeLimit | Yes | Unknown, ...]
     operations: tuple[OperationLimit, ...] = ()
     quirks: tuple[Quirk, ...] = ()

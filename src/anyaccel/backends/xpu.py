@@ -5,9 +5,10 @@ from __future__ import annotations
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Quantisation, Sheet, Variable
 from anyaccel.backends.sources import (
     COMFYUI,
+    DIFFUSERS_SOURCE,
     DIFFUSERS_TORCH_UTILS,
     GB,
     PYTORCH,
@@ -118,6 +119,22 @@ SHEET = Sheet(
         says="oneDNN's fused attention is taken since torch 2.7, for heads of up to 256 numbers.",
         source="https://github.com/pytorch/pytorch/pull/147614",
         evidence="documented",
+    ),
+    quantised_weights=(
+        Quantisation(
+            name="gguf-q4",
+            bits=4.5,
+            says="GGUF weights are unpacked by plain torch as they are used.",
+            source="https://github.com/huggingface/diffusers/pull/11404",
+            evidence="hardware",
+        ),
+        Quantisation(
+            name="bitsandbytes-nf4",
+            bits=4.13,
+            says="Weights in four bits.",
+            source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
+            evidence="documented",
+        ),
     ),
     largest_tensor=(
         SizeLimit(

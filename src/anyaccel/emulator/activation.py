@@ -10,10 +10,10 @@ from anyaccel.backends.device import announce_virtual, this_machine
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
+from anyaccel.backends.size import parse_size
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.compiler import install_compiler
 from anyaccel.emulator.generator import install_generator
-from anyaccel.emulator.memory import parse_size
 from anyaccel.emulator.ordinal import install_ordinal_devices
 from anyaccel.emulator.registration import register_device
 from anyaccel.emulator.seams import install_seams

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anyaccel.backends.claim import Limit
 from anyaccel.backends.host import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.cells import SUBSTITUTES
@@ -91,6 +92,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     traced = any(isinstance(inner, FakeTensor) for inner in plain_args)
     if facts.name == _ATTENTION and accelerator.enforcing and not traced and not is_host(target):
         _enforce_on_scores(accelerator, facts, plain_args)
+        _hold_scores(accelerator, plain_args, target)
     if draws and not facts.takes_generator:
         result = _draw_apart(accelerator, func, plain_args, plain_kwargs, target)
     else:
@@ -231,6 +233,13 @@ def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, a
         accelerator.meet(name, limit, facts.label)
 
 
+def _hold_scores(accelerator: VirtualAccelerator, args: list[Any], target: torch.device) -> None:
+    """Where attention is known to hold all its scores, in float32 and twice, there must be room for them."""
+    if isinstance(accelerator.sheet.fused_attention, Limit):
+        query, key = args[0], args[1]
+        accelerator.book.pass_by(2 * 4 * math.prod(query.shape[:-1]) * key.shape[-2], target.index or 0)
+
+
 def _read_ignored_input(
     accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], kwargs: dict[str, Any], result: Any
 ) -> Any:
@@ -262,6 +271,8 @@ def _wrap_result(result: Any, target: torch.device, call: _Call, facts: Operatio
                 return _keep_shape(written)
             if is_host(target) or any(result is host for host in call.host_tensors):
                 return result
+        if target.type == "meta":  # shapes alone are nobody's memory
+            return result.to(target)
         return result if is_host(target) else wrap(result, target)
     if isinstance(result, list | tuple):
         return type(result)([_wrap_result(item, target, call, facts) for item in result])

@@ -7,11 +7,9 @@ import weakref
 
 import torch
 
-from anyaccel.errors import UsageError
+from anyaccel.backends.size import readable
 
-__all__ = ["MemoryBook", "parse_size"]
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+__all__ = ["MemoryBook"]
 
 
 class MemoryBook:
@@ -45,6 +43,13 @@ class MemoryBook:
             self._used[index] += size
             self._peak[index] = max(self._peak[index], self._used[index])
 
+    def pass_by(self, size: int, index: int) -> None:
+        """Count what an operation holds only while it runs."""
+        with self._lock:
+            if self.capacity_bytes is not None and self._used[index] + size > self.capacity_bytes:
+                raise self._out_of_memory(size, index)
+            self._peak[index] = max(self._peak[index], self._used[index] + size)
+
     def used(self, index: int) -> int:
         """Bytes alive on a device."""
         return self._used[index]
@@ -67,27 +72,6 @@ class MemoryBook:
     def _out_of_memory(self, size: int, index: int) -> torch.OutOfMemoryError:
         used, capacity = self._used[index], self.capacity_bytes or 0
         return torch.OutOfMemoryError(
-            f"virtual device {index} out of memory. Tried to allocate {_readable(size)}. It has a total capacity of "
-            f"{_readable(capacity)}, of which {_readable(capacity - used)} is free and {_readable(used)} is in use."
+            f"virtual device {index} out of memory. Tried to allocate {readable(size)}. It has a total capacity of "
+            f"{readable(capacity)}, of which {readable(capacity - used)} is free and {readable(used)} is in use."
         )
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size as people write it: `16GiB`, `512MB`, `1000`."""
-    trimmed = text.strip().upper()
-    digits = trimmed.rstrip("KMGIB")
-    unit = trimmed[len(digits) :] or "B"
-    try:
-        amount = float(digits)
-    except ValueError:
-        amount = -1.0
-    if unit not in _UNITS or not 0 < amount * _UNITS[unit] < 2**60:
-        raise UsageError(f"{text!r} is no size of a memory", hint="write it as 16GiB, 96GB or 512MiB")
-    return int(amount * _UNITS[unit])
-
-
-def _readable(size: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.2f} {unit}"
-    return f"{size} bytes"

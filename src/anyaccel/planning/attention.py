@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from anyaccel.backends.claim import SizeLimit
@@ -9,7 +10,7 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.wishes import Wishes
 
-__all__ = ["AttentionRule", "choose_attention"]
+__all__ = ["AS_IT_IS", "AttentionRule", "choose_attention"]
 
 MARGIN = 2
 """Slices hold this many times less than the limit: where the corruption starts is known only roughly."""
@@ -26,6 +27,21 @@ class AttentionRule:
     contiguous: bool = False
     """Whether query, key and value are laid out anew first."""
 
+    def slices(self, query: tuple[int, ...], keys: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+        """The shapes of query and key and the width of value in one slice of a call; None where it is not sliced."""
+        rows, queries, width = math.prod(query[:-2]), query[-2], query[-1]
+        heads = query[-3] if len(query) > 2 else 1
+        at_once = {"auto": max(1, heads // 2), "max": 1, None: rows}.get(self.heads, self.heads)  # type: ignore[arg-type]
+        assert isinstance(at_once, int)
+        most = self.most_scores
+        if at_once >= rows and (most is None or rows * queries * keys <= most):
+            return None
+        some = queries
+        if most is not None:
+            at_once = max(1, min(at_once, most // (queries * keys)))
+            some = max(1, min(queries, most // (at_once * keys)))
+        return (at_once, some, width), (at_once, keys, width), width
+
     def __str__(self) -> str:
         parts = []
         if self.heads is not None:
@@ -35,6 +51,9 @@ class AttentionRule:
         if self.contiguous:
             parts.append("contiguous")
         return ", ".join(parts) or "as it is"
+
+
+AS_IT_IS = AttentionRule()
 
 
 def choose_attention(sheet: Sheet, wishes: Wishes, element_bytes: int) -> Decision[AttentionRule]:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
 
+from anyaccel.backends.size import readable
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.footprint import PHASES, Footprint, Measure, Way
+from anyaccel.planning.met_limits import MetLimit
 from anyaccel.planning.wishes import Wishes
 
 __all__ = [
+    "PLAIN",
     "Forecast",
     "MemoryRule",
+    "Offer",
     "Residence",
     "choose_memory",
     "choose_residence",
     "find_largest_batch",
+    "list_residences",
     "list_rules",
     "make_forecast",
     "predict",
-    "readable",
 ]
 
 Residence: TypeAlias = Literal["resident", "phase", "component", "layer"]
@@ -33,6 +37,7 @@ _IN_WORDS = {
     "component": "one model at a time",
     "layer": "one layer at a time",
 }
+PLAIN = Way()
 _SAMPLE = 4
 """Beyond this many images a batch is taken to grow in proportion."""
 _MOST_IMAGES = 4096
@@ -43,7 +48,7 @@ class MemoryRule:
     """One way to run a call in the memory that there is."""
 
     residence: Residence = "resident"
-    way: Way = Way()
+    way: Way = PLAIN
     images_per_call: int | None = None
     """How many images of a batch run at once; None for all."""
 
@@ -54,6 +59,16 @@ class MemoryRule:
         if self.images_per_call is not None:
             parts.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} a call")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Something that would save memory and changes the picture, and so is left to the user."""
+
+    name: str
+    component: str
+    saves_bytes: int
+    says: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,36 +84,73 @@ class Forecast:
     """The bytes of each model's weights."""
     images: int
     size: tuple[int, int] | None
-    largest_batch: int
-    """The most images that one call can make in this way; 0 where not even one fits."""
+    largest_batch: int | None = None
+    """The most images that one call can make in this way; 0 where not even one fits; None where nobody asked."""
+    largest_size: tuple[int, int] | None = None
+    """The largest picture of the same shape that one call can make in this way, where somebody asked."""
+
+    limits: tuple[MetLimit, ...] = ()
+    """The limits of the device that the model meets at this size."""
+    offers: tuple[Offer, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The forecast as JSON would have it."""
+        return {
+            "fits": self.fits,
+            "peak_bytes": self.peak_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "phases": dict(self.phases),
+            "components": dict(self.components),
+            "images": self.images,
+            "size": list(self.size) if self.size else None,
+            "largest_batch": self.largest_batch,
+            "largest_size": list(self.largest_size) if self.largest_size else None,
+            "limits": [asdict(limit) for limit in self.limits],
+            "offers": [asdict(offer) for offer in self.offers],
+            "notes": list(self.notes),
+        }
 
 
-def list_rules(images: int, wishes: Wishes, *, unified_memory: bool) -> Iterator[MemoryRule]:
+def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[Residence, ...]:
+    """Where weights can be, the fastest first; moving to the host frees nothing where it shares the memory."""
+    if unified_memory:
+        return ("resident", "phase", "layer")
+    return ("resident", "component", "layer") if can_offload else ("resident", "layer")
+
+
+def list_rules(
+    images: int, wishes: Wishes, residences: tuple[Residence, ...], *, has_parts: bool = True
+) -> Iterator[MemoryRule]:
     """Every way to run a call, the cheapest in time first; what the user pinned is in all of them.
 
     A batch is split before layers are moved one by one: that costs a little of a batch's speed, and layers that come
     and go at every step cost most of it.
     """
-    ways = _list_ways(wishes)
-    residences: list[Any] = (
-        [wishes.memory] if wishes.memory else ["resident", "phase" if unified_memory else "component"]
-    )
-    for residence in residences:
+    ways = _list_ways(wishes, has_parts)
+    if wishes.memory is not None:
+        residences = (_as_residence(wishes.memory),)
+    whole: list[Residence] = [residence for residence in residences if residence != "layer"] or ["layer"]
+    for residence in whole:
         for way in ways:
             yield MemoryRule(residence, way, wishes.images_per_call)
-    last = residences[-1]
     if wishes.images_per_call is None:
         for fewer in _halve(images):
             for way in ways:
-                yield MemoryRule(last, way, fewer)
-    if wishes.memory is None:
+                yield MemoryRule(whole[-1], way, fewer)
+    if whole[-1] != "layer" and "layer" in residences:
         once = 1 if images > 1 else None
         for way in ways:
             yield MemoryRule("layer", way, wishes.images_per_call or once)
 
 
-def _list_ways(wishes: Wishes) -> list[Way]:
+def _as_residence(name: str) -> Residence:
+    return next(residence for residence in get_args(Residence) if residence == name)
+
+
+def _list_ways(wishes: Wishes, has_parts: bool = True) -> list[Way]:
     vae = [False, True] if wishes.vae_tiling is None else [wishes.vae_tiling]
+    vae = vae if has_parts else [False]
     if wishes.attention_slicing is not None:  # it is sliced as was asked for, whatever the way
         return [Way(parts) for parts in vae]
     return [*(Way(parts) for parts in vae), Way(vae[-1], sliced_attention=True)]
@@ -147,11 +199,11 @@ def _weights(footprint: Footprint, names: tuple[str, ...]) -> int:
 
 
 def choose_memory(
-    measure: Measure, images: int, capacity_bytes: int, wishes: Wishes, *, unified_memory: bool
+    measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
     """The first rule that fits, or None where none does; and the peaks of that rule, or of the smallest."""
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
-    for rule in list_rules(images, wishes, unified_memory=unified_memory):
+    for rule in rules:
         peaks = predict(measure(rule.way, min(rule.images_per_call or images, images)), rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
@@ -162,25 +214,27 @@ def choose_memory(
     return Decision(None, f"the least is {readable(need)} ({rule}), and there are {readable(capacity_bytes)}"), peaks
 
 
-def choose_residence(weights: dict[str, int], capacity_bytes: int, *, unified_memory: bool) -> Residence:
+def choose_residence(
+    weights: Mapping[str, int], capacity_bytes: int, residences: tuple[Residence, ...]
+) -> Decision[MemoryRule]:
     """Where the weights go before a size is known: all on the device if they leave a fifth of it free."""
     room = capacity_bytes * 4 // 5
-    if sum(weights.values()) <= room:
-        return "resident"
-    if unified_memory:
-        return "phase"
-    return "component" if max(weights.values()) <= room else "layer"
+    need: dict[Residence, int] = {"resident": sum(weights.values()), "component": max(weights.values(), default=0)}
+    said = f"weights {readable(need['resident'])} of {readable(capacity_bytes)}"
+    for residence in residences[:-1]:
+        if need.get(residence, 0) <= room:
+            return Decision(MemoryRule(residence), f"{said}; each size is looked at when it is run")
+    return Decision(MemoryRule(residences[-1]), f"{said}; each size is looked at when it is run")
 
 
 def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) -> int:
     """The most images that one call can make; beyond four a batch is taken to grow in proportion, which is safe."""
-    for images in range(1, _SAMPLE):
-        if max(predict(measure(rule.way, images), rule.residence).values()) > capacity_bytes:
-            return images - 1
     sample = measure(rule.way, _SAMPLE)
     fits = [images for images in _powers() if _need_of_many(sample, rule, images) <= capacity_bytes]
     if not fits:
-        return _SAMPLE - 1
+        fewer = range(_SAMPLE - 1, 0, -1)
+        needs = (max(predict(measure(rule.way, images), rule.residence).values()) for images in fewer)
+        return next((images for images, need in zip(fewer, needs, strict=True) if need <= capacity_bytes), 0)
     low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
     while high - low > 1:
         middle = (low + high) // 2
@@ -201,13 +255,13 @@ def _need_of_many(sample: Footprint, rule: MemoryRule, images: int) -> int:
 
 
 def make_forecast(
-    measure: Measure, images: int, capacity_bytes: int, wishes: Wishes, *, unified_memory: bool
+    measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
     """The decision about memory for one call, and all that is said of it."""
-    decision, peaks = choose_memory(measure, images, capacity_bytes, wishes, unified_memory=unified_memory)
+    listed = list(rules)
+    decision, peaks = choose_memory(measure, images, capacity_bytes, listed)
     rule = decision.value
-    way = rule.way if rule else _list_ways(wishes)[0]
-    footprint = measure(way, 1)
+    footprint = measure((rule or listed[0]).way, min(images, (rule or listed[0]).images_per_call or images))
     forecast = Forecast(
         fits=rule is not None,
         capacity_bytes=capacity_bytes,
@@ -216,14 +270,5 @@ def make_forecast(
         components=tuple((model.name, model.weights_bytes) for model in footprint.models),
         images=images,
         size=footprint.size,
-        largest_batch=find_largest_batch(measure, rule, capacity_bytes) if rule else 0,
     )
     return decision, forecast
-
-
-def readable(size: int) -> str:
-    """`1.50 GiB`, `12.0 MiB`."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}" if size < 100 * factor else f"{size / factor:.0f} {unit}"
-    return f"{size} bytes"

@@ -14,15 +14,17 @@ from anyaccel.planning.compile import CompileRule, choose_compile, choose_mode
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
 from anyaccel.planning.facts import Facts
+from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.repair import choose_repairs
 from anyaccel.planning.schedule import choose_schedule
 from anyaccel.planning.wishes import Wishes
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["NO_MEMORY", "Plan", "make_plan"]
 
 _NOT_COMPILED: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
 _NO_BUCKETS: Decision[tuple[str, ...]] = Decision((), "no size has been run compiled yet")
+NO_MEMORY = Decision(MemoryRule(), "no size was looked at yet")
 _BYTES = {"float64": 8, "float32": 4}
 
 
@@ -46,6 +48,7 @@ class Plan:
     schedule: Decision[str]
     attention: Decision[AttentionRule]
     images_per_call: Decision[int | None]
+    memory: Decision[MemoryRule] = NO_MEMORY
     repairs: Decision[tuple[str, ...]]
     bf16_attention: Decision[bool]
     compile: Decision[CompileRule]
@@ -53,6 +56,8 @@ class Plan:
     watch: Decision[bool]
     compiled: Decision[tuple[str, ...]] = _NOT_COMPILED
     buckets: Decision[tuple[str, ...]] = _NO_BUCKETS
+    forecast: Forecast | None = None
+    """What a call will hold, where one was worked out."""
 
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
         """Each decision with its name."""
@@ -63,6 +68,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON would have it."""
+        said = self.forecast.to_dict() if self.forecast else {}
         return {
             "pipeline": self.pipeline,
             "device": self.device,
@@ -71,6 +77,7 @@ class Plan:
             "decisions": [
                 {"name": name, "value": str(decision), "reason": decision.reason} for name, decision in self.decisions()
             ],
+            **said,
         }
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What operations of a device hold while they run, beside what goes in and comes out, and how its memory is handed out."""
+"""What operations of a device hold while they run beside their tensors, and how its memory is handed out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from anyaccel.backends.sheet import MemoryTerms, Sheet
 
 __all__ = ["Workspace", "read_workspace"]
 
-_BLOCK = 512
+_NUMBERS = 4096
+"""Timesteps, scales and other single numbers that come and go."""
 _CHANNELS = 8
 """Kernels for half precision take channels in eights."""
 _WIDEST_HEAD = 256
@@ -29,14 +30,16 @@ class Workspace:
     """Whether the scores of attention are never held whole."""
     reordered_convolutions: bool = False
     """Whether a convolution copies what goes in and comes out to channels last, unless it is in that order already."""
+    block_bytes: int = 512
+    """Every tensor takes whole blocks of this size."""
     segment_bytes: int = 0
     """Large tensors get whole segments of this size; 0 where they get what they need."""
-    fixed_bytes: int = 0
-    """What libraries keep once they have run."""
+    fixed_bytes: int = _NUMBERS
+    """What libraries and loose numbers take besides."""
 
     def of_block(self, size: int) -> int:
         """What a tensor of that size takes."""
-        whole = -(-size // _BLOCK) * _BLOCK
+        whole = -(-size // self.block_bytes) * self.block_bytes
         if not self.segment_bytes or whole < _LARGE:
             return whole
         rest = -whole % self.segment_bytes
@@ -66,12 +69,16 @@ def _in_eights(shape: Shape) -> int:
     return math.prod(shape) // shape[1] * -(-shape[1] // _CHANNELS) * _CHANNELS
 
 
-def read_workspace(sheet: Sheet) -> Workspace:
-    """The habits that a sheet tells of; attention counts as not fused where nothing is known."""
+def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
+    """The habits that a sheet tells of; attention counts as not fused where nothing is known.
+
+    A virtual device hands out memory to the byte.
+    """
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),
         reordered_convolutions=sheet.has_quirk("convolutions_reorder"),
+        block_bytes=1 if virtual else 512,
         segment_bytes=terms.segment_bytes if terms else 0,
-        fixed_bytes=terms.fixed_bytes if terms else 0,
+        fixed_bytes=_NUMBERS + (terms.fixed_bytes if terms else 0),
     )

@@ -27,13 +27,14 @@ _NUMBER_AN_IMAGE = {"class_labels", "decode_timestep", "decode_noise_scale"}
 _PICTURES = ("image", "mask_image")
 
 
-def split_request(request: Request, images_per_call: int | None) -> list[Request]:
-    """The request as several of at most that many images; itself where it is small enough."""
-    if images_per_call is None or request.images <= images_per_call:
+def split_request(request: Request, images_per_call: int | None, first: int = 0) -> list[Request]:
+    """The request from one image on as several of at most that many; itself where it is small enough."""
+    at_once = images_per_call or request.images
+    if not first and request.images <= at_once:
         return [_give_each_its_picture(request)]
     parts: list[Request] = []
-    for first in range(0, request.images, images_per_call):
-        rows = range(first, min(first + images_per_call, request.images))
+    for start in range(first, request.images, at_once):
+        rows = range(start, min(start + at_once, request.images))
         parts += _take_rows(request, rows)
     return [_give_each_its_picture(part) for part in parts]
 

@@ -12,12 +12,13 @@ import torch
 from anyaccel.errors import NotFiniteError, UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.admission import admit
-from anyaccel.runtime.batch import SharedProgress, join_results, split_request
+from anyaccel.runtime.batch import SharedProgress, join_results
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.place import without_advice
 from anyaccel.runtime.placement import Placement, find_components
+from anyaccel.runtime.recovery import run_within_memory
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
 from anyaccel.runtime.seam import make_glue_seam
@@ -41,21 +42,24 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
 def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = read_request(pipe, call, args, kwargs)
     admit(pipe, placement, request)
-    parts = split_request(request, placement.plan.images_per_call.value)
     draws = _Draws(request)
-    placement.running = True
-    placement.progress = SharedProgress(len(parts)) if len(parts) > 1 else None
+
+    def run(part: Request, first: int, parts: int) -> Any:
+        if parts > 1 and (placement.progress is None or placement.progress.calls != parts):
+            placement.progress = SharedProgress(parts)
+        note_shape(placement, part)
+        placement.running = True
+        try:
+            return _Run(pipe, placement, call, part, draws.take(first, part.images)).finish()
+        finally:
+            placement.running = False
+
     try:
-        results = []
-        first = 0
-        for part in parts:
-            note_shape(placement, part)
-            results.append(_Run(pipe, placement, call, part, draws.take(first, part.images)).finish())
-            first += part.images
+        results = run_within_memory(pipe, placement, request, run)
     finally:
         if placement.progress is not None:
             placement.progress.close()
-        placement.running, placement.progress = False, None
+        placement.progress = None
     result = join_results(results)
     _label(result, placement, request)
     return result
@@ -84,6 +88,7 @@ class _Draws:
         self.shared = torch.default_generator if given is None else given
         self.one_for_all = isinstance(self.shared, torch.Generator) and not request.seeds
         self.start = self.shared.get_state() if self.one_for_all else None
+        self.states = [] if self.one_for_all or request.seeds else _states(given)
 
     def take(self, first: int, images: int) -> Callable[[Request], tuple[Request, NoiseSource]]:
         """A function that sets the noise of one part to its start, and gives the part and its source."""
@@ -101,7 +106,8 @@ class _Draws:
                     return part, OneOfABatch(self.shared, self.request.images, first, images)
             return part, NoiseSource()
 
-        states = [] if self.one_for_all or self.request.seeds else _states(self.request.arguments.get("generator"))
+        whole = len(self.states) != self.request.images
+        states = self.states if whole else self.states[first : first + images]
 
         def begin_again(part: Request) -> tuple[Request, NoiseSource]:
             for generator, state in states:

@@ -13,6 +13,7 @@ import diffusers
 import torch
 
 from anyaccel.planning.decision import Decision
+from anyaccel.planning.memory import Residence
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call import run_call
 from anyaccel.runtime.compile import compile_components
@@ -118,9 +119,8 @@ class Portable:
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
         enable: Any = getattr(super(), method)
-        placement = find_placement(self)
-        if placement is not None and placement.running:  # diffusers does it anew after every call
-            enable(device=placement.device)
+        if is_being_offloaded(self):  # a plan does it, or diffusers itself, anew after every call
+            enable(device=device)
             return
         wanted = (device if device is not None else "auto") if gpu_id is None else gpu_id
 
@@ -129,7 +129,8 @@ class Portable:
                 super(Portable, self).to(dtype=dtype, silence_dtype_warnings=True)  # type: ignore[misc]
 
         with being_offloaded(self):
-            place_pipeline(self, wanted, {}, cast)
+            residence: Residence = "component" if method == "enable_model_cpu_offload" else "layer"
+            place_pipeline(self, wanted, {}, cast, offloaded=residence)
             placement = _placement_of(self)
             with make_glue_seam(placement.plan, placement.device):
                 enable(device=placement.device)

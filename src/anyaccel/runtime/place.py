@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +16,16 @@ import torch
 from anyaccel.backends.device import DEVICE_VARIABLE, OpenDevice, find_device, open_device
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.half_precision import measure_half_precision
+from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.portable import dtype_name
 from anyaccel.backends.sheet import Sheet
-from anyaccel.errors import UsageError
+from anyaccel.errors import DoesNotFitError, UsageError
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, read_wishes
 from anyaccel.runtime.boundary import set_boundaries
+from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement import (
     Placement,
     find_components,
@@ -29,6 +34,8 @@ from anyaccel.runtime.placement import (
     keep_placement,
     read_facts,
 )
+from anyaccel.runtime.recovery import free, move_weights
+from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
 
 __all__ = ["place_pipeline", "plan_pipeline", "replan", "resolve_device", "settle", "without_advice"]
@@ -96,8 +103,13 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
     )
 
 
-def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move: Any) -> None:
-    """Plan a pipeline for a device and move it there; `move(device, dtype)` is the pipeline's own `to`."""
+def place_pipeline(
+    pipe: Any, device: Device | None, asked: dict[str, Any], move: Any, *, offloaded: Residence | None = None
+) -> None:
+    """Plan a pipeline for a device and move it there; `move(device, dtype)` is the pipeline's own `to`.
+
+    `offloaded` is where the weights will be where the user offloads them by diffusers' own methods.
+    """
     before = find_placement(pipe)
     if "dtype" in asked and asked["dtype"] is not None:
         asked = {**asked, "dtype": dtype_name(asked["dtype"])}
@@ -107,7 +119,56 @@ def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     _execute(plan, opened)
-    with torch.no_grad(), make_glue_seam(plan, place), without_advice():
+    if before is not None and before.residence != "resident" and not before.offloaded_by_user:
+        bring_home(pipe)
+    placement = Placement(opened, place, plan, wishes, loaded=loaded, residence=None)
+    if offloaded is not None:
+        placement.residence, placement.offloaded_by_user = offloaded, True
+        placement.weights_rule = Decision(MemoryRule(offloaded), "asked for")
+        _cast(pipe, placement, place, move)
+    else:
+        placement.weights_rule = plan_weights(pipe, placement)
+        _move(pipe, placement, move)
+    placement.plan = replace(placement.plan, memory=placement.weights_rule)
+    settle(pipe, placement, before)
+    if any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
+        _capture(pipe, opened)
+
+
+def _move(pipe: Any, placement: Placement, move: Any) -> None:
+    """Bring the weights to where they are to be; where memory runs out on the way, to the next place."""
+    wanted = placement.weights_rule.value.residence
+    residences = list_pipeline_residences(pipe, placement)
+    for residence in residences[residences.index(wanted) :] if wanted in residences else (wanted,):
+        words = ""
+        try:
+            _cast(pipe, placement, placement.device if residence == "resident" else torch.device("cpu"), move)
+            placement.residence = "resident"
+            if residence != "resident":
+                move_weights(pipe, placement, residence)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            words = str(error).strip().splitlines()[0]
+            traceback.clear_frames(error.__traceback__)
+        else:
+            return
+        move(torch.device("cpu"), None)
+        free(placement)
+        reason = f"{residence} ran out of memory: {words}"
+        following = [other for other in residences if residences.index(other) > residences.index(residence)]
+        if not following or placement.wishes.memory is not None:
+            raise DoesNotFitError(
+                f"{type(pipe).__name__} does not fit on {placement.plan.device}: {reason}",
+                hint="take a device with more memory",
+            )
+        placement.weights_rule = Decision(MemoryRule(following[0]), reason)
+
+
+def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> None:
+    """Move a pipeline, and cast its models to the types that the plan says."""
+    plan = placement.plan
+    with torch.no_grad(), make_glue_seam(plan, placement.device), without_advice():
         dtype = getattr(torch, plan.dtype.value)
         kept = dict(plan.component_dtypes.value)
         move(place, None if kept else dtype)
@@ -115,9 +176,6 @@ def place_pipeline(pipe: Any, device: Device | None, asked: dict[str, Any], move
             if isinstance(component, torch.nn.Module) and name not in kept:
                 component.to(dtype)
         _keep_float32(pipe, plan)
-    settle(pipe, Placement(opened, place, plan, wishes, loaded=loaded), before)
-    if any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
-        _capture(pipe, opened)
 
 
 def _capture(pipe: Any, opened: OpenDevice) -> None:
@@ -136,7 +194,8 @@ def replan(pipe: Any, placement: Placement, asked: dict[str, Any]) -> None:
     before = placement.plan
     plan = plan_pipeline(pipe, placement.opened, replace(wishes, dtype=before.dtype.value))
     plan = replace(plan, dtype=before.dtype, component_dtypes=before.component_dtypes)
-    settle(pipe, Placement(placement.opened, placement.device, plan, wishes, loaded=placement.loaded), placement)
+    made = replace(placement, plan=replace(plan, memory=before.memory), wishes=wishes, call_plans={})
+    settle(pipe, made, placement)
 
 
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:

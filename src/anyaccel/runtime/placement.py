@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.backends.device import OpenDevice
+from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, Facts
-from anyaccel.planning.plan import Plan
+from anyaccel.planning.memory import MemoryRule, Residence
+from anyaccel.planning.plan import NO_MEMORY, Plan
 from anyaccel.planning.wishes import Wishes
 
 if TYPE_CHECKING:
     from anyaccel.runtime.batch import SharedProgress
+    from anyaccel.runtime.memory import CallPlan
 
 __all__ = [
     "Placement",
@@ -59,6 +62,21 @@ class Placement:
     primed: bool = False
     cache_dir: str | None = None
     """Where this pipeline's compiled graphs are kept, if it was told."""
+    residence: Residence | None = "resident"
+    """Where the weights are; None where a move was cut short."""
+    offloaded_by_user: bool = False
+    """Whether the user chose that, by diffusers' own methods."""
+    vae_in_parts: bool = False
+    """Whether the autoencoder was told to take its pictures in parts."""
+    weights_rule: Decision[MemoryRule] = NO_MEMORY
+    """Where the weights go as long as no size is known."""
+    call_plans: dict[str, CallPlan] = field(default_factory=dict)
+    """How calls of each shape are run, by the shape in words."""
+
+    @property
+    def memory_rule(self) -> Decision[MemoryRule]:
+        """The rule that the pipeline was last brought into."""
+        return self.plan.memory
 
 
 def find_placement(pipe: Any) -> Placement | None:
@@ -89,11 +107,13 @@ def find_wishes(pipe: Any) -> Wishes:
 @contextmanager
 def being_offloaded(pipe: Any) -> Iterator[None]:
     """While the block runs, a pipeline's own moves are diffusers', and are left alone."""
+    before = _OFFLOADING in vars(pipe)
     vars(pipe)[_OFFLOADING] = True
     try:
         yield
     finally:
-        vars(pipe).pop(_OFFLOADING, None)
+        if not before:
+            vars(pipe).pop(_OFFLOADING, None)
 
 
 def is_being_offloaded(pipe: Any) -> bool:

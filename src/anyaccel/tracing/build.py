@@ -39,7 +39,7 @@ def build_pipeline(
     parts = dict(tiny.components)
     own = {name for name in tiny.config if not name.startswith("_")} - set(parts)
     parts |= {name: value for name, value in folder.switches.items() if name in own}
-    notes = []
+    notes: list[str] = []
     for component in folder.components:
         ours = parts.get(component.name)
         if hasattr(ours, "set_timesteps") and component.config is not None:

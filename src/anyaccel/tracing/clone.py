@@ -24,7 +24,7 @@ _ADDED = ("_hf_hook", "_old_forward", "_diffusers_hook", "_anyaccel_boundary", "
 """What offloading and placing put on a model that a plain one does not have."""
 
 
-def clone_pipeline(pipe: Any, kind: type, traced: Traced, keep_out: Iterable[str] = ()) -> Any:
+def clone_pipeline(pipe: Any, kind: Any, traced: Traced, keep_out: Iterable[str] = ()) -> Any:
     """A plain pipeline of a class with the parts of another one, whose models are shells; the other stays as it is.
 
     `keep_out` names attributes of the pipeline that are not copied.

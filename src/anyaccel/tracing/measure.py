@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Phase, Way
+from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
 from anyaccel.tracing.trace import Traced
 
@@ -28,12 +30,14 @@ class Measurement:
         *,
         denoisers: Collection[str],
         arguments: Callable[[int], Mapping[str, Any]],
-        slices: Callable[[Way], AbstractContextManager[Any] | None],
+        attention: AttentionRule,
         size: tuple[int, int] | None = None,
     ) -> None:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
-        self.denoisers, self.arguments, self.slices = denoisers, arguments, slices
+        self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
         self.size = size
+        self.seen = Seen()
+        """What the first run did inside the models."""
         self._known: dict[tuple[Way, int], Footprint] = {}
         self._models = tuple(
             _read_size(name, part, workspace)
@@ -49,7 +53,11 @@ class Measurement:
 
     def _measure(self, way: Way, images: int) -> Footprint:
         _set_parts(self.pipe, way.vae_in_parts)
-        self.traced.run(self.pipe, self.arguments(images), self.workspace, self.slices(way), setting=way)
+        first = not self._known
+        attention = replace(self.attention, heads="max") if way.sliced_attention else self.attention
+        self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=way.vae_in_parts)
+        if first:
+            self.seen = self.traced.seen
         order = str(getattr(self.pipe, "model_cpu_offload_seq", None) or "").split("->")
         return Footprint(
             pipeline=type(self.pipe).__name__,

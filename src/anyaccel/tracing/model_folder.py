@@ -1,4 +1,4 @@
-"""A model's folder as its small files describe it: the pipeline's class, its components, and the sizes of its weights."""
+"""A model's folder as its small files describe it: the pipeline's class, its components, the sizes of its weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelFolder:
     def stored_bytes(self) -> dict[str, int]:
         """The bytes of each component's weights as they are stored, by their files' headers; without what is not known.
 
-        Where a component is stored in several types, the plain files count, which diffusers loads unless told otherwise.
+        Where a component is stored in several types, the plain files count: diffusers loads those.
         """
         listed = self.path / _WEIGHTS
         if listed.is_file():

@@ -44,7 +44,21 @@ def make_shell(model: torch.nn.Module, name: str, runner: Runner) -> torch.nn.Mo
         part = getattr(model, child, None)
         if isinstance(part, torch.nn.Module):
             vars(part)["forward"] = _wrap_part(part.forward, f"{name}.{child}", runner)
+    for kind_of_block, blocks in _find_repeated(model).items():
+        for block in blocks:
+            vars(block)["forward"] = _wrap_part(block.forward, f"{name}.{kind_of_block}", runner)
     return model
+
+
+def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
+    """The blocks that a model has several times over: of one class, in one list, with weights of the same shapes."""
+    found: dict[str, list[torch.nn.Module]] = {}
+    for place, module in enumerate(model.modules()):
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 2:
+            for block in module:
+                shapes = hash(tuple((path, tuple(one.shape)) for path, one in block.named_parameters()))
+                found.setdefault(f"{place} {type(block).__name__} {shapes}", []).append(block)
+    return {name: blocks for name, blocks in found.items() if len(blocks) > 2}
 
 
 def _wrap_part(call: Callable[..., Any], name: str, runner: Runner) -> Callable[..., Any]:

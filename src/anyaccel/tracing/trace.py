@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from anyaccel.planning.attention import AS_IT_IS, AttentionRule
+from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
 from anyaccel.tracing.shell import make_shell, map_tensors
 from anyaccel.tracing.tracker import Tracker
@@ -38,6 +39,11 @@ class Traced:
         self._setting: Hashable = None
         self._known: dict[Any, tuple[Any, int]] = {}
 
+    @property
+    def seen(self) -> Seen:
+        """What the last run did inside the models; of what was answered from memory, nothing."""
+        return self._tracker.seen
+
     def shell(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
         """A model on `meta` as a shell that is run here."""
         return make_shell(model, name, self)
@@ -47,16 +53,16 @@ class Traced:
         pipe: Any,
         arguments: Mapping[str, Any],
         workspace: Workspace,
-        inside: AbstractContextManager[Any] | None = None,
+        attention: AttentionRule = AS_IT_IS,
         setting: Hashable = None,
     ) -> None:
-        """Call the pipeline once; `inside` is entered within, and `setting` says what else models depend on."""
+        """Call the pipeline once; `setting` says what models depend on besides."""
         models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        self._tracker = Tracker(workspace, weights)
-        self._setting = (workspace, setting)
+        self._tracker = Tracker(workspace, weights, attention)
+        self._setting = (workspace, attention, setting)
         self.passings, self.between = [], []
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running(), inside or nullcontext():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
             pipe(**arguments)
         self.between.append(self._tracker.take_peak())
 

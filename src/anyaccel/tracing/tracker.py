@@ -12,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anyaccel.planning.attention import AS_IT_IS, AttentionRule
+from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
 
 __all__ = ["Tracker"]
@@ -20,14 +22,17 @@ __all__ = ["Tracker"]
 class Tracker(TorchDispatchMode):
     """Bytes alive and at the peak, by storage; the weights, which are there already, do not count."""
 
-    def __init__(self, workspace: Workspace, weights: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = AS_IT_IS
+    ) -> None:
         super().__init__()
         self.used = self.peak = 0
         self.workspace = workspace
         self._known = {tensor.untyped_storage()._cdata for tensor in weights}
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._attention = _Attention(self)
+        self._attention = _Attention(self, attention)
         self._paused = False
+        self.seen = Seen()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -38,20 +43,31 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         answer = _WITHOUT_NUMBERS.get(func)
-        if answer is not None and args[0].is_meta:
-            made = answer(*args, **kwargs)
-        else:
-            made = _run_once(func, args, kwargs)
+        known = answer is not None and args[0].is_meta
+        made = answer(*args, **kwargs) if answer and known else _run_once(func, args, kwargs)
         if self._paused:
             return made
         for one in made if isinstance(made, list | tuple) else (made,):
             if isinstance(one, torch.Tensor):
                 self.add(one)
+                if one.is_meta:
+                    self._look(func, one)
+        if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
+            self._look(func, args[0])
         if func is torch.ops.aten.convolution.default:
-            shapes = (tuple(part.shape) for part in (args[0], args[1], made))
+            given, weight, result = (tuple(part.shape) for part in (args[0], args[1], made))
             last = _is_channels_last(args[0])
-            self.pass_by(self.workspace.of_convolution(*shapes, made.element_size(), last))
+            self.pass_by(self.workspace.of_convolution(given, weight, result, made.element_size(), last))
         return made
+
+    def _look(self, func: Any, tensor: torch.Tensor) -> None:
+        """Note what a device's limits may be about."""
+        seen, dtype, elements = self.seen, str(tensor.dtype)[6:], tensor.numel()
+        seen.dtypes.add(dtype)
+        seen.most_elements = max(seen.most_elements, elements)
+        seen.most_bytes = max(seen.most_bytes, elements * tensor.element_size())
+        sizes = seen.operations.setdefault(func.overloadpacket.__name__, {})
+        sizes[dtype] = max(sizes.get(dtype, 0), elements)
 
     def pass_by(self, size: int) -> None:
         """Count something that is freed before the operation ends."""
@@ -110,9 +126,9 @@ class Tracker(TorchDispatchMode):
 class _Attention(TorchFunctionMode):
     """Attention in the form that the device has it, rather than as `meta` would spell it out."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, rule: AttentionRule) -> None:
         super().__init__()
-        self.tracker = tracker
+        self.tracker, self.rule = tracker, rule
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
@@ -121,11 +137,26 @@ class _Attention(TorchFunctionMode):
         query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
         if not query.is_meta:
             return func(*args, **(kwargs or {}))
-        made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+        if self.rule.contiguous:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         plain = mask is None or mask.stride(-1) == 1 or mask.shape[-1] == 1
         workspace = self.tracker.workspace
         shapes = tuple(query.shape), tuple(key.shape), value.shape[-1]
-        self.tracker.pass_by(workspace.of_attention(*shapes, query.element_size(), plain_mask=plain))
+        scores = query.numel() // query.shape[-1] * key.shape[-2]
+        seen = self.tracker.seen
+        seen.most_scores = max(seen.most_scores, scores)
+        seen.score_bytes = max(seen.score_bytes, scores * query.element_size())
+        sliced = self.rule.slices(shapes[0], key.shape[-2])
+        if sliced is None:
+            made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+            self.tracker.pass_by(workspace.of_attention(*shapes, query.element_size(), plain_mask=plain))
+            return made
+        # Heads laid out in a row, the parts of the result, and the result.
+        flat = [part.reshape(-1, *part.shape[-2:]) for part in (query, key, value)]
+        parts = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+        self.tracker.pass_by(workspace.of_attention(*sliced, query.element_size(), plain_mask=plain))
+        made = torch.empty_like(parts)
+        del flat, parts
         return made
 
 
@@ -199,8 +230,7 @@ def _any_number(tensor: torch.Tensor) -> Any:
 def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
     """What a pipeline takes to the host out of a model is zeros: there are no numbers."""
     if torch.device(options.get("device") or "meta").type == "meta":
-        made = _ATEN._to_copy.default(tensor, **options)
-        return made  # type: ignore[no-any-return]
+        return _run_once(_ATEN._to_copy.default, (tensor,), options)  # type: ignore[no-any-return]
     return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 
 

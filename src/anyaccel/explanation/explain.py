@@ -1,0 +1,233 @@
+"""`anyaccel.explain`: the plan for a model on a device, and what it will hold, from the model's small files alone."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from anyaccel.backends.half_precision import measure_half_precision
+from anyaccel.backends.host import is_host
+from anyaccel.backends.portable import dtype_name
+from anyaccel.errors import AnyaccelError, ModelError, UsageError
+from anyaccel.explanation.described_model import find_model
+from anyaccel.explanation.largest_size import find_largest_size
+from anyaccel.explanation.offers import list_offers
+from anyaccel.explanation.target import Target, find_target
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.memory import (
+    PLAIN,
+    MemoryRule,
+    find_largest_batch,
+    list_residences,
+    list_rules,
+    make_forecast,
+    predict,
+)
+from anyaccel.planning.met_limits import find_met_limits
+from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.planning.wishes import Wishes, read_wishes
+from anyaccel.planning.workspace import read_workspace
+from anyaccel.runtime.memory import has_parts
+from anyaccel.runtime.placement import read_facts
+from anyaccel.tracing.build import FullSize, build_pipeline
+from anyaccel.tracing.measure import Measurement
+from anyaccel.tracing.model_folder import ModelFolder
+from anyaccel.tracing.trace import Traced
+
+__all__ = ["explain"]
+
+_STEPS = 2
+_NOT_ASKED = ("generator", "num_inference_steps", "guidance_scale", "max_sequence_length", "output_type", "callback")
+"""Arguments of a recipe that are left to the pipeline's own defaults."""
+_MOST_IMAGES = 1024
+
+
+def explain(
+    model: str | os.PathLike[str],
+    device: str = "auto",
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    batch: int = 1,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    **wishes: Any,
+) -> Plan:
+    """The plan for a model on a device that need not be here, without its weights: `plan.forecast` has the memory.
+
+    `device` is a name, a product or a name with a memory: `hpu`, `gaudi2`, `mps:16GiB`. Further keywords are the wishes
+    that `anyaccel.place` takes.
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= _MOST_IMAGES:
+        raise UsageError(f"a batch is a number of images from 1 to {_MOST_IMAGES}, not {batch!r}", hint="batch=1")
+    _check_size(width, height)
+    asked = {**wishes, **({"dtype": dtype_name(dtype)} if dtype is not None else {})}
+    wished = read_wishes(asked)
+    target = find_target(device)
+    folder = find_model(model, revision)
+    plan = _plan(folder, target, wished)
+    with _quietly():
+        asking = _Asking(folder, target, plan, wished, width, height)
+        return asking.answer(batch)
+
+
+def _check_size(width: int | None, height: int | None) -> None:
+    for name, side in (("width", width), ("height", height)):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not 8 <= side <= 16384):
+            raise UsageError(f"{name} is a number of pixels from 8 to 16384, not {side!r}", hint=f"{name}=1024")
+
+
+def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
+    """Everything that does not depend on a size."""
+    components = tuple(
+        ComponentFacts(name=one.name, kind=one.kind, dtype="float32", parameters=0, denoises=False)
+        for one in folder.components
+        if one.config is not None
+    )
+    on_host = is_host(torch.device(target.sheet.torch_name))
+    return make_plan(
+        target.sheet,
+        Facts(pipeline=folder.pipeline, components=components),
+        wishes,
+        device=target.name,
+        virtual=target.virtual,
+        half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
+        environment=os.environ,
+    )
+
+
+class _Asking:
+    """One model on one device, built with shapes alone."""
+
+    def __init__(
+        self, folder: ModelFolder, target: Target, plan: Plan, wishes: Wishes, width: int | None, height: int | None
+    ) -> None:
+        self.folder, self.target, self.plan, self.wishes = folder, target, plan, wishes
+        self.traced = Traced()
+        self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
+        self.facts = read_facts(self.full.pipe)
+        self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
+        side = _default_side(self.full.pipe)
+        self.size = (width or height or side, height or width or side)
+        self._measured: dict[tuple[int, int], Measurement] = {}
+
+    def answer(self, batch: int) -> Plan:
+        """The plan with its forecast."""
+        capacity, sheet = self.target.capacity_bytes, self.target.sheet
+        measure = self.measure(self.size)
+        rules = self.rules(batch)
+        try:
+            decision, forecast = make_forecast(measure, batch, capacity, rules)
+            measure(PLAIN, 1)
+        except AnyaccelError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{self.folder.pipeline} cannot be run with shapes alone: {type(error).__name__}: {error}",
+                hint="ANYACCEL_TRACEBACK=1 shows where; `anyaccel check` runs it small",
+            ) from error
+        limits = find_met_limits(sheet, measure.seen, batch)
+        rule = decision.value
+        forecast = replace(
+            forecast,
+            largest_batch=find_largest_batch(measure, rule, capacity) if rule else 0,
+            largest_size=self._find_largest_size(rule or rules[-1], capacity),
+            limits=limits,
+            offers=list_offers(sheet, self.facts, forecast, self.plan.dtype.value),
+            notes=(*self.target.notes, *self.full.notes),
+        )
+        memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
+        return replace(self.plan, memory=memory, forecast=forecast)
+
+    def rules(self, batch: int) -> list[MemoryRule]:
+        """The ways to run so many images, the cheapest first."""
+        pipe = self.full.pipe
+        can_offload = getattr(pipe, "model_cpu_offload_seq", None) is not None
+        residences = list_residences(unified_memory=self.target.sheet.unified_memory, can_offload=can_offload)
+        at_once = self.plan.images_per_call.value
+        wishes = replace(self.wishes, images_per_call=at_once if at_once is not None and at_once < batch else None)
+        return list(list_rules(batch, wishes, residences, has_parts=has_parts(pipe)))
+
+    def measure(self, size: tuple[int, int]) -> Measurement:
+        """What measures calls of one size."""
+        if size not in self._measured:
+            self._measured[size] = Measurement(
+                self.full.pipe,
+                self.traced,
+                read_workspace(self.target.sheet, virtual=self.target.virtual),
+                denoisers=self.facts.denoisers,
+                arguments=lambda images: _make_call(self.full, size if self.takes_size else None, images),
+                attention=self.plan.attention.value,
+                size=size if self.takes_size else None,
+            )
+        return self._measured[size]
+
+    def _find_largest_size(self, rule: MemoryRule, capacity: int) -> tuple[int, int] | None:
+        if not self.takes_size:
+            return None
+
+        def need(size: tuple[int, int]) -> int:
+            return max(predict(self.measure(size)(rule.way, 1), rule.residence).values())
+
+        weights = predict(self.measure(self.size)(rule.way, 1), rule.residence)["load"]
+        return find_largest_size(need, self.size, capacity, weights)
+
+
+def _default_side(pipe: Any) -> int:
+    """The side of the picture that a pipeline makes unless told otherwise."""
+    scale = getattr(pipe, "vae_scale_factor", 8)
+    sizes = [getattr(pipe, "default_sample_size", None)]
+    for name in ("unet", "transformer"):
+        sizes.append(getattr(getattr(getattr(pipe, name, None), "config", None), "sample_size", None))
+    found = next((size for size in sizes if isinstance(size, int)), None)
+    return found * scale if found is not None and isinstance(scale, int) else 1024
+
+
+def _make_call(full: FullSize, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
+    """One call of a pipeline: its recipe's, at the asked size, with the pipeline's own defaults for the rest."""
+    takes = inspect.signature(full.pipe.__call__).parameters
+    call = {name: value for name, value in full.recipe.call().items() if name not in _NOT_ASKED}
+    call = {name: _resize(value, size) for name, value in call.items()}
+    wanted: dict[str, Any] = {"num_inference_steps": _STEPS, "output_type": "pt"}
+    if size is not None:
+        wanted |= {"width": size[0], "height": size[1]}
+    per_prompt = next((name for name in takes if name.startswith("num_") and name.endswith("_per_prompt")), None)
+    if per_prompt is not None:
+        wanted[per_prompt] = images
+    elif "batch_size" in takes:
+        wanted["batch_size"] = images
+    elif isinstance(call.get("prompt"), str):
+        wanted["prompt"] = [call["prompt"]] * images
+    return call | {name: value for name, value in wanted.items() if name in takes}
+
+
+def _resize(value: Any, size: tuple[int, int] | None) -> Any:
+    """A picture at the asked size."""
+    if size is not None and hasattr(value, "resize") and hasattr(value, "mode"):
+        return value.resize(size)
+    return value
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Building models from configs and running them once has advice for people who train, and nothing for others."""
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,156 @@
+"""Running a call in the memory that there is: as planned, and after running out with the next rule, and the next."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import AnyaccelError, NotMeasurableError
+from anyaccel.planning.attention import choose_attention
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.memory import MemoryRule, Residence
+from anyaccel.planning.repair import choose_repairs
+from anyaccel.runtime.batch import split_request
+from anyaccel.runtime.boundary import set_boundaries
+from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call, shape_of
+from anyaccel.runtime.placement import Placement, find_components, read_facts
+from anyaccel.runtime.remembered import recall, remember
+from anyaccel.runtime.request import Request
+from anyaccel.runtime.residence import end_phase, set_residence
+from anyaccel.runtime.seam import make_glue_seam
+
+__all__ = ["apply_rule", "free", "move_weights", "run_within_memory"]
+
+_LOG = logging.getLogger(__name__)
+
+Run = Callable[[Request, int, int], Any]
+"""Runs a part of a request: the part, its first image, and how many parts there are."""
+
+
+def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Run) -> list[Any]:
+    """The results of a request's parts; images that were made before memory ran out are kept."""
+    before = placement.memory_rule
+    rules = list_call_rules(pipe, placement, request.images)
+    chosen = _choose(pipe, placement, request, rules)
+    results: list[Any] = []
+    done = 0
+    words = ""
+    at = rules.index(chosen.decision.value) if chosen.decision.value in rules else 0
+    for place, rule in enumerate(rules[at:]):
+        decision = chosen.decision if place == 0 else Decision(rule, f"memory ran out before: {words}")
+        try:
+            apply_rule(pipe, placement, decision, chosen if place == 0 else None)
+            parts = split_request(request, _at_once(placement, rule), first=done)
+            for part in parts:
+                results.append(run(part, done, len(parts)))
+                done += part.images
+            end_phase(pipe)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            words = _first_line(error)
+            traceback.clear_frames(error.__traceback__)
+        else:
+            if place:
+                remember(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
+            return results
+        free(placement)
+        _LOG.warning("anyaccel: out of memory with %s at %s; trying the next way", rule, shape_of(request))
+    _restore(pipe, placement, before)
+    raise does_not_fit(pipe, placement, request, f"every way was tried, and the device says: {words}")
+
+
+def _choose(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:
+    """What was planned for this shape before, what was learnt of it, or what can be worked out."""
+    shape = shape_of(request)
+    known = placement.call_plans.get(shape)
+    if known is not None and known.decision.value in rules:
+        return known
+    learnt = recall(_key(pipe, placement, request), find_capacity(pipe, placement))
+    if learnt in rules:
+        return CallPlan(Decision(learnt, "a call of this shape ran out of memory here with anything faster"))
+    placement.call_plans[shape] = plan_call(pipe, placement, request, rules)
+    return placement.call_plans[shape]
+
+
+def _key(pipe: Any, placement: Placement, request: Request) -> str:
+    facts = read_facts(pipe)
+    weights = ", ".join(f"{component.name} {component.parameters}" for component in facts.components)
+    device = f"{placement.plan.title} {placement.opened.driver.device_name(placement.opened.index)}"
+    return f"{device} | {facts.pipeline}: {weights} | {placement.plan.dtype.value} | {shape_of(request)}"
+
+
+def _at_once(placement: Placement, rule: MemoryRule) -> int | None:
+    limits = [number for number in (rule.images_per_call, placement.plan.images_per_call.value) if number is not None]
+    return min(limits, default=None)
+
+
+def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], call: CallPlan | None = None) -> None:
+    """Bring a pipeline into the shape that a rule says."""
+    rule = decision.value
+    if rule.residence != placement.residence:
+        move_weights(pipe, placement, rule.residence)
+    if rule.way.vae_in_parts != placement.vae_in_parts:
+        _set_parts(pipe, rule.way.vae_in_parts)
+        placement.vae_in_parts = rule.way.vae_in_parts
+    sheet, plan, wishes = placement.opened.sheet, placement.plan, placement.wishes
+    if rule.way.sliced_attention:
+        wishes = replace(wishes, attention_slicing="max")
+    attention = choose_attention(sheet, wishes, int(getattr(torch, plan.dtype.value).itemsize))
+    if rule.way.sliced_attention:
+        attention = replace(attention, reason="all heads at once do not fit into the memory")
+    changed = attention.value != plan.attention.value
+    placement.plan = replace(plan, memory=decision, forecast=call.forecast if call else None)
+    if changed:
+        repairs = choose_repairs(sheet, plan.replacements.value, attention.value)
+        placement.plan = replace(placement.plan, attention=attention, repairs=repairs)
+        set_boundaries(find_components(pipe), placement.plan, placement.device)
+
+
+def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
+    """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
+    placement.residence = None
+    unified = placement.opened.sheet.unified_memory
+    with make_glue_seam(placement.plan, placement.device):
+        set_residence(pipe, residence, placement.device, unified_memory=unified)
+    placement.residence = residence
+
+
+def _set_parts(pipe: Any, on: bool) -> None:
+    for part in find_components(pipe).values():
+        for name in ("slicing", "tiling"):
+            switch = getattr(part, f"{'enable' if on else 'disable'}_{name}", None)
+            if isinstance(part, torch.nn.Module) and callable(switch):
+                switch()
+
+
+def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:
+    """Back to how the pipeline was before a call that failed; where even that does not fit, to the host."""
+    free(placement)
+    try:
+        apply_rule(pipe, placement, before)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        free(placement)
+
+
+def free(placement: Placement) -> None:
+    """Let go of what a failed run left behind."""
+    gc.collect()
+    try:
+        placement.opened.driver.empty_cache()
+    except (NotMeasurableError, RuntimeError, AnyaccelError):
+        return
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

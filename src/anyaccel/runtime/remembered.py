@@ -1,0 +1,53 @@
+"""What was learnt the hard way: which rule a call of one shape needed on one device, kept between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from anyaccel.backends.half_precision import find_cache_folder
+from anyaccel.planning.footprint import Way
+from anyaccel.planning.memory import MemoryRule
+
+__all__ = ["recall", "remember"]
+
+_MARGIN = 1.02
+"""With this much more memory than there was, what failed then is tried again."""
+_LEARNT: dict[str, tuple[MemoryRule, int]] = {}
+
+
+def remember(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
+    """Keep the rule that a call needed, in this process and, where it can be written, in a small file."""
+    _LEARNT[key] = (rule, capacity_bytes or 0)
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"key": key, "capacity_bytes": capacity_bytes or 0, **asdict(rule)}, indent=1))
+        part.replace(path)
+    except OSError:
+        return
+
+
+def recall(key: str, capacity_bytes: int | None) -> MemoryRule | None:
+    """The rule that a call needed before, unless there is more memory now."""
+    found = _LEARNT.get(key) or _read(key)
+    if found is None or (capacity_bytes or 0) > found[1] * _MARGIN:
+        return None
+    return found[0]
+
+
+def _path(key: str) -> Path:
+    return find_cache_folder() / "memory" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _read(key: str) -> tuple[MemoryRule, int] | None:
+    try:
+        kept: dict[str, Any] = json.loads(_path(key).read_text())
+        rule = MemoryRule(kept["residence"], Way(**kept["way"]), kept["images_per_call"])
+        return (rule, int(kept["capacity_bytes"])) if kept["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
