@@ -15,6 +15,7 @@ import typer
 from anyaccel.cli.chart import show_chart
 from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
+from anyaccel.cli.explain import explain_model
 from anyaccel.cli.generate import generate_pictures
 from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.errors import AnyaccelError
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command("chart")(show_chart)
 app.command("check")(check_pipeline)
 app.command("devices")(show_devices)
+app.command("explain")(explain_model)
 app.command("generate")(generate_pictures)
 app.command("run", context_settings=CONTEXT)(run_program)
 

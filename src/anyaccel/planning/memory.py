@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -232,9 +233,10 @@ def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) 
     sample = measure(rule.way, _SAMPLE)
     fits = [images for images in _powers() if _need_of_many(sample, rule, images) <= capacity_bytes]
     if not fits:
-        fewer = range(_SAMPLE - 1, 0, -1)
-        needs = (max(predict(measure(rule.way, images), rule.residence).values()) for images in fewer)
-        return next((images for images, need in zip(fewer, needs, strict=True) if need <= capacity_bytes), 0)
+        fewer = (1, 2, 3)
+        return bisect_left(
+            fewer, True, key=lambda n: max(predict(measure(rule.way, n), rule.residence).values()) > capacity_bytes
+        )
     low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
     while high - low > 1:
         middle = (low + high) // 2

@@ -87,7 +87,8 @@ def _make_model(ours: Any, component: Component, device: str, dtype: torch.dtype
                 model = kind.from_config(config)
     finally:
         torch.set_default_dtype(before)
-    return model.to(dtype).eval()
+    # Not through `to` of diffusers, which advises on modules that stay in float32.
+    return torch.nn.Module.to(model, dtype).eval()
 
 
 def _make_processor(component: Component) -> Any:

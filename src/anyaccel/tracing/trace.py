@@ -87,7 +87,7 @@ class Traced:
 
         What keeps a list for the next call, as autoencoders of video do, runs every time.
         """
-        if any(isinstance(value, list | dict) for value in (*args, *kwargs.values())):
+        if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
             return call(*args, **kwargs)
         key = (self._setting, name, repr(map_tensors((args, kwargs), _describe)))
         known = self._known.get(key)

@@ -234,6 +234,12 @@ def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 
 
+def _normalize(tensor: torch.Tensor, weight: Any, bias: Any, images: int, *sizes: Any) -> Any:
+    """A norm over groups, whose shapes torch works out by spelling the whole of it out."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return made, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
+
+
 def _one_place(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(1, tensor.dim(), dtype=torch.int64, device=tensor.device)
 
@@ -243,6 +249,7 @@ _WITHOUT_NUMBERS: dict[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: _any_number,
     _ATEN._to_copy.default: _copy,
     _ATEN.convolution.default: _convolve,
+    _ATEN.native_group_norm.default: _normalize,
     _ATEN.nonzero.default: _one_place,
     _ATEN.equal.default: lambda left, right: True,
 }

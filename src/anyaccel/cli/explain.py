@@ -1,0 +1,58 @@
+"""`anyaccel explain`: will it fit, how and why this way, before a byte of weights is downloaded."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from typing import Annotated
+
+import typer
+
+from anyaccel.cli.generate_options import read_size
+from anyaccel.cli.progress import Display
+
+__all__ = ["explain_model"]
+
+
+def explain_model(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or `embedded`.")],
+    device: Annotated[
+        str,
+        typer.Option("--device", "-d", help="A device, a product, or a device with so much memory: gaudi2, mps:16GiB."),
+    ] = "auto",
+    size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels; else the model's own.")] = None,
+    batch: Annotated[int, typer.Option("--batch", "-n", help="How many images at once.")] = 1,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The type to run in; else the device's best.")] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Pin where weights are: resident, component, layer, phase.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Of a hub's model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Say whether a model fits on a device and how it would be run, without its weights and without the device.
+
+    Config files alone are read; of a hub's model only those are fetched. Exit status 1 where it cannot fit at all.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and finds none
+    width, height = read_size(size) if size else (None, None)
+    display = Display()
+    display.begin(f"explaining {model}")
+    try:
+        from anyaccel.explanation.describe import describe_explanation
+        from anyaccel.explanation.explain import explain
+
+        plan = explain(
+            model, device, width=width, height=height, batch=batch, dtype=dtype, memory=memory, revision=revision
+        )
+    finally:
+        display.clear()
+    if as_json:
+        print(json.dumps({"model": model, **plan.to_dict()}, indent=2))
+    else:
+        print("\n".join(describe_explanation(plan, model, shutil.get_terminal_size((100, 24)).columns)))
+    gc.freeze()  # nor is there any to look for as the process ends
+    if plan.forecast is not None and not plan.forecast.fits:
+        raise typer.Exit(1)
