@@ -12,7 +12,6 @@ from anyaccel.planning.plan import Plan
 __all__ = ["describe_explanation"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
-_PHASES = {"load": "load", "encode": "encode", "denoise": "denoise", "decode": "decode"}
 _NARROWEST, _WIDEST = 60, 120
 
 
@@ -28,7 +27,7 @@ def describe_explanation(plan: Plan, model: str, width: int = 100) -> list[str]:
     weights = sorted(forecast.components, key=lambda one: -one[1])
     total = readable(sum(size for _, size in weights))
     lines += _wrap(f"weights {total}: " + ", ".join(f"{name} {readable(size)}" for name, size in weights), width, "")
-    lines += list(_largest(forecast))
+    lines += list(_largest(plan, forecast))
     for title, entries in _sections(plan, forecast):
         if entries:
             lines += ["", title]
@@ -59,7 +58,7 @@ def _draw(forecast: Forecast, width: int) -> Iterator[str]:
         if bar[edge] == " ":
             bar[edge] = "│"
         mark = "  peak" if size == forecast.peak_bytes else ""
-        yield f"  {_PHASES[name]:8}{''.join(bar)} {readable(size):>9}{mark}".rstrip()
+        yield f"  {name:8}{''.join(bar)} {readable(size):>9}{mark}".rstrip()
     yield f"  {'':8}{' ' * edge}└ {readable(forecast.capacity_bytes)} there"
 
 
@@ -69,9 +68,11 @@ def _bar(share: float, room: int) -> str:
     return ("█" * whole + (_EIGHTHS[rest] if rest else "")).ljust(room)[:room]
 
 
-def _largest(forecast: Forecast) -> Iterator[str]:
+def _largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
     if forecast.largest_batch is not None and forecast.fits:
-        yield f"largest batch of this size in one call: {forecast.largest_batch}"
+        at_once = plan.images_per_call.value
+        split = f"; batches run {at_once} at a time here" if at_once is not None else ""
+        yield f"largest batch of this size in one call: {forecast.largest_batch}{split}"
     if forecast.largest_size is not None:
         width, height = forecast.largest_size
         more = " (the largest that is tried)" if max(width, height) >= 4096 else ""
@@ -96,13 +97,11 @@ def _sections(plan: Plan, forecast: Forecast) -> Iterator[tuple[str, list[str]]]
 
 
 def _list_changes(plan: Plan, forecast: Forecast) -> list[str]:
-    over = forecast.peak_bytes - forecast.capacity_bytes
     changes = [f"a device with {readable(forecast.peak_bytes)} for tensors"]
     if forecast.largest_size is not None:
         changes.append(f"a picture of {forecast.largest_size[0]} × {forecast.largest_size[1]}")
     if plan.dtype.value in ("float32", "float64"):
         changes.append("--dtype bfloat16, which halves all of it")
-    changes += [f"{offer.name} weights" for offer in forecast.offers if offer.saves_bytes >= over]
     return changes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from anyaccel.backends.half_precision import measure_half_precision
-from anyaccel.backends.host import is_host
 from anyaccel.backends.portable import dtype_name
 from anyaccel.errors import AnyaccelError, ModelError, UsageError
 from anyaccel.explanation.described_model import find_model
@@ -93,7 +91,7 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
         for one in folder.components
         if one.config is not None
     )
-    on_host = is_host(torch.device(target.sheet.torch_name))
+    on_host = target.sheet.torch_name == "cpu"
     return make_plan(
         target.sheet,
         Facts(pipeline=folder.pipeline, components=components),
@@ -168,6 +166,7 @@ class _Asking:
                 arguments=lambda images: _make_call(self.full, size if self.takes_size else None, images),
                 attention=self.plan.attention.value,
                 size=size if self.takes_size else None,
+                unified_memory=self.target.sheet.unified_memory,
             )
         return self._measured[size]
 
@@ -220,14 +219,16 @@ def _resize(value: Any, size: tuple[int, int] | None) -> Any:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Building models from configs and running them once has advice for people who train, and nothing for others."""
-    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    before = of_diffusers.get_verbosity(), of_transformers.get_verbosity()
+    of_diffusers.set_verbosity_error()
+    of_transformers.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        of_diffusers.set_verbosity(before[0])
+        of_transformers.set_verbosity(before[1])

@@ -238,6 +238,7 @@ def _make_measurement(pipe: Any, placement: Placement, request: Request) -> Meas
         denoisers=read_facts(pipe).denoisers,
         arguments=arguments,
         attention=placement.plan.attention.value,
+        unified_memory=placement.opened.sheet.unified_memory,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )
 

@@ -32,10 +32,12 @@ class Measurement:
         arguments: Callable[[int], Mapping[str, Any]],
         attention: AttentionRule,
         size: tuple[int, int] | None = None,
+        unified_memory: bool = False,
     ) -> None:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
         self.size = size
+        self.always_there = () if unified_memory else tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
         self.seen = Seen()
         """What the first run did inside the models."""
         self._known: dict[tuple[Way, int], Footprint] = {}
@@ -67,7 +69,7 @@ class Measurement:
             models=self._models,
             passings=self._read_passings(),
             offload_order=tuple(name for name in order if name),
-            always_there=tuple(getattr(self.pipe, "_exclude_from_cpu_offload", ())),
+            always_there=self.always_there,
             fixed_bytes=self.workspace.fixed_bytes,
         )
 

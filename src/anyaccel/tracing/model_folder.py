@@ -14,7 +14,7 @@ from typing import Any
 from anyaccel.errors import ModelError, nearest
 from anyaccel.recipes import Recipe, recipes
 
-__all__ = ["Component", "ModelFolder", "find_recipe", "is_a", "read_json", "read_model_folder"]
+__all__ = ["Component", "ModelFolder", "find_recipe", "is_a", "read_json", "read_model_folder", "require_recipe"]
 
 _INDEX = "model_index.json"
 _CONFIGS = ("config.json", "scheduler_config.json")
@@ -109,7 +109,10 @@ def require_recipe(pipeline: str) -> Recipe:
     found = find_recipe(pipeline)
     if found is None:
         known = sorted({recipe.pipeline for recipe in recipes().values()})
-        raise ModelError(f"no tiny pipeline of the class {pipeline} is known", hint=nearest(pipeline, known))
+        raise ModelError(
+            f"no tiny pipeline of the class {pipeline} is known, whose sizes a small model could have",
+            hint=f"check a function that makes one: anyaccel check package.module:make; {nearest(pipeline, known)}",
+        )
     return found
 
 
