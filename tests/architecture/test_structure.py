@@ -98,6 +98,7 @@ def test_the_public_names_are_these() -> None:
         "device_count",
         "devices",
         "empty_cache",
+        "explain",
         "generate",
         "is_available",
         "manual_seed",

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import anyaccel
+from anyaccel.backends.size import parse_size
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.activation import parse_request
-from anyaccel.backends.size import parse_size
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import LimitError, LimitTypeError, UnknownDeviceError, UsageError, VirtualDeviceError
 

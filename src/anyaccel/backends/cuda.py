@@ -279,6 +279,9 @@ ROCM = replace(
     documentation=_HIP,
     device_type="cuda",
     torch_build="hip",
+    fused_attention=Unknown(says="Which cards and releases have fused attention was not found."),
+    memory=Unknown(says="What the device's software keeps for itself was not found."),
+    quantised_weights=(),
     dtypes=replace(
         CUDA.dtypes,
         float64=Yes(says="Used through the interface of CUDA.", source=_HIP, evidence="documented"),

@@ -34,7 +34,7 @@ from anyaccel.planning.met_limits import find_met_limits
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, read_wishes
 from anyaccel.planning.workspace import read_workspace
-from anyaccel.runtime.memory import has_parts
+from anyaccel.runtime.memory import find_default_side, has_parts
 from anyaccel.runtime.placement import read_facts
 from anyaccel.tracing.build import FullSize, build_pipeline
 from anyaccel.tracing.measure import Measurement
@@ -114,7 +114,7 @@ class _Asking:
         self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
         self.facts = read_facts(self.full.pipe)
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
-        side = _default_side(self.full.pipe)
+        side = find_default_side(self.full.pipe)
         self.size = (width or height or side, height or width or side)
         self._measured: dict[tuple[int, int], Measurement] = {}
 
@@ -179,16 +179,6 @@ class _Asking:
 
         weights = predict(self.measure(self.size)(rule.way, 1), rule.residence)["load"]
         return find_largest_size(need, self.size, capacity, weights)
-
-
-def _default_side(pipe: Any) -> int:
-    """The side of the picture that a pipeline makes unless told otherwise."""
-    scale = getattr(pipe, "vae_scale_factor", 8)
-    sizes = [getattr(pipe, "default_sample_size", None)]
-    for name in ("unet", "transformer"):
-        sizes.append(getattr(getattr(getattr(pipe, name, None), "config", None), "sample_size", None))
-    found = next((size for size in sizes if isinstance(size, int)), None)
-    return found * scale if found is not None and isinstance(scale, int) else 1024
 
 
 def _make_call(full: FullSize, size: tuple[int, int] | None, images: int) -> dict[str, Any]:

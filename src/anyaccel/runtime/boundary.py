@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class Boundary:
         self.cast_to: torch.dtype | None = None
         """The type that floating inputs are cast to where the model runs in another one than the pipeline."""
         self.handles: list[Any] = []
+
+    def serves(self, plan: Plan, device: torch.device) -> bool:
+        """Whether it is on its model, and does there what a plan says; memory is no matter of a boundary's."""
+        same = self.plan is plan or replace(self.plan, memory=plan.memory, forecast=plan.forecast) == plan
+        return same and self.device == device and bool(self.handles)
 
     def attach(self, module: torch.nn.Module) -> None:
         """Put the hooks on a model, in place of those of an earlier plan."""
@@ -148,7 +154,7 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
             if isinstance(inside, torch.nn.Module):
                 _remove_boundary(inside)
             earlier = vars(part).get(_MARK)
-            if isinstance(earlier, Boundary) and earlier.plan is plan and earlier.device == device and earlier.handles:
+            if isinstance(earlier, Boundary) and earlier.serves(plan, device):
                 continue
             seam = seam or make_model_seam(plan, device)
             # A compiled model is repaired in its graph: tracing one inside a mode breaks too often.

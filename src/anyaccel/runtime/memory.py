@@ -33,6 +33,7 @@ from anyaccel.tracing.trace import Traced
 
 __all__ = [
     "find_capacity",
+    "find_default_side",
     "has_parts",
     "list_call_rules",
     "list_pipeline_residences",
@@ -44,7 +45,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _MOST_A_PIXEL = 16 * 2**10
 """Bytes that no picture needs a pixel in half precision: six times what decoding holds."""
-_USUAL_PIXELS = 1024 * 1024
+_USUAL_SIDE = 1024
 _USUAL_FRAMES = 96
 _HEADS, _PIXELS_A_TOKEN = 24, 64
 _NO_SHAPE = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
@@ -81,6 +82,17 @@ def _held_on(device: torch.device, part: Any) -> int:
     return sum(
         tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.device.type == device.type
     )
+
+
+def find_default_side(pipe: Any) -> int:
+    """The side of the picture that a pipeline makes unless told otherwise; 1024 where it does not say."""
+    scale = getattr(pipe, "vae_scale_factor", None)
+    scale = scale if isinstance(scale, int) else 1  # without an autoencoder, what is denoised is the picture
+    models = [getattr(pipe, name, None) for name in ("unet", "transformer")]
+    sizes = [getattr(pipe, "default_sample_size", None)]
+    sizes += [getattr(getattr(model, "config", None), "sample_size", None) for model in models]
+    found = next((size for size in sizes if isinstance(size, int)), None)
+    return _USUAL_SIDE if found is None else found * scale
 
 
 def has_parts(pipe: Any) -> bool:
@@ -211,7 +223,8 @@ def _is_sure(pipe: Any, placement: Placement, request: Request, capacity: int) -
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element
     width, height = request.arguments.get("width"), request.arguments.get("height")
-    pixels = width * height if isinstance(width, int) and isinstance(height, int) else _USUAL_PIXELS
+    side = find_default_side(pipe)
+    pixels = (width if isinstance(width, int) else side) * (height if isinstance(height, int) else side)
     frames = request.arguments.get("num_frames", _USUAL_FRAMES if "num_frames" in request.accepts else 1)
     pixels *= request.images * (frames if isinstance(frames, int) else _USUAL_FRAMES)
     held = pixels * _MOST_A_PIXEL * element // 2

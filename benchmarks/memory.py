@@ -1,0 +1,163 @@
+"""What `anyaccel explain` predicts against what a real device holds, at full size with random weights.
+
+    python -m benchmarks.memory cuda h200
+
+Writes benchmarks/results/memory_DEVICE.json: a row for each model, size, batch and rule, with the predicted peak, the
+device's own `max_memory_allocated` and how far the first is from the second. Then memory is taken away, so that calls
+run out of it and recover. `--commit` and `--out` are for a copy without .git, `--models` for some of them.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import anyaccel
+from anyaccel.descriptions import find_description
+from anyaccel.runtime.pipeline import place
+from anyaccel.tracing.build import build_pipeline
+from anyaccel.tracing.model_folder import read_model_folder
+from benchmarks.provenance import describe_run, read_commit
+
+RESULTS = Path(__file__).parent / "results"
+ASKED = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": 512,
+    "stabilityai/sdxl-turbo": 1024,
+    "PixArt-alpha/PixArt-XL-2-1024-MS": 1024,
+    "black-forest-labs/FLUX.2-klein-4B": 1024,
+    "black-forest-labs/FLUX.1-schnell": 1024,
+}
+"""The five models and the size that each is held to; sdxl-turbo has SDXL's shapes."""
+RULES: dict[str, dict[str, Any]] = {
+    "resident": {"memory": "resident", "vae_tiling": False},
+    "VAE tiled": {"memory": "resident", "vae_tiling": True},
+    "component offload": {"memory": "component", "vae_tiling": False},
+}
+MORE: list[tuple[str, int, int, str, dict[str, Any]]] = [
+    ("stabilityai/sdxl-turbo", 2048, 1, "bfloat16", RULES["resident"]),
+    ("stabilityai/sdxl-turbo", 2048, 1, "bfloat16", RULES["VAE tiled"]),
+    ("stabilityai/sdxl-turbo", 1024, 1, "float16", RULES["resident"]),
+    ("stable-diffusion-v1-5/stable-diffusion-v1-5", 512, 1, "float32", RULES["resident"]),
+    ("stable-diffusion-v1-5/stable-diffusion-v1-5", 768, 2, "bfloat16", {"memory": "layer", "vae_tiling": False}),
+    ("stable-diffusion-v1-5/stable-diffusion-v1-5", 768, 1, "bfloat16",
+     {"memory": "resident", "vae_tiling": False, "attention_slicing": "max"}),
+]  # fmt: skip
+"""Beyond what is asked for: tiles that are smaller than the picture, other types, layers, slices."""
+FRACTIONS = (0.085, 0.06, 0.045)
+"""Shares of the device's memory that a process is left with, to see it recover."""
+
+
+def list_rows(models: list[str]) -> Iterator[tuple[str, int, int, str, str, dict[str, Any]]]:
+    """Model, size, batch, type, the name of the rule and the wishes that pin it; the rows of a model together."""
+    for model in models:
+        for name, wishes in RULES.items():
+            for batch in (1, 4):
+                yield model, ASKED[model], batch, "bfloat16", name, wishes
+        for other, size, batch, dtype, wishes in MORE:
+            if other == model:
+                yield model, size, batch, dtype, ", ".join(f"{key} {value}" for key, value in wishes.items()), wishes
+
+
+def build(model: str, device: str) -> Any:
+    """The pipeline at full size with random weights, made on the device and brought to the host in half precision."""
+    folder = read_model_folder(find_description(model) or Path(model))
+    return build_pipeline(folder, device, torch.bfloat16).pipe
+
+
+def measure(pipe: Any, device: str, size: int, batch: int, dtype: str, wishes: dict[str, Any]) -> dict[str, Any]:
+    """One row: the pipeline is placed as pinned, called twice, and the second call's peak is read."""
+    placed = place(pipe, device, dtype=dtype, watch=False, **wishes)  # random weights need not give finite pictures
+    call = {"prompt": "a fox", "num_inference_steps": 2, "height": size, "width": size, "seed": 7}
+    placed.set_progress_bar_config(disable=True)
+    started = 0.0
+    for _ in range(2):
+        gc.collect()
+        anyaccel.empty_cache(device)
+        anyaccel.synchronize(device)
+        anyaccel.reset_peak_memory(device)
+        started = time.perf_counter()
+        placed(**call, num_images_per_prompt=batch)
+        anyaccel.synchronize(device)
+    return {"measured_bytes": anyaccel.max_memory(device), "seconds": round(time.perf_counter() - started, 2)}
+
+
+def run_rows(device: str, product: str, models: list[str]) -> Iterator[dict[str, Any]]:
+    """Every row, predicted and measured."""
+    pipe, built = None, ""
+    for model, size, batch, dtype, rule, wishes in list_rows(models):
+        plan = anyaccel.explain(model, product, height=size, width=size, batch=batch, dtype=dtype, **wishes)
+        assert plan.forecast is not None
+        if model != built:
+            pipe = None
+            gc.collect()
+            anyaccel.empty_cache(device)
+            pipe, built = build(model, device), model
+        row: dict[str, Any] = {"model": model, "size": size, "batch": batch, "dtype": dtype, "rule": rule}
+        row["predicted_bytes"] = plan.forecast.peak_bytes
+        row |= measure(pipe, device, size, batch, dtype, wishes)
+        row["off"] = round(row["predicted_bytes"] / row["measured_bytes"] - 1, 4)
+        yield row
+
+
+def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
+    """A call of four images with less and less memory, which the plan does not know of."""
+    pipe = build(model, device)
+    for fraction in (1.0, *FRACTIONS):
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        placed = place(pipe, device, dtype="bfloat16", watch=False)
+        placed.set_progress_bar_config(disable=True)
+        row: dict[str, Any] = {"model": model, "fraction": fraction}
+        try:
+            made = placed("a fox", num_inference_steps=2, height=1024, width=1024, seed=7, num_images_per_prompt=4,
+                          output_type="np")  # fmt: skip
+            row |= {"rule": str(made.plan.memory), "reason": made.plan.memory.reason, "mean": float(made.images.mean())}
+        except anyaccel.AnyaccelError as error:
+            row["error"] = str(error)
+        yield row
+        place(pipe, "cpu", dtype="bfloat16")
+        gc.collect()
+        anyaccel.empty_cache(device)
+        row["left_bytes"] = anyaccel.memory(device).used_bytes
+
+
+def main() -> None:
+    """Run all and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device")
+    parser.add_argument("product")
+    parser.add_argument("--models", nargs="*", default=list(ASKED))
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--no-recovery", action="store_true")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "what": "predicted from config files against the device's max_memory_allocated, full size, random weights",
+        "device": anyaccel.open_device(options.device).driver.device_name(0),
+        "evidence": "hardware",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        **describe_run(options.commit or read_commit()),
+        "rows": [],
+        "recovery": [],
+    }
+    path = options.out / f"memory_{options.device}.json"
+    for row in run_rows(options.device, options.product, options.models):
+        report["rows"].append(row)
+        path.write_text(json.dumps(report, indent=2) + "\n")
+        print({name: row[name] for name in ("model", "size", "batch", "dtype", "rule", "off", "seconds")}, flush=True)
+    for row in () if options.no_recovery else recover(options.device, "stabilityai/sdxl-turbo"):
+        report["recovery"].append(row)
+        path.write_text(json.dumps(report, indent=2) + "\n")
+        print(row, flush=True)
+    worst = max((abs(row["off"]) for row in report["rows"]), default=0.0)
+    lowest = min((row["off"] for row in report["rows"]), default=0.0)
+    print(f"{len(report['rows'])} rows, at most {worst:.1%} off, at most {-min(0.0, lowest):.1%} under")
+
+
+if __name__ == "__main__":
+    main()
