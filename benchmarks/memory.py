@@ -16,14 +16,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
 import anyaccel
+from anyaccel.backends.device import this_machine
 from anyaccel.descriptions import find_description
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.build import build_pipeline
 from anyaccel.tracing.model_folder import read_model_folder
-from benchmarks.provenance import describe_run, read_commit
+from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 ASKED = {
@@ -136,12 +138,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--no-recovery", action="store_true")
     options = parser.parse_args()
+    machine = this_machine()
     report: dict[str, Any] = {
         "what": "predicted from config files against the device's max_memory_allocated, full size, random weights",
         "device": anyaccel.open_device(options.device).driver.device_name(0),
         "evidence": "hardware",
         "date": datetime.now(timezone.utc).date().isoformat(),
-        **describe_run(options.commit or read_commit()),
+        "commit": options.commit or read_commit(),
+        "system": f"{machine.system} {machine.architecture}",
+        "versions": dict(machine.versions) | {"diffusers": diffusers.__version__, "torch": torch.__version__},
         "rows": [],
         "recovery": [],
     }
