@@ -120,9 +120,7 @@ def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[
         for number in numbers:
             counted = [0]
             remembered._LEARNT.clear()
-            os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(
-                dir=folder
-            )  # what one run learnt is not the next one's matter
+            os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(dir=folder)  # what one run learnt is not the next's
             row: dict[str, Any] = {"pipeline": name, "device": device, "allocation": number}
             with failing_at(number, counted):
                 try:

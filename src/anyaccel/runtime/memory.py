@@ -164,20 +164,25 @@ def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def plan_call(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:
     """The first rule that fits a call; where nothing can be worked out, the one that the weights suggest."""
     capacity = find_capacity(pipe, placement)
-    if capacity is None:
-        return CallPlan(placement.weights_rule)
-    if placement.weights_rule.value in rules and _is_sure(pipe, placement, request, capacity):
-        return CallPlan(placement.weights_rule)
+    usual = _find_usual(placement.weights_rule, rules)
+    if capacity is None or (usual.value == rules[0] and _is_sure(pipe, placement, request, capacity)):
+        return CallPlan(usual)
     try:
         measure = _make_measurement(pipe, placement, request)
         decision, forecast = make_forecast(measure, request.images, capacity, rules)
     except Exception as error:  # noqa: BLE001 - any pipeline may be asked; what cannot be traced is run and looked at
         _LOG.debug("anyaccel: %s cannot be traced: %r", type(pipe).__name__, error)
-        rule = placement.weights_rule
-        return CallPlan(Decision(rule.value, f"{rule.reason}; this call cannot be traced ahead of time"))
+        return CallPlan(Decision(usual.value, f"{usual.reason}; this call cannot be traced ahead of time"))
     if decision.value is None:
         raise does_not_fit(pipe, placement, request, decision.reason, measure, rules, capacity)
     return CallPlan(Decision(decision.value, decision.reason), forecast)
+
+
+def _find_usual(weights_rule: Decision[MemoryRule], rules: list[MemoryRule]) -> Decision[MemoryRule]:
+    """The first rule that leaves the weights where they were put, with all that is pinned."""
+    wanted = weights_rule.value.residence
+    rule = next((rule for rule in rules if rule.residence == wanted), rules[0])
+    return Decision(rule, weights_rule.reason)
 
 
 def does_not_fit(

@@ -107,7 +107,9 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     if rule.way.sliced_attention:
         attention = replace(attention, reason="all heads at once do not fit into the memory")
     changed = attention.value != plan.attention.value
-    placement.plan = replace(plan, memory=decision, forecast=call.forecast if call else None)
+    forecast = call.forecast if call else None
+    if (plan.memory, plan.forecast) != (decision, forecast):
+        placement.plan = replace(plan, memory=decision, forecast=forecast)
     if changed:
         repairs = choose_repairs(sheet, plan.replacements.value, attention.value)
         placement.plan = replace(placement.plan, attention=attention, repairs=repairs)

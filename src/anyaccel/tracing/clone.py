@@ -22,6 +22,8 @@ _HOOKS = (
 )
 _ADDED = ("_hf_hook", "_old_forward", "_diffusers_hook", "_anyaccel_boundary", "forward")
 """What offloading and placing put on a model that a plain one does not have."""
+_NOTED = ("_output_capturing_hooks_installed",)
+"""What a model notes of hooks that it put on itself: without them it must put them on again."""
 
 
 def clone_pipeline(pipe: Any, kind: Any, traced: Traced, keep_out: Iterable[str] = ()) -> Any:
@@ -53,6 +55,6 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        for name in _ADDED:
+        for name in (*_ADDED, *_NOTED):
             vars(module).pop(name, None)
     return copied.eval()

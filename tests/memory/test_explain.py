@@ -1,0 +1,175 @@
+"""Explaining: what fits where, from config files alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import anyaccel
+from anyaccel.descriptions import find_description
+from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
+from anyaccel.explanation.describe import describe_explanation
+from anyaccel.explanation.largest_size import find_largest_size
+from anyaccel.explanation.target import find_target
+from tests.conftest import RunCli
+
+SD, SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/sdxl-turbo"
+FLUX, KLEIN = "black-forest-labs/FLUX.1-schnell", "black-forest-labs/FLUX.2-klein-4B"
+GIB = 2**30
+
+
+def test_the_json_of_the_command(run_cli: RunCli) -> None:
+    done = run_cli("explain", FLUX, "--device", "gaudi2", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["fits"] is True
+    assert said["peak_bytes"] == max(said["phases"].values()) < said["capacity_bytes"]
+    assert list(said["phases"]) == ["load", "encode", "denoise", "decode"]
+    assert said["components"]["transformer"] == pytest.approx(22.149 * GIB, rel=1e-3)
+    assert said["components"]["text_encoder_2"] == pytest.approx(8.870 * GIB, rel=1e-3)
+    assert said["largest_batch"] > 1
+    assert {"name", "value", "reason"} <= set(said["decisions"][0])
+    assert any(one["name"] == "memory" and one["value"] == "everything resident" for one in said["decisions"])
+    assert done.stderr == ""
+
+
+def test_what_cannot_fit_ends_with_1_and_says_what_would(run_cli: RunCli) -> None:
+    done = run_cli("explain", "embedded", "--device", "cuda:450MiB", "--memory", "resident")
+    assert done.returncode == 1
+    assert "does not fit" in done.stdout
+    assert "a device with" in done.stdout
+    assert "denoise" in done.stdout
+
+
+def test_klein_on_one_core_of_trainium_is_resident_as_the_seed_saw() -> None:
+    plan = anyaccel.explain(KLEIN, "trn2", height=1024, width=1024)
+    assert plan.forecast is not None
+    assert plan.forecast.fits
+    assert str(plan.memory) == "everything resident"
+    assert {limit.name for limit in plan.forecast.limits} >= {"dtypes.float64", "random_numbers"}
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "size", "rule"),
+    [
+        (SD, "mps:8GiB", 768, "everything resident, VAE in parts, attention one head at a time"),
+        (FLUX, "gaudi1", 1024, "one model at a time"),
+        (FLUX, "mps:16GiB", 1024, "one layer at a time"),
+        pytest.param(SD, "mps:16GiB", 512, "everything resident", marks=pytest.mark.slow),
+        pytest.param(SD, "mps:16GiB", 768, "everything resident", marks=pytest.mark.slow),
+        pytest.param(SD, "mps:64GiB", 512, "everything resident", marks=pytest.mark.slow),
+        pytest.param(SD, "mps:64GiB", 768, "everything resident", marks=pytest.mark.slow),
+        pytest.param(FLUX, "gaudi2", 1024, "everything resident", marks=pytest.mark.slow),
+        pytest.param(FLUX, "gaudi3", 1024, "everything resident", marks=pytest.mark.slow),
+        pytest.param(SDXL, "trn2", 512, "everything resident", marks=pytest.mark.slow),
+    ],
+)
+def test_the_seeds_own_cases(model: str, device: str, size: int, rule: str) -> None:
+    plan = anyaccel.explain(model, device, height=size, width=size)
+    assert plan.forecast is not None
+    assert plan.forecast.fits
+    assert str(plan.memory).startswith(rule)
+    lines = describe_explanation(plan, model)
+    assert max(map(len, lines)) <= 106
+    assert sum("peak" in line for line in lines) >= 1
+
+
+def test_more_is_held_by_more_and_larger_pictures_and_wider_types() -> None:
+    def peak(**asked: object) -> int:
+        plan = anyaccel.explain(SD, "h200", **{"height": 512, "width": 512, **asked})  # type: ignore[arg-type]
+        assert plan.forecast is not None
+        return plan.forecast.peak_bytes
+
+    usual = peak()
+    assert usual < peak(batch=4)
+    assert peak(dtype="float32") > 1.5 * usual
+    assert peak(memory="component") < usual
+    # Within 1 % of what one H200 held: benchmarks/results/memory_cuda.json.
+    assert usual == pytest.approx(3280 * 2**20, rel=0.01)
+
+
+def test_slicing_falls_out_of_the_numbers() -> None:
+    """What the document for Macs advises for sizes above 512: the scores of attention pass what the device takes."""
+    small, large = (anyaccel.explain(SD, "mps:16GiB", height=side, width=side) for side in (512, 768))
+    rule = large.attention.value
+    assert rule.most_scores is not None
+    scores = {plan: next(limit.what for limit in plan.forecast.limits if limit.name == "fused_attention")  # type: ignore[union-attr]
+              for plan in (small, large)}  # fmt: skip
+    assert scores[small] == "attention over 268,435,456 scores"
+    assert scores[large] == "attention over 1,358,954,496 scores"
+    assert 268_435_456 < rule.most_scores < 1_358_954_496
+
+
+def test_a_folder_of_config_files_is_enough(tmp_path: Path) -> None:
+    shutil.copytree(find_description(SD) or "", tmp_path / "model")
+    ours = anyaccel.explain(tmp_path / "model", "a10g", height=512, width=512)
+    assert ours.forecast is not None
+    assert dict(ours.forecast.components)["unet"] == pytest.approx(1.601 * GIB, rel=0.01)
+
+
+def test_the_embedded_model_on_this_machine() -> None:
+    plan = anyaccel.explain("embedded", "cpu")
+    assert plan.forecast is not None
+    assert plan.forecast.fits
+    assert plan.forecast.size == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "capacity"),
+    [
+        ("h200", "h200", 150_109_880_320 - 400 * 2**20),
+        ("cuda:24GiB", "cuda with 24GiB", 24 * GIB - 400 * 2**20),
+        ("mps:16GiB", "mps with 16GiB", 16 * GIB * 2 // 3),
+        ("mps:64GiB", "mps with 64GiB", 48 * GIB),
+        ("gaudi1", "gaudi1", 32 * 10**9),
+        ("trn2", "trn2", 24 * GIB - 192 * 2**20),
+    ],
+)
+def test_products_and_what_tensors_can_have_of_them(device: str, name: str, capacity: int) -> None:
+    target = find_target(device)
+    assert target.name == name
+    assert target.capacity_bytes == pytest.approx(capacity, abs=2)
+
+
+def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
+    target = find_target("hpu")
+    assert target.name == "gaudi1"
+    assert any("gaudi3" in note for note in target.notes)
+    assert any("cannot be used as a torch device" in note for note in find_target("inf2").notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "kind", "words"),
+    [
+        (SD, {"device": "gaudi9"}, UnknownDeviceError, "gaudi1"),
+        (SD, {"device": "tpu:16GiB"}, UnknownDeviceError, "no device 'tpu'"),
+        (SD, {"device": "cuda:lots"}, UsageError, "no size of a memory"),
+        (SD, {"device": "h200", "batch": 0}, UsageError, "a batch is a number"),
+        (SD, {"device": "h200", "width": 3}, UsageError, "pixels"),
+        (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory is one of"),
+        ("/nowhere/model", {"device": "h200"}, ModelError, "no folder"),
+        ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot be had"),
+    ],
+)
+def test_wrong_questions(model: str, asked: dict[str, object], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        anyaccel.explain(model, **asked)  # type: ignore[arg-type]
+
+
+def test_the_largest_size_is_found_by_few_tries() -> None:
+    tried = []
+
+    def need(size: tuple[int, int]) -> int:
+        tried.append(size)
+        return 1000 + size[0] * size[1] ** 3 // 10**6
+
+    assert find_largest_size(need, (512, 512), 10**6, 1000) == (960, 960)
+    assert len(tried) <= 6
+    assert find_largest_size(lambda size: 10, (1024, 512), 100) == (4096, 2048)
+    assert find_largest_size(lambda size: 1000, (512, 512), 100) is None
+
+
+def test_the_error_for_what_does_not_fit_is_ours() -> None:
+    assert issubclass(DoesNotFitError, RuntimeError)
+    assert DoesNotFitError.exit_status == 1

@@ -1,0 +1,196 @@
+"""Calls in less memory than they would like: planned to fit, recovered when they do not, and the same picture."""
+
+import gc
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.process import run_forked
+from anyaccel.errors import DoesNotFitError
+from anyaccel.recipes import recipes, run
+from anyaccel.runtime import remembered
+from anyaccel.runtime.pipeline import place
+from anyaccel.runtime.residence import _ROOM
+from tests.memory.sweeps import FIVE, SAME, failing_at, inject, measure_full, sweep_capacities
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "cache"))
+
+
+def check_capacities(name: str, device: str, shrink: float) -> list[dict[str, Any]]:
+    """Every run ended in the CPU's picture as planned, and the last in the error."""
+    *rows, last = sweep_capacities(name, device, shrink)
+    assert rows[0]["rule"] == "everything resident"
+    for row in rows:
+        assert row["off"] < SAME, row
+        assert row["peak"] <= row["predicted"] * 1.02 <= row["capacity"] * 1.02, row
+    assert "does not fit" in last["error"]
+    return rows
+
+
+def test_less_and_less_memory() -> None:
+    rows = check_capacities("stable-diffusion", "hpu", 0.6)
+    order = list(dict.fromkeys(row["rule"].split(",")[0] for row in rows))
+    assert order == ["everything resident", "one model at a time", "one layer at a time"]
+
+
+def test_less_and_less_memory_that_the_host_shares() -> None:
+    rows = check_capacities("flux", "mps", 0.6)
+    order = list(dict.fromkeys(row["rule"].split(",")[0] for row in rows))
+    assert order == ["everything resident", "one phase at a time", "one layer at a time"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["hpu", "mps"])
+@pytest.mark.parametrize("name", FIVE)
+def test_every_capacity(name: str, device: str) -> None:
+    check_capacities(name, device, 0.85)
+
+
+def check_injections(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["left"] == 0, row
+        assert row.get("error") or row["off"] < SAME, row
+    assert any("ran out" not in row.get("error", "") for row in rows)
+
+
+def test_out_of_memory_at_some_allocations() -> None:
+    rows = inject("flux-2-klein", "hpu", range(5, 10**6, 450), measure_full("flux-2-klein", "hpu")[1])
+    check_injections(rows)
+    assert len({row["rule"] for row in rows if "rule" in row}) > 1, "no run had to recover"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["hpu", "mps"])
+@pytest.mark.parametrize("name", FIVE)
+def test_out_of_memory_at_every_tenth_allocation(name: str, device: str) -> None:
+    check_injections(inject(name, device, range(1, 10**6, 10), measure_full(name, device)[1]))
+
+
+def use_quietly() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
+    """The pictures are those that the seeds give alone, and the next process starts where this one ended."""
+    call: dict[str, Any] = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+    wishes = {"dtype": "float32", "memory": "resident", "vae_tiling": False, "attention_slicing": "max"}
+
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, str, int]:
+        use_quietly()
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", **wishes)
+        alone = [pipe(**call, seed=seed).images[0] for seed in (3, 4, 5, 6)]
+        counted = [0]
+        with failing_at(700, counted):
+            made = pipe(**call, seed=3, num_images_per_prompt=4)
+        return float(numpy.abs(made.images - numpy.stack(alone)).max()), str(made.plan.memory), counted[0]
+
+    off, rule, _ = run_forked("hpu", use)
+    assert off < SAME
+    assert "2 images a call" in rule
+
+    def start_there(accelerator: VirtualAccelerator) -> str:
+        use_quietly()
+        assert not remembered._LEARNT
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", **wishes)
+        return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory)
+
+    assert "2 images a call" in run_forked("hpu", start_there)
+
+
+def test_a_failed_call_leaves_memory_as_it_was() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[int, int, str]:
+        use_quietly()
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32")
+        gc.collect()
+        before = anyaccel.memory("hpu").used_bytes
+        words = ""
+        real = type(pipe.unet).forward
+
+        full = [True]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if full:
+                raise torch.OutOfMemoryError("out of memory, always")
+            return real(*args, **kwargs)
+
+        type(pipe.unet).forward = forward
+        try:
+            run(recipes()["stable-diffusion"], pipe)
+        except DoesNotFitError as error:
+            words = str(error)
+        full.clear()
+        gc.collect()
+        after = anyaccel.memory("hpu").used_bytes
+        run(recipes()["stable-diffusion"], pipe)  # it can be used again
+        return before, after, words
+
+    before, after, words = run_forked("hpu", use)
+    assert before == after
+    assert "every way was tried" in words
+    assert "out of memory, always" in words
+
+
+def test_a_pin_that_cannot_hold_is_refused_with_the_numbers() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        use_quietly()
+        place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32", memory="resident")
+
+    with pytest.raises(DoesNotFitError, match=r"'resident' was asked for: the weights .* are 559 KiB.* has 293 KiB"):
+        run_forked("hpu", use, memory="300000")
+
+
+def test_an_error_that_is_about_something_else_is_raised_as_it_is() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        use_quietly()
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32")
+        pipe("a fox", height=16, width=16, num_inference_steps=2, callback_on_step_end=lambda *given: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        run_forked("hpu", use)
+
+
+def test_weights_on_disk_go_with_the_pipeline() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[bool, bool, int]:
+        use_quietly()
+        pipe = place(recipes()["stable-diffusion"].make(), "mps", dtype="float32", memory="phase")
+        folder = vars(pipe)[_ROOM].folder
+        run(recipes()["stable-diffusion"], pipe)
+        there = folder.is_dir()
+        left = anyaccel.memory("mps").used_bytes
+        del pipe
+        gc.collect()
+        return there, os.path.exists(folder), left
+
+    there, remained, left = run_forked("mps", use)
+    assert there
+    assert not remained
+    assert left < 10_000, "the weights of the last phase were not let go"
+
+
+def test_a_pipeline_moves_on_from_any_residence() -> None:
+    def use(accelerator: VirtualAccelerator) -> list[float]:
+        use_quietly()
+        recipe = recipes()["stable-diffusion"]
+        reference = run(recipe, recipe.make())
+        pipe = place(recipe.make(), "hpu", dtype="float32")
+        off = []
+        for residence in ("component", "layer", "phase", "resident", "layer", "component", "phase", "resident"):
+            pipe.to("hpu", memory=residence)
+            off.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
+        pipe.to("cpu", memory=None)
+        off.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
+        return off
+
+    assert max(run_forked("hpu", use)) < SAME
