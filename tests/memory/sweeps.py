@@ -50,8 +50,11 @@ def measure_full(name: str, device: str) -> tuple[int, Any]:
         run(recipes()[name], pipe)
         return anyaccel.max_memory(device)
 
-    reference = fork(lambda: (use_quietly(), run(recipes()[name], recipes()[name].make()))[1])
-    return run_forked(device, use), reference
+    def on_the_host() -> Any:
+        use_quietly()
+        return run(recipes()[name], recipes()[name].make())
+
+    return run_forked(device, use), fork(on_the_host)
 
 
 def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[str, Any]:

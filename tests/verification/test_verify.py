@@ -79,7 +79,8 @@ def test_an_open_question_is_answered() -> None:
 def test_every_claim_about_behaviour_has_a_probe() -> None:
     names = {name.split(".")[0] for name, _ in anyaccel.sheet("mps").claims()}
     left_out = names - {name.split(".")[0] for name in find_claims(anyaccel.sheet("mps"))}
-    assert left_out == {"default_dtypes", "distributed", "requirements", "variables"}
+    about_memory = {"fused_attention", "memory", "quantised_weights"}  # python -m benchmarks.memory measures those
+    assert left_out == {"default_dtypes", "distributed", "requirements", "variables"} | about_memory
 
 
 def test_a_process_that_dies_loses_one_finding() -> None:

@@ -7,8 +7,6 @@ import weakref
 
 import torch
 
-from anyaccel.backends.size import readable
-
 __all__ = ["MemoryBook"]
 
 
@@ -72,6 +70,13 @@ class MemoryBook:
     def _out_of_memory(self, size: int, index: int) -> torch.OutOfMemoryError:
         used, capacity = self._used[index], self.capacity_bytes or 0
         return torch.OutOfMemoryError(
-            f"virtual device {index} out of memory. Tried to allocate {readable(size)}. It has a total capacity of "
-            f"{readable(capacity)}, of which {readable(capacity - used)} is free and {readable(used)} is in use."
+            f"virtual device {index} out of memory. Tried to allocate {_in_units(size)}. It has a total capacity of "
+            f"{_in_units(capacity)}, of which {_in_units(capacity - used)} is free and {_in_units(used)} is in use."
         )
+
+
+def _in_units(size: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size} bytes"
