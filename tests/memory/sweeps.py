@@ -62,6 +62,7 @@ def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[st
 
     def use(accelerator: VirtualAccelerator) -> dict[str, Any]:
         use_quietly()
+        os.environ[CACHE_VARIABLE] = tempfile.mkdtemp()
         try:
             pipe = place(recipes()[name].make(), device, dtype="float32")
             anyaccel.reset_peak_memory(device)

@@ -16,7 +16,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import DoesNotFitError
 from anyaccel.recipes import recipes, run
-from anyaccel.runtime import remembered
+from anyaccel.runtime import memory, recovery, remembered
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.residence import _ROOM
 from tests.memory.sweeps import FIVE, SAME, failing_at, inject, measure_full, sweep_capacities
@@ -151,6 +151,28 @@ def test_a_pin_that_cannot_hold_is_refused_with_the_numbers() -> None:
         run_forked("hpu", use, memory="300000")
 
 
+def test_a_plan_that_does_not_know_how_little_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process took the memory after the device was asked: every rule down to the last but one fails."""
+    monkeypatch.setattr(memory, "find_capacity", lambda *given: 2**40)
+    monkeypatch.setattr(recovery, "find_capacity", lambda *given: 2**40)
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, float, int]:
+        use_quietly()
+        recipe = recipes()["stable-diffusion-xl"]
+        reference = run(recipe, recipe.make())
+        pipe = place(recipe.make(), "hpu", dtype="float32")
+        made = run(recipe, pipe)
+        rule = str(pipe.plan.memory)
+        del pipe
+        gc.collect()
+        return rule, float(numpy.abs(made - reference).max()), anyaccel.memory("hpu").used_bytes
+
+    rule, off, left = run_forked("hpu", use, memory="170000")
+    assert rule.startswith("one layer at a time")
+    assert off < SAME
+    assert left == 0
+
+
 def test_an_error_that_is_about_something_else_is_raised_as_it_is() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         use_quietly()
@@ -186,7 +208,7 @@ def test_a_pipeline_moves_on_from_any_residence() -> None:
         reference = run(recipe, recipe.make())
         pipe = place(recipe.make(), "hpu", dtype="float32")
         off = []
-        for residence in ("component", "layer", "phase", "resident", "layer", "component", "phase", "resident"):
+        for residence in ("component", "layer", "phase", "resident", "layer"):
             pipe.to("hpu", memory=residence)
             off.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
         pipe.to("cpu", memory=None)

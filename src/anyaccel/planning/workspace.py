@@ -10,7 +10,7 @@ from anyaccel.backends.sheet import MemoryTerms, Sheet
 
 __all__ = ["Workspace", "read_workspace"]
 
-_NUMBERS = 4096
+_NUMBERS = 8192
 """Timesteps, scales and other single numbers that come and go."""
 _CHANNELS = 8
 """Kernels for half precision take channels in eights."""

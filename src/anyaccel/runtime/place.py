@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from anyaccel.runtime.placement import (
     keep_placement,
     read_facts,
 )
-from anyaccel.runtime.recovery import free, move_weights
+from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
 
@@ -122,6 +121,7 @@ def place_pipeline(
     if before is not None and before.residence != "resident" and not before.offloaded_by_user:
         bring_home(pipe)
     placement = Placement(opened, place, plan, wishes, loaded=loaded, residence=None)
+    placement.vae_in_parts = before is not None and before.vae_in_parts
     if offloaded is not None:
         placement.residence, placement.offloaded_by_user = offloaded, True
         placement.weights_rule = Decision(MemoryRule(offloaded), "asked for")
@@ -150,7 +150,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
             if not is_out_of_memory(error):
                 raise
             words = str(error).strip().splitlines()[0]
-            traceback.clear_frames(error.__traceback__)
+            let_go_of_frames(error)
         else:
             return
         move(torch.device("cpu"), None)

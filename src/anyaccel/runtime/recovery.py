@@ -23,10 +23,10 @@ from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_
 from anyaccel.runtime.placement import Placement, find_components, read_facts
 from anyaccel.runtime.remembered import recall, remember
 from anyaccel.runtime.request import Request
-from anyaccel.runtime.residence import end_phase, set_residence
+from anyaccel.runtime.residence import bring_home, end_phase, set_residence
 from anyaccel.runtime.seam import make_glue_seam
 
-__all__ = ["apply_rule", "free", "move_weights", "run_within_memory"]
+__all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,11 +56,13 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
             if not is_out_of_memory(error):
                 raise
             words = _first_line(error)
-            traceback.clear_frames(error.__traceback__)
+            let_go_of_frames(error)
         else:
             if place:
                 remember(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return results
+        if placement.residence != "resident":
+            placement.residence = None  # models that were cut short lie where they lay
         free(placement)
         _LOG.warning("anyaccel: out of memory with %s at %s; trying the next way", rule, shape_of(request))
     _restore(pipe, placement, before)
@@ -120,6 +122,7 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
     placement.residence = None
     unified = placement.opened.sheet.unified_memory
+    bring_home(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
     with make_glue_seam(placement.plan, placement.device):
         set_residence(pipe, residence, placement.device, unified_memory=unified)
     placement.residence = residence
@@ -141,8 +144,16 @@ def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> N
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)
+        let_go_of_frames(error)
         free(placement)
+
+
+def let_go_of_frames(error: BaseException) -> None:
+    """Let go of what the functions that failed still hold, those of errors behind the error too."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def free(placement: Placement) -> None:

@@ -29,11 +29,10 @@ _ROOM = "_anyaccel_room"
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, *, unified_memory: bool) -> None:
-    """Bring a pipeline's weights to where a rule wants them, from wherever they are."""
+    """Bring a pipeline's weights to where a rule wants them, from the host."""
     with being_offloaded(pipe), torch.no_grad():
-        bring_home(pipe)
         if residence == "resident":
-            pipe.to(device, silence_dtype_warnings=True)
+            pipe.to(device, silence_dtype_warnings=True, hpu_migration=False)
         elif residence == "component":
             pipe.enable_model_cpu_offload(device=device)
         elif residence == "layer" and not unified_memory:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.tracing.shell import WATCHED_BYTES, first_floating
+
 __all__ = ["Outputs", "explain_black", "find_broken", "note_output", "trace_first_break", "watching"]
 
 _NOW = threading.local()
@@ -17,7 +19,7 @@ _LOG = logging.getLogger("anyaccel")
 
 
 class Outputs:
-    """What each model gave last: references, which nobody reads before the end."""
+    """What each model gave last: references, which nobody reads before the end; of something large, its sum."""
 
     def __init__(self) -> None:
         self.last: dict[str, torch.Tensor] = {}
@@ -38,9 +40,10 @@ def watching() -> Iterator[Outputs]:
 def note_output(name: str, output: Any) -> None:
     """A model gave something."""
     outputs = getattr(_NOW, "outputs", None)
-    tensor = _first_floating(output)
+    tensor = first_floating(output)
     if outputs is not None and tensor is not None:
-        outputs.last[name] = tensor
+        large = tensor.numel() * tensor.element_size() > WATCHED_BYTES
+        outputs.last[name] = tensor.sum(dtype=torch.float32) if large else tensor
         outputs.passes[name] = outputs.passes.get(name, 0) + 1
 
 
@@ -65,7 +68,7 @@ def trace_first_break(components: dict[str, Any]) -> Iterator[list[tuple[str, in
 
     def look(path: str, whole: str) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            tensor = _first_floating(output)
+            tensor = first_floating(output)
             if not found and tensor is not None and not bool(torch.isfinite(tensor).all()):
                 found.append((path, passes.get(whole, 1)))
 
@@ -97,14 +100,3 @@ def explain_black(result: Any) -> None:
         _LOG.warning(
             "the safety checker blackened %d of %d pictures: nothing is wrong with the device", sum(flags), len(flags)
         )
-
-
-def _first_floating(output: Any) -> torch.Tensor | None:
-    if isinstance(output, torch.Tensor):
-        return output if output.is_floating_point() else None
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
-    for value in values:
-        found = _first_floating(value) if isinstance(value, torch.Tensor | list | tuple) else None
-        if found is not None:
-            return found
-    return None

@@ -9,7 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Runner", "make_shell", "map_tensors"]
+__all__ = ["WATCHED_BYTES", "Runner", "first_floating", "make_shell", "map_tensors"]
+
+WATCHED_BYTES = 2**20
+"""What a model gave last is kept until the end of a call, to be looked at, if it is no larger than this."""
 
 _METHODS = ("forward", "encode", "decode")
 _PARTS = ("encoder", "decoder")
@@ -112,3 +115,15 @@ def _map_object(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def _is_distribution(value: Any) -> bool:
     return isinstance(getattr(value, "parameters", None), torch.Tensor)
+
+
+def first_floating(output: Any) -> torch.Tensor | None:
+    """The first tensor of real numbers in what a model gave."""
+    if isinstance(output, torch.Tensor):
+        return output if output.is_floating_point() else None
+    values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
+    for value in values:
+        found = first_floating(value) if isinstance(value, torch.Tensor | list | tuple) else None
+        if found is not None:
+            return found
+    return None

@@ -11,7 +11,7 @@ import torch
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
 from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
-from anyaccel.tracing.shell import make_shell, map_tensors
+from anyaccel.tracing.shell import WATCHED_BYTES, first_floating, make_shell, map_tensors
 from anyaccel.tracing.tracker import Tracker
 
 __all__ = ["Heard", "Traced"]
@@ -37,6 +37,7 @@ class Traced:
         """The peaks of what the pipeline itself does before, between and after its models."""
         self._tracker = Tracker(Workspace(), ())
         self._setting: Hashable = None
+        self._watched: dict[str, torch.Tensor] = {}
         self._known: dict[Any, tuple[Any, int]] = {}
 
     @property
@@ -61,7 +62,7 @@ class Traced:
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         self._tracker = Tracker(workspace, weights, attention)
         self._setting = (workspace, attention, setting)
-        self.passings, self.between = [], []
+        self.passings, self.between, self._watched = [], [], {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
             pipe(**arguments)
         self.between.append(self._tracker.take_peak())
@@ -80,7 +81,14 @@ class Traced:
         else:
             made, peak = known[0], before + known[1]
         self.passings.append(Heard(name, method, peak))
-        return map_tensors(made, self._to_host)
+        given = map_tensors(made, self._to_host)
+        self._watch(name, first_floating(given))
+        return given
+
+    def _watch(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Keep what a model gave last, as the watch over a call does."""
+        if tensor is not None and tensor.numel() * tensor.element_size() <= WATCHED_BYTES:
+            self._watched[name] = tensor
 
     def run_part(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         """One call of a part that a model runs many times with the same shapes: a tile of a picture after another.

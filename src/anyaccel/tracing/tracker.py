@@ -154,7 +154,8 @@ class _Attention(TorchFunctionMode):
         # Heads laid out in a row, the parts of the result, and the result.
         flat = [part.reshape(-1, *part.shape[-2:]) for part in (query, key, value)]
         parts = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
-        self.tracker.pass_by(workspace.of_attention(*sliced, query.element_size(), plain_mask=plain))
+        masks = 0 if mask is None and not given.get("is_causal") else 2 * sliced[0][0] * sliced[0][1] * sliced[1][1]
+        self.tracker.pass_by(workspace.of_attention(*sliced, query.element_size(), plain_mask=plain) + masks)
         made = torch.empty_like(parts)
         del flat, parts
         return made
