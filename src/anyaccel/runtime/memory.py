@@ -46,6 +46,8 @@ _LOG = logging.getLogger(__name__)
 _MOST_A_PIXEL = 16 * 2**10
 """Bytes that no picture needs a pixel in half precision: six times what decoding holds."""
 _USUAL_SIDE = 1024
+_TINY = 4096
+"""A model whose weights are this part of the memory does not fill it with one picture."""
 _USUAL_FRAMES = 96
 _HEADS, _PIXELS_A_TOKEN = 24, 64
 _NO_SHAPE = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
@@ -151,6 +153,8 @@ def shape_of(request: Request) -> str:
     """What of a call decides how much it holds, in words: `512 × 512, 4 images`."""
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
+    if request.arguments.get("guidance_scale") is not None:  # it may double the batch inside
+        others.append(f"guidance {request.arguments['guidance_scale']}")
     images = f"{request.images} image{'s' if request.images != 1 else ''}"
     return ", ".join([" × ".join(sizes) or "default size", images, *others])
 
@@ -232,11 +236,15 @@ def _is_sure(pipe: Any, placement: Placement, request: Request, capacity: int) -
     pixels = (width if isinstance(width, int) else side) * (height if isinstance(height, int) else side)
     frames = request.arguments.get("num_frames", _USUAL_FRAMES if "num_frames" in request.accepts else 1)
     pixels *= request.images * (frames if isinstance(frames, int) else _USUAL_FRAMES)
+    if placement.weights_rule.value.residence != "resident":
+        return False
+    if weights * _TINY <= capacity and pixels <= _USUAL_SIDE**2:
+        return True
     held = pixels * _MOST_A_PIXEL * element // 2
     if not read_workspace(placement.opened.sheet).fused_attention:
         tokens = math.ceil(pixels / _PIXELS_A_TOKEN)
         held += 2 * _HEADS * tokens**2 * 2 * 4
-    return placement.weights_rule.value.residence == "resident" and weights + held <= capacity
+    return weights + held <= capacity
 
 
 def _make_measurement(pipe: Any, placement: Placement, request: Request) -> Measurement:

@@ -59,6 +59,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
             let_go_of_frames(error)
         else:
             if place:
+                placement.call_plans[shape_of(request)] = CallPlan(decision)
                 remember(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return results
         if placement.residence != "resident":
@@ -77,9 +78,11 @@ def _choose(pipe: Any, placement: Placement, request: Request, rules: list[Memor
         return known
     learnt = recall(_key(pipe, placement, request), find_capacity(pipe, placement))
     if learnt in rules:
-        return CallPlan(Decision(learnt, "a call of this shape ran out of memory here with anything faster"))
-    placement.call_plans[shape] = plan_call(pipe, placement, request, rules)
-    return placement.call_plans[shape]
+        chosen = CallPlan(Decision(learnt, "a call of this shape ran out of memory here with anything faster"))
+    else:
+        chosen = plan_call(pipe, placement, request, rules)
+    placement.call_plans[shape] = chosen
+    return chosen
 
 
 def _key(pipe: Any, placement: Placement, request: Request) -> str:
