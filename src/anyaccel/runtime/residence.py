@@ -67,7 +67,8 @@ def _keep_on_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
     models = {name: part for name, part in find_components(pipe).items() if isinstance(part, torch.nn.Module)}
     for name, model in models.items():
         if by_layer:
-            disk_offload(model, str(room.folder / name), execution_device=device, offload_buffers=True)
+            # Buffers stay: pipelines read some of them, such as the statistics of an autoencoder.
+            disk_offload(model, str(room.folder / name), execution_device=device)
         else:
             add_hook_to_module(model, _FromDisk(room, name))
 
