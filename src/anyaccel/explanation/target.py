@@ -13,8 +13,6 @@ from anyaccel.errors import NotMeasurableError, UnknownDeviceError, UsageError, 
 
 __all__ = ["Target", "find_target"]
 
-_USUAL_MAC = 16 * 2**30
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -58,7 +56,7 @@ def _find_product(name: str) -> tuple[Sheet, Product] | None:
 
 def _of_product(sheet: Sheet, product: Product, *notes: str) -> Target:
     if product.memory_bytes is None:
-        return _of_size(sheet.name, "16GiB", f"{product.title}: the memory varies, and 16 GiB are taken; see `--device")
+        return _of_size(sheet.name, "16GiB", f"{product.title}: the memory varies, and 16 GiB are taken")
     told = list(notes)
     if not product.native:
         told.append(f"{product.title} cannot be used as a torch device: {product.software}")

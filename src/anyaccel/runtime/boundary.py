@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
@@ -105,7 +105,7 @@ class Boundary:
             if is_host(value.device) and not is_host(self.device):
                 value = self.meeting.bring(value)
                 value = send(value, self.device) if is_host(value.device) else value
-            elif value.dtype in self.meeting.replacements and value.device.type == self.device.type:
+            elif value.dtype in self.meeting.replacements and is_on(value.device, self.device.type):
                 value = value.to(self.meeting.replacements[value.dtype])
             return value if self.cast_to is None or not value.is_floating_point() else value.to(self.cast_to)
         # A list or dictionary stays the same object unless something in it moves: some models write to theirs.

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_on
+
 __all__ = ["FROM_DATA", "adjust_tensor", "as_builder", "find_place", "make_handlers", "read_target"]
 
 Tensor = torch.Tensor
@@ -72,7 +74,7 @@ class _Adjust:
             return _kind_of(asked) == self.kind
         first = args[0] if args else None
         if isinstance(first, Tensor):
-            return first.device.type == self.kind
+            return is_on(first.device, self.kind)
         return torch.get_default_device().type == self.kind
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +105,7 @@ class _Adjust:
         place = find_place(data, kwargs)
         if place.type != self.kind:
             return func(*args, **kwargs)
-        if isinstance(data, Tensor) and data.device.type == self.kind:
+        if isinstance(data, Tensor) and is_on(data.device, self.kind):
             asked = kwargs.get("dtype") or data.dtype
             return func(*args, **{**kwargs, "dtype": self.replacements.get(asked, asked), "device": place})
         built = func(*args, **{**kwargs, "device": "cpu"})
@@ -119,7 +121,7 @@ class _Adjust:
         if instead is None:
             return func(*args, **kwargs)
         more = {name: kwargs[name] for name in ("non_blocking", "copy", "memory_format") if name in kwargs}
-        if tensor.device.type == self.kind:
+        if is_on(tensor.device, self.kind):
             return func(tensor, dtype=instead, **more)
         return func(func(tensor, dtype=instead), device=device, **more)
 

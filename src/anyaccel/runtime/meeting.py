@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.runtime.pairs import make_pair
 from anyaccel.runtime.scheduler import HostNumbers
 
@@ -64,7 +64,7 @@ class Meeting:
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    if tensor.device.type == self.kind:
+                    if is_on(tensor.device, self.kind):
                         there = True
                     elif is_host(tensor.device):
                         here = True

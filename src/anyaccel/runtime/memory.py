@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_on
 from anyaccel.backends.size import readable
 from anyaccel.errors import DoesNotFitError, NotMeasurableError
 from anyaccel.planning.decision import Decision
@@ -82,7 +83,7 @@ def _held_on(device: torch.device, part: Any) -> int:
         return 0
     tensors = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())}
     return sum(
-        tensor.numel() * tensor.element_size() for tensor in tensors.values() if tensor.device.type == device.type
+        tensor.numel() * tensor.element_size() for tensor in tensors.values() if is_on(tensor.device, device.type)
     )
 
 
@@ -178,7 +179,7 @@ def plan_call(pipe: Any, placement: Placement, request: Request, rules: list[Mem
         _LOG.debug("anyaccel: %s cannot be traced: %r", type(pipe).__name__, error)
         return CallPlan(Decision(usual.value, f"{usual.reason}; this call cannot be traced ahead of time"))
     if decision.value is None:
-        raise does_not_fit(pipe, placement, request, decision.reason, measure, rules, capacity)
+        raise does_not_fit(pipe, placement, request, decision.reason, rules, capacity)
     return CallPlan(Decision(decision.value, decision.reason), forecast)
 
 
@@ -194,7 +195,6 @@ def does_not_fit(
     placement: Placement,
     request: Request,
     reason: str,
-    measure: Any = None,
     rules: list[MemoryRule] | None = None,
     capacity: int | None = None,
 ) -> DoesNotFitError:

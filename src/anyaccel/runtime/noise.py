@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 
 __all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "drawing_from", "make_generators", "make_handlers"]
 
@@ -104,7 +104,7 @@ class _Drawing:
 
     def _is_drawn_there(self, generator: Any, place: torch.device) -> bool:
         """Whether the caller's own generator lives where the numbers are wanted, and so draws them itself."""
-        return generator is not None and not is_host(generator.device) and generator.device.type == place.type
+        return generator is not None and not is_host(generator.device) and is_on(generator.device, place.type)
 
     def _finish(self, drawn: Tensor, dtype: torch.dtype, place: torch.device, kwargs: dict[str, Any]) -> Tensor:
         dtype = self.replacements.get(dtype, dtype) if place.type == self.device.type else dtype

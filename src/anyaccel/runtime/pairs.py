@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.errors import LimitError
 from anyaccel.runtime.dtypes import FROM_DATA, as_builder, find_place, read_target
 
@@ -253,7 +253,7 @@ class _Making:
 
     def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """From two real tensors, or from one with both parts in it."""
-        return _join(func, args, kwargs) if args[0].device.type == self.kind else func(*args, **kwargs)
+        return _join(func, args, kwargs) if is_on(args[0].device, self.kind) else func(*args, **kwargs)
 
     def pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`pad_sequence` makes the padded tensor itself, before it looks at what it is given: each part by itself."""
@@ -274,7 +274,7 @@ class _Making:
         func, args, kwargs = as_builder(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         place = find_place(data, kwargs)
-        if place.type != self.kind or (isinstance(data, Tensor) and data.device.type == self.kind):
+        if place.type != self.kind or (isinstance(data, Tensor) and is_on(data.device, self.kind)):
             return self.call(func, args, kwargs)
         host = func(*args, **{**kwargs, "device": "cpu"})
         return make_pair(host, place) if host.is_complex() else self.call(func, args, kwargs)

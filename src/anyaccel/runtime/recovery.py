@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.errors import AnyaccelError, NotMeasurableError
+from anyaccel.errors import AnyaccelError
 from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
@@ -25,6 +25,7 @@ from anyaccel.runtime.remembered import recall, remember
 from anyaccel.runtime.request import Request
 from anyaccel.runtime.residence import bring_home, end_phase, set_residence
 from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.tracing.measure import set_parts
 
 __all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory"]
 
@@ -103,7 +104,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     if rule.residence != placement.residence:
         move_weights(pipe, placement, rule.residence)
     if rule.way.vae_in_parts != placement.vae_in_parts:
-        _set_parts(pipe, rule.way.vae_in_parts)
+        set_parts(pipe, rule.way.vae_in_parts)
         placement.vae_in_parts = rule.way.vae_in_parts
     sheet, plan, wishes = placement.opened.sheet, placement.plan, placement.wishes
     if rule.way.sliced_attention:
@@ -131,14 +132,6 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     placement.residence = residence
 
 
-def _set_parts(pipe: Any, on: bool) -> None:
-    for part in find_components(pipe).values():
-        for name in ("slicing", "tiling"):
-            switch = getattr(part, f"{'enable' if on else 'disable'}_{name}", None)
-            if isinstance(part, torch.nn.Module) and callable(switch):
-                switch()
-
-
 def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:
     """Back to how the pipeline was before a call that failed; where even that does not fit, to the host."""
     free(placement)
@@ -164,7 +157,7 @@ def free(placement: Placement) -> None:
     gc.collect()
     try:
         placement.opened.driver.empty_cache()
-    except (NotMeasurableError, RuntimeError, AnyaccelError):
+    except (AnyaccelError, RuntimeError):
         return
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_on
+
 __all__ = ["make_handlers"]
 
 Tensor = torch.Tensor
@@ -91,7 +93,7 @@ def _settle_masks(where: Any, kind: str) -> Any:
 def _index_host(func: Any, tensor: Tensor, where: Any, kind: str) -> Any:
     """A tensor of the host by an index of the device: the tensor goes there, so that nothing is read back."""
     entries = where if isinstance(where, tuple) else (where,)
-    there = next((entry.device for entry in entries if isinstance(entry, Tensor) and entry.device.type == kind), None)
+    there = next((entry.device for entry in entries if isinstance(entry, Tensor) and is_on(entry.device, kind)), None)
     return func(tensor, where) if there is None else func(tensor.to(there), where)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_on
+
 __all__ = ["make_addend_handlers", "make_zero_handlers"]
 
 Tensor = torch.Tensor
@@ -17,7 +19,7 @@ def make_zero_handlers(device: torch.device) -> dict[Any, Any]:
 
     def zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = func(*args, **kwargs)
-        return made.zero_() if made.device.type == device.type else made
+        return made.zero_() if is_on(made.device, device.type) else made
 
     return dict.fromkeys(_UNWRITTEN, zero)
 

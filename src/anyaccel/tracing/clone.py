@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,13 +25,10 @@ _NOTED = ("_output_capturing_hooks_installed",)
 """What a model notes of hooks that it put on itself: without them it must put them on again."""
 
 
-def clone_pipeline(pipe: Any, kind: Any, traced: Traced, keep_out: Iterable[str] = ()) -> Any:
-    """A plain pipeline of a class with the parts of another one, whose models are shells; the other stays as it is.
-
-    `keep_out` names attributes of the pipeline that are not copied.
-    """
+def clone_pipeline(pipe: Any, kind: Any, traced: Traced) -> Any:
+    """A plain pipeline of a class with the parts of another one, whose models are shells; the other stays as it is."""
     clone: Any = kind.__new__(kind)
-    vars(clone).update({name: value for name, value in vars(pipe).items() if name not in set(keep_out)})
+    vars(clone).update(vars(pipe))
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module):
             vars(clone)[name] = traced.shell(name, copy_without_weights(getattr(part, "_orig_mod", part)))

@@ -14,7 +14,7 @@ from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
 from anyaccel.tracing.trace import Traced
 
-__all__ = ["Measurement"]
+__all__ = ["Measurement", "set_parts"]
 
 _PARTS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
@@ -54,7 +54,7 @@ class Measurement:
         return self._known[way, images]
 
     def _measure(self, way: Way, images: int) -> Footprint:
-        _set_parts(self.pipe, way.vae_in_parts)
+        set_parts(self.pipe, way.vae_in_parts)
         first = not self._known
         attention = replace(self.attention, heads="max") if way.sliced_attention else self.attention
         self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=way.vae_in_parts)
@@ -88,7 +88,7 @@ class Measurement:
         return tuple(passings)
 
 
-def _set_parts(pipe: Any, on: bool) -> None:
+def set_parts(pipe: Any, on: bool) -> None:
     """Let the autoencoder take its pictures one by one and in tiles, or whole."""
     for part in pipe.components.values():
         for enable, disable in _PARTS.items():
