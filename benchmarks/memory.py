@@ -122,11 +122,10 @@ def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
             row |= {"rule": str(made.plan.memory), "reason": made.plan.memory.reason, "mean": float(made.images.mean())}
         except anyaccel.AnyaccelError as error:
             row["error"] = str(error)
-        yield row
         place(pipe, "cpu", dtype="bfloat16")
         gc.collect()
         anyaccel.empty_cache(device)
-        row["left_bytes"] = anyaccel.memory(device).used_bytes
+        yield row | {"left_bytes": anyaccel.memory(device).used_bytes}
 
 
 def main() -> None:
