@@ -218,3 +218,21 @@ def test_a_pipeline_moves_on_from_any_residence() -> None:
         return off
 
     assert max(run_forked("hpu", use)) < SAME
+
+
+def test_a_smaller_type_is_the_last_resort_and_only_where_it_is_allowed() -> None:
+    name = "stable-diffusion"
+    _, reference = measure_full(name, "hpu")
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str, float]:
+        use_quietly()
+        with pytest.raises(DoesNotFitError, match="the least is"):
+            run(recipes()[name], place(recipes()[name].make(), "hpu", dtype="float32"))
+        pipe = place(recipes()[name].make(), "hpu", dtype="float32", smallest_dtype=torch.bfloat16)
+        made = run(recipes()[name], pipe)
+        return pipe.plan.dtype.value, pipe.plan.dtype.reason, float(numpy.abs(made - reference).max())
+
+    dtype, reason, off = run_forked("hpu", use, memory="180KiB")
+    assert dtype == "bfloat16"
+    assert "float32 does not fit: " in reason
+    assert off < 0.05, "the picture of the same seed, in fewer digits"

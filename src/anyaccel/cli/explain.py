@@ -25,6 +25,9 @@ def explain_model(
     size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels; else the model's own.")] = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="How many images at once.")] = 1,
     dtype: Annotated[str | None, typer.Option("--dtype", help="The type to run in; else the device's best.")] = None,
+    smallest_dtype: Annotated[
+        str | None, typer.Option("--smallest-dtype", help="The type to fall back to where nothing else fits.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", help="Pin where weights are: resident, component, layer, phase.")
     ] = None,
@@ -45,7 +48,15 @@ def explain_model(
         from anyaccel.explanation.explain import explain
 
         plan = explain(
-            model, device, width=width, height=height, batch=batch, dtype=dtype, memory=memory, revision=revision
+            model,
+            device,
+            width=width,
+            height=height,
+            batch=batch,
+            dtype=dtype,
+            smallest_dtype=smallest_dtype,
+            memory=memory,
+            revision=revision,
         )
     finally:
         display.clear()

@@ -20,6 +20,7 @@ from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.offers import list_offers
 from anyaccel.explanation.target import Target, find_target
 from anyaccel.planning.decision import Decision
+from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, Facts
 from anyaccel.planning.memory import (
     PLAIN,
@@ -68,14 +69,25 @@ def explain(
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= _MOST_IMAGES:
         raise UsageError(f"a batch is a number of images from 1 to {_MOST_IMAGES}, not {batch!r}", hint="batch=1")
     _check_size(width, height)
-    asked = {**wishes, **({"dtype": dtype_name(dtype)} if dtype is not None else {})}
-    wished = read_wishes(asked)
+    types = {"dtype": dtype, "smallest_dtype": wishes.pop("smallest_dtype", None)}
+    wished = read_wishes({**wishes, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
     target = find_target(device)
     folder = find_model(model, revision)
-    plan = _plan(folder, target, wished)
+    plan = _answer(folder, target, wished, width, height, batch)
+    smaller = find_smaller_dtype(target.sheet, plan.dtype.value, wished)
+    if smaller is None or plan.forecast is None or plan.forecast.fits:
+        return plan
+    reason = f"smallest_dtype={smaller!r} allows it, and {plan.dtype.value} does not fit: {plan.memory.reason}"
+    other = _answer(folder, target, replace(wished, dtype=smaller), width, height, batch)
+    return replace(other, dtype=Decision(smaller, reason))
+
+
+def _answer(
+    folder: ModelFolder, target: Target, wishes: Wishes, width: int | None, height: int | None, batch: int
+) -> Plan:
+    plan = _plan(folder, target, wishes)
     with _quietly():
-        asking = _Asking(folder, target, plan, wished, width, height)
-        return asking.answer(batch)
+        return _Asking(folder, target, plan, wishes, width, height).answer(batch)
 
 
 def _check_size(width: int | None, height: int | None) -> None:

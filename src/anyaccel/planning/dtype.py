@@ -8,9 +8,9 @@ from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import Facts
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
-__all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements"]
+__all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements", "find_smaller_dtype"]
 
 HALF_PRECISIONS = ("float16", "bfloat16")
 WORTH_HALF = 0.8
@@ -37,6 +37,14 @@ def choose_dtype(
         if not _refuses(sheet, name):
             return Decision(name, f"{sheet.default_dtypes.says} ({sheet.default_dtypes.source})")
     return Decision("float32", "nothing smaller is known to work here")
+
+
+def find_smaller_dtype(sheet: Sheet, chosen: str, wishes: Wishes) -> str | None:
+    """The type that the user allows where a pipeline does not fit in the chosen one; None where there is none."""
+    allowed = wishes.smallest_dtype
+    if allowed is None or _refuses(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
+        return None
+    return allowed
 
 
 def _by_measure(cost: Mapping[str, float]) -> Decision[str]:

@@ -18,14 +18,13 @@ from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.repair import choose_repairs
 from anyaccel.planning.schedule import choose_schedule
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
 __all__ = ["NO_MEMORY", "Plan", "make_plan"]
 
 _NOT_COMPILED: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
 _NO_BUCKETS: Decision[tuple[str, ...]] = Decision((), "no size has been run compiled yet")
 NO_MEMORY = Decision(MemoryRule(), "no size was looked at yet")
-_BYTES = {"float64": 8, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ def make_plan(
     """Decide everything about one pipeline on one device."""
     dtype = choose_dtype(sheet, facts, wishes, half_precision_cost)
     replacements = choose_replacements(sheet)
-    attention = choose_attention(sheet, wishes, _BYTES.get(dtype.value, 2))
+    attention = choose_attention(sheet, wishes, FLOATING_BYTES.get(dtype.value, 2))
     return Plan(
         pipeline=facts.pipeline,
         device=device,

@@ -7,8 +7,10 @@ from typing import Any
 
 from anyaccel.errors import UsageError, nearest
 
-__all__ = ["RESIDENCES", "Wishes", "read_wishes"]
+__all__ = ["FLOATING_BYTES", "RESIDENCES", "Wishes", "read_wishes"]
 
+FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""The types that a pipeline can run in, with the bytes of a number."""
 RESIDENCES = ("resident", "component", "layer", "phase")
 
 
@@ -18,6 +20,8 @@ class Wishes:
 
     dtype: str | None = None
     """The type to run in: `bfloat16`; None takes the device's best."""
+    smallest_dtype: str | None = None
+    """The type to fall back to where nothing else makes a call fit: `bfloat16`; None keeps the type."""
     attention_slicing: str | int | None = None
     """How many heads attend at once: a number, `auto` for half of them, `max` for one; None slices where it must."""
     images_per_call: int | None = None
@@ -62,6 +66,9 @@ def _check(wishes: Wishes) -> None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} is a whole number from 1 up, not {number!r}", hint=f"for example {name}=1")
+    if wishes.smallest_dtype not in (None, *FLOATING_BYTES):
+        names = ", ".join(FLOATING_BYTES)
+        raise UsageError(f"smallest_dtype is one of {names}, not {wishes.smallest_dtype!r}", hint="leave it out")
     if wishes.memory not in (None, *RESIDENCES):
         raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {wishes.memory!r}", hint="leave it out")
     if wishes.schedule not in (None, "host", "device"):

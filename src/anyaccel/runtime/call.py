@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from anyaccel.errors import NotFiniteError, UsageError
+from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
-from anyaccel.runtime.place import without_advice
-from anyaccel.runtime.placement import Placement, find_components
+from anyaccel.runtime.place import fall_back_in_type, without_advice
+from anyaccel.runtime.placement import Placement, find_components, find_placement
 from anyaccel.runtime.recovery import run_within_memory
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
@@ -56,6 +56,13 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
 
     try:
         results = run_within_memory(pipe, placement, request, run)
+    except DoesNotFitError as error:
+        if not fall_back_in_type(pipe, placement, error):
+            raise
+        draws.rewind()
+        smaller = find_placement(pipe)
+        assert smaller is not None
+        return _run_alone(pipe, smaller, call, args, kwargs)
     finally:
         if placement.progress is not None:
             placement.progress.close()
@@ -89,6 +96,13 @@ class _Draws:
         self.one_for_all = isinstance(self.shared, torch.Generator) and not request.seeds
         self.start = self.shared.get_state() if self.one_for_all else None
         self.states = [] if self.one_for_all or request.seeds else _states(given)
+
+    def rewind(self) -> None:
+        """Set all generators to where they were."""
+        if self.start is not None:
+            self.shared.set_state(self.start)
+        for generator, state in self.states:
+            generator.set_state(state)
 
     def take(self, first: int, images: int) -> Callable[[Request], tuple[Request, NoiseSource]]:
         """A function that sets the noise of one part to its start, and gives the part and its source."""

@@ -20,6 +20,7 @@ from anyaccel.backends.portable import dtype_name
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DoesNotFitError, UsageError
 from anyaccel.planning.decision import Decision
+from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, read_wishes
@@ -37,7 +38,15 @@ from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
 
-__all__ = ["place_pipeline", "plan_pipeline", "replan", "resolve_device", "settle", "without_advice"]
+__all__ = [
+    "fall_back_in_type",
+    "place_pipeline",
+    "plan_pipeline",
+    "replan",
+    "resolve_device",
+    "settle",
+    "without_advice",
+]
 
 _VIRTUAL = "virtual:"
 Device = str | int | torch.device
@@ -110,8 +119,8 @@ def place_pipeline(
     `offloaded` is where the weights will be where the user offloads them by diffusers' own methods.
     """
     before = find_placement(pipe)
-    if "dtype" in asked and asked["dtype"] is not None:
-        asked = {**asked, "dtype": dtype_name(asked["dtype"])}
+    types = {name: asked[name] for name in ("dtype", "smallest_dtype") if asked.get(name) is not None}
+    asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
     wishes = read_wishes(asked, find_wishes(pipe))
     opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
@@ -127,12 +136,34 @@ def place_pipeline(
         placement.weights_rule = Decision(MemoryRule(offloaded), "asked for")
         _cast(pipe, placement, place, move)
     else:
-        placement.weights_rule = plan_weights(pipe, placement)
-        _move(pipe, placement, move)
+        try:
+            placement.weights_rule = plan_weights(pipe, placement)
+            _move(pipe, placement, move)
+        except DoesNotFitError:
+            smaller = find_smaller_dtype(opened.sheet, plan.dtype.value, wishes)
+            if smaller is None:
+                raise
+            place_pipeline(pipe, device, {**asked, "dtype": smaller}, move)
+            return
     placement.plan = replace(placement.plan, memory=placement.weights_rule)
     settle(pipe, placement, before)
     if any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
+
+
+def fall_back_in_type(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
+    """Place a pipeline that does not fit again, in the smaller type that its user allows; whether there is one."""
+    chosen = placement.plan.dtype.value
+    smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.wishes)
+    if smaller is None:
+        return False
+    pipe.to(dtype=smaller)
+    made = find_placement(pipe)
+    assert made is not None
+    reason = f"smallest_dtype={smaller!r} allows it, and {chosen} does not fit: {error.message}"
+    made.plan = replace(made.plan, dtype=Decision(smaller, reason))
+    set_boundaries(find_components(pipe), made.plan, made.device)
+    return True
 
 
 def _move(pipe: Any, placement: Placement, move: Any) -> None:
