@@ -203,8 +203,13 @@ def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
     """The first rule that fits, or None where none does; and the peaks of that rule, or of the smallest."""
+    listed = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
-    for rule in rules:
+    for rule in listed:
+        if tried and rule.way.vae_in_parts and not tried[-1][1].way.vae_in_parts:
+            hopeless = _find_hopeless(measure, images, capacity_bytes, listed[-1])
+            if hopeless is not None:
+                return hopeless
         peaks = predict(measure(rule.way, min(rule.images_per_call or images, images)), rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
@@ -213,6 +218,22 @@ def choose_memory(
         tried.append((need, rule, peaks))
     need, rule, peaks = min(tried, key=lambda one: one[0])
     return Decision(None, f"the least is {readable(need)} ({rule}), and there are {readable(capacity_bytes)}"), peaks
+
+
+def _find_hopeless(
+    measure: Measure, images: int, capacity_bytes: int, least: MemoryRule
+) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
+    """The answer where denoising does not fit even by the least rule: the autoencoder's tiles are no matter then.
+
+    A picture that is far too large has thousands of them, and none need be looked at.
+    """
+    way = replace(least.way, vae_in_parts=False)
+    peaks = predict(measure(way, min(least.images_per_call or images, images)), least.residence)
+    need = peaks.get("denoise", 0)
+    if need <= capacity_bytes:
+        return None
+    reason = f"the least for denoising is {readable(need)} ({least}), and there are {readable(capacity_bytes)}"
+    return Decision(None, reason), {name: peak for name, peak in peaks.items() if name != "decode"}
 
 
 def choose_residence(

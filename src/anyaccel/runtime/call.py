@@ -16,7 +16,7 @@ from anyaccel.runtime.batch import SharedProgress, join_results
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
-from anyaccel.runtime.place import fall_back_in_type, without_advice
+from anyaccel.runtime.place import fall_back_in_type, place_newcomers, without_advice
 from anyaccel.runtime.placement import Placement, find_components, find_placement
 from anyaccel.runtime.recovery import run_within_memory
 from anyaccel.runtime.request import Request, read_request
@@ -42,6 +42,7 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
 def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = read_request(pipe, call, args, kwargs)
     admit(pipe, placement, request)
+    place_newcomers(pipe, placement)
     draws = _Draws(request)
 
     def run(part: Request, first: int, parts: int) -> Any:

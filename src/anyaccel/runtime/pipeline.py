@@ -26,10 +26,18 @@ from anyaccel.runtime.placement import (
     forget_placement,
     is_being_offloaded,
 )
+from anyaccel.runtime.recovery import weights_at_home
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.warmup import warm_up
 
 __all__ = ["Portable", "inherit_placement", "make_portable", "place", "plain_class"]
+
+_TOUCH_WEIGHTS = (
+    "save_pretrained",
+    *(f"{verb}_{what}" for verb in ("load", "unload") for what in ("lora_weights", "ip_adapter", "textual_inversion")),
+    *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
+)
+"""Methods of diffusers' pipelines that read or change weights, and so must find them."""
 
 
 class Portable:
@@ -211,7 +219,17 @@ def portable_class(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind.__call__)
+    content |= {name: _with_weights(getattr(kind, name)) for name in _TOUCH_WEIGHTS if hasattr(kind, name)}
     return type(kind.__name__, (first, kind), content)
+
+
+def _with_weights(method: Any) -> Any:
+    @functools.wraps(method)
+    def touch_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with weights_at_home(self):
+            return method(self, *args, **kwargs)
+
+    return touch_weights
 
 
 def _wrap_call(call: Any) -> Any:

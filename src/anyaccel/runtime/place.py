@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,12 +24,13 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import Plan, make_plan
-from anyaccel.planning.wishes import Wishes, read_wishes
+from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.runtime.boundary import set_boundaries
 from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement import (
     Placement,
     find_components,
+    find_models,
     find_placement,
     find_wishes,
     keep_placement,
@@ -40,6 +42,7 @@ from anyaccel.runtime.seam import make_glue_seam
 
 __all__ = [
     "fall_back_in_type",
+    "place_newcomers",
     "place_pipeline",
     "plan_pipeline",
     "replan",
@@ -123,6 +126,8 @@ def place_pipeline(
     asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
     wishes = read_wishes(asked, find_wishes(pipe))
     opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
+    if offloaded is None and (before is None or before.wishes.memory != wishes.memory):  # a new pin must make sense
+        check_residence(wishes.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
@@ -235,7 +240,28 @@ def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> 
         placement.primed, placement.cache_dir = before.primed, before.cache_dir
         placement.plan = replace(placement.plan, compiled=before.plan.compiled, buckets=before.plan.buckets)
     set_boundaries(find_components(pipe), placement.plan, placement.device)
+    placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
     keep_placement(pipe, placement)
+
+
+def place_newcomers(pipe: Any, placement: Placement) -> None:
+    """Place the models that took the place of others since the pipeline was placed."""
+    known = {name: found() for name, found in placement.placed.items()}
+    new = {name: model for name, model in find_models(pipe).items() if known.get(name) is not model}
+    if not new:
+        return
+    placement.placed |= {name: weakref.ref(model) for name, model in new.items()}
+    placement.call_plans.clear()
+    if placement.offloaded_by_user:
+        return
+    if placement.residence != "resident":
+        placement.residence = None  # all are brought to where the next rule wants them
+    quantized = {one.name for one in read_facts(pipe).components if one.quantized}
+    kept = quantized | set(dict(placement.plan.component_dtypes.value))
+    place = placement.device if placement.residence == "resident" else torch.device("cpu")
+    with torch.no_grad(), make_glue_seam(placement.plan, placement.device), without_advice():
+        for name, model in new.items():
+            model.to(place) if name in kept else model.to(place, getattr(torch, placement.plan.dtype.value))
 
 
 def _execute(plan: Plan, opened: OpenDevice) -> None:

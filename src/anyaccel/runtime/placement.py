@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ __all__ = [
     "Placement",
     "being_offloaded",
     "find_components",
+    "find_models",
     "find_placement",
     "find_wishes",
     "forget_placement",
@@ -66,6 +68,8 @@ class Placement:
     """Where the weights are; None where a move was cut short."""
     offloaded_by_user: bool = False
     """Whether the user chose that, by diffusers' own methods."""
+    placed: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    """The models that were placed, by name: another one in the place of one is to be placed too."""
     vae_in_parts: bool = False
     """Whether the autoencoder was told to take its pictures in parts."""
     weights_rule: Decision[MemoryRule] = NO_MEMORY
@@ -130,6 +134,12 @@ def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
 def find_components(pipe: Any) -> dict[str, Any]:
     """The components of a pipeline by name, those of pipelines inside it too."""
     return {name: part for name, part in pipe.components.items() if part is not None}
+
+
+def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
+    """The models of a pipeline by name, as they are beneath what was compiled."""
+    parts = {name: getattr(part, "_orig_mod", part) for name, part in find_components(pipe).items()}
+    return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
 
 
 def read_facts(pipe: Any) -> Facts:

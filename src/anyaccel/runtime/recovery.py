@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.errors import AnyaccelError
+from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
@@ -20,14 +21,14 @@ from anyaccel.planning.repair import choose_repairs
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.boundary import set_boundaries
 from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call, shape_of
-from anyaccel.runtime.placement import Placement, find_components, read_facts
+from anyaccel.runtime.placement import Placement, being_offloaded, find_components, find_placement, read_facts
 from anyaccel.runtime.remembered import recall, remember
 from anyaccel.runtime.request import Request
-from anyaccel.runtime.residence import bring_home, end_phase, set_residence
+from anyaccel.runtime.residence import bring_home, end_phase, find_lost_change, set_residence
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.tracing.measure import set_parts
 
-__all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory"]
+__all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory", "weights_at_home"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ Run = Callable[[Request, int, int], Any]
 
 def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Run) -> list[Any]:
     """The results of a request's parts; images that were made before memory ran out are kept."""
+    _check_weights(pipe, placement)
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
     chosen = _choose(pipe, placement, request, rules)
@@ -53,8 +55,9 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
                 results.append(run(part, done, len(parts)))
                 done += part.images
             end_phase(pipe)
-        except Exception as error:
+        except BaseException as error:
             if not is_out_of_memory(error):
+                _send_weights_back(pipe, placement)
                 raise
             words = _first_line(error)
             let_go_of_frames(error)
@@ -69,6 +72,43 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
         _LOG.warning("anyaccel: out of memory with %s at %s; trying the next way", rule, shape_of(request))
     _restore(pipe, placement, before)
     raise does_not_fit(pipe, placement, request, f"every way was tried, and the device says: {words}")
+
+
+def _check_weights(pipe: Any, placement: Placement) -> None:
+    """Weights that lie elsewhere cannot be changed in place: what somebody wrote to them is lost, and must not be."""
+    changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
+    if changed is not None:
+        raise UsageError(
+            f"the weights of {changed} were changed while they lay elsewhere ({placement.plan.memory}), and the change is "
+            "lost",
+            hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; an '
+            "adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
+        )
+
+
+@contextmanager
+def weights_at_home(pipe: Any) -> Iterator[None]:
+    """While the block runs, weights that wait elsewhere are in their models, on the host."""
+    placement = find_placement(pipe)
+    residence = placement.residence if placement is not None else None
+    if placement is None or residence not in ("phase", "layer"):
+        yield
+        return
+    bring_home(pipe)
+    placement.residence = None
+    try:
+        yield
+    finally:
+        move_weights(pipe, placement, residence)
+
+
+def _send_weights_back(pipe: Any, placement: Placement) -> None:
+    """A call was cut short: the weights that it had fetched go back to where they wait."""
+    if placement.residence == "phase":
+        end_phase(pipe)
+    elif placement.residence == "component" and not placement.offloaded_by_user:
+        with being_offloaded(pipe):
+            pipe.maybe_free_model_hooks()
 
 
 def _choose(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:

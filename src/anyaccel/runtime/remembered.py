@@ -48,6 +48,7 @@ def _read(key: str) -> tuple[MemoryRule, int] | None:
     try:
         kept: dict[str, Any] = json.loads(_path(key).read_text())
         rule = MemoryRule(kept["residence"], Way(**kept["way"]), kept["images_per_call"])
+        hash(rule)
         return (rule, int(kept["capacity_bytes"])) if kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

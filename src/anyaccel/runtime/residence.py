@@ -7,8 +7,6 @@ accelerate's, for devices that share the host's memory, where moving to the host
 from __future__ import annotations
 
 import gc
-import shutil
-import tempfile
 import weakref
 from collections.abc import Collection
 from pathlib import Path
@@ -22,8 +20,9 @@ from safetensors.torch import save_file
 
 from anyaccel.planning.memory import Residence
 from anyaccel.runtime.placement import being_offloaded, find_components, read_facts
+from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
 
-__all__ = ["bring_home", "end_phase", "set_residence"]
+__all__ = ["bring_home", "end_phase", "find_lost_change", "set_residence"]
 
 _ROOM = "_anyaccel_room"
 
@@ -46,6 +45,19 @@ def end_phase(pipe: Any) -> None:
     room = vars(pipe).get(_ROOM)
     if isinstance(room, _Room):
         room.empty()
+
+
+def find_lost_change(pipe: Any) -> str | None:
+    """The name of a model whose weights were changed where there are none: they lie on disk or on the host then."""
+    for name, part in find_components(pipe).items():
+        if not isinstance(part, torch.nn.Module):
+            continue
+        hook = getattr(part, "_hf_hook", None)
+        known = {id(_get(places)) for places in hook.shelf.places.values()} if isinstance(hook, _FromDisk) else None
+        for one in part.parameters():
+            if one.is_meta and (one._version or (known is not None and id(one) not in known)):
+                return name
+    return None
 
 
 def bring_home(pipe: Any) -> None:
@@ -78,25 +90,25 @@ class _Room:
 
     def __init__(self, pipe: Any, device: torch.device, denoisers: Collection[str]) -> None:
         self.device, self.denoisers = device, denoisers
-        self.folder = Path(tempfile.mkdtemp(prefix="anyaccel-weights-"))
-        self.inside: dict[str, torch.nn.Module] = {}
-        self.remove_files = weakref.finalize(pipe, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder, lock = make_weights_folder()
+        self.inside: dict[str, _Shelf] = {}
+        self.remove_files = weakref.finalize(pipe, remove_weights_folder, self.folder, lock)
 
-    def enter(self, name: str, model: torch.nn.Module) -> None:
+    def enter(self, name: str, shelf: _Shelf) -> None:
         """Make room for a model, and read its weights: what denoises stays together, and so does what does not."""
         if name in self.inside:
             return
         for other in list(self.inside):
             if (other in self.denoisers) != (name in self.denoisers):
-                _let_go(self.inside.pop(other))
+                self.inside.pop(other).let_go()
         gc.collect()
-        self.inside[name] = model  # before it is read: what is cut short is let go of too
-        _read(self.folder / f"{name}.safetensors", model, self.device)
+        self.inside[name] = shelf  # before it is read: what is cut short is let go of too
+        shelf.read(self.device)
 
     def empty(self) -> None:
         """Let go of all."""
         while self.inside:
-            _let_go(self.inside.popitem()[1])
+            self.inside.popitem()[1].let_go()
 
 
 class _FromDisk(ModelHook):  # type: ignore[misc]
@@ -110,64 +122,100 @@ class _FromDisk(ModelHook):  # type: ignore[misc]
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Write the weights, and let go of them."""
-        _write(self.room.folder / f"{self.name}.safetensors", module)
-        _let_go(module)
+        self.shelf = _Shelf(self.room.folder / f"{self.name}.safetensors", module)
+        self.shelf.write()
+        self.shelf.let_go()
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Its turn has come."""
-        self.room.enter(self.name, module)
+        self.room.enter(self.name, self.shelf)
         return args, kwargs
 
     def detach_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Bring the weights back to the host."""
         self.room.inside.pop(self.name, None)
-        _let_go(module)
-        _read(self.room.folder / f"{self.name}.safetensors", module, torch.device("cpu"))
+        self.shelf.let_go()
+        self.shelf.read(torch.device("cpu"))
         return module
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
-    """Where each parameter is found, by its first name; one that is tied to others is found in several places."""
-    places: dict[int, str] = {}
+class _Shelf:
+    """The weights of one model in a file, and the places in the model that each of them belongs to.
+
+    Places are layers and not names: an adapter that is put around a layer gives it another name. What was added since,
+    such as the adapter's own weights, is in no file, and goes between the host and the device.
+    """
+
+    def __init__(self, path: Path, model: torch.nn.Module) -> None:
+        self.path, self.model = path, model
+        self.places = _find_places(model)
+        self.fresh: dict[str, tuple[torch.nn.Parameter, int]] = {}
+        """The weights as they were read, each with its version; where one was written to since, all are kept."""
+
+    def write(self) -> None:
+        """Put the weights that the model has now into the file."""
+        tensors = {first: _get(places).detach().to("cpu") for first, places in self.places.items()}
+        save_file({first: tensor.contiguous() for first, tensor in tensors.items()}, self.path)
+
+    def let_go(self) -> None:
+        """Leave the shapes of the weights alone; buffers, and what is in no file, go to the host."""
+        if any(self._was_changed(first) for first in self.fresh):
+            self.write()
+        self.fresh = {}
+        for places in self.places.values():
+            before = _get(places)
+            shape = torch.empty(before.shape, dtype=before.dtype, device="meta")
+            _put(places, torch.nn.Parameter(shape, requires_grad=before.requires_grad))
+        self._move_others(torch.device("cpu"))
+
+    def _was_changed(self, first: str) -> bool:
+        was, version = self.fresh[first]
+        return _get(self.places[first]) is not was or was._version != version
+
+    def read(self, device: torch.device) -> None:
+        """Bring the weights to a device."""
+        with safe_open(self.path, framework="pt") as file:
+            for first, places in list(self.places.items()):
+                before = _get(places)
+                if before.is_meta:
+                    made = torch.nn.Parameter(file.get_tensor(first).to(device), requires_grad=before.requires_grad)
+                    _put(places, made)
+                    self.fresh[first] = made, made._version
+                else:  # somebody put another one there since
+                    del self.places[first]
+        self._move_others(device)
+
+    def _move_others(self, device: torch.device) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not parameter.is_meta and parameter.device != device:
+                    moved = parameter.detach().to(device)
+                    module._parameters[name] = torch.nn.Parameter(moved, requires_grad=parameter.requires_grad)
+
+
+def _find_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
+    """Where each weight is found, by its first name; one that is tied to others is found in several places."""
+    firsts: dict[int, str] = {}
     found: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                first = places.setdefault(id(parameter), f"{path}.{name}")
+                first = firsts.setdefault(id(parameter), f"{path}.{name}")
                 found.setdefault(first, []).append((module, name))
     return found
 
 
-def _write(path: Path, model: torch.nn.Module) -> None:
-    found = {first: places[0][0]._parameters[places[0][1]] for first, places in _parameters(model).items()}
-    save_file({first: tensor.detach().contiguous() for first, tensor in found.items() if tensor is not None}, path)
-
-
-def _let_go(model: torch.nn.Module) -> None:
-    """Leave the shapes of a model's parameters alone; its buffers go to the host."""
-    for places in _parameters(model).values():
-        before = places[0][0]._parameters[places[0][1]]
-        assert before is not None
-        shape = torch.empty(before.shape, dtype=before.dtype, device="meta")
-        _put(places, torch.nn.Parameter(shape, requires_grad=False))
-    _move_buffers(model, torch.device("cpu"))
-
-
-def _read(path: Path, model: torch.nn.Module, device: torch.device) -> None:
-    with safe_open(path, framework="pt") as file:
-        for first, places in _parameters(model).items():
-            _put(places, torch.nn.Parameter(file.get_tensor(first).to(device), requires_grad=False))
-    _move_buffers(model, device)
+def _get(places: list[tuple[torch.nn.Module, str]]) -> torch.nn.Parameter:
+    module, name = places[0]
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
 
 
 def _put(places: list[tuple[torch.nn.Module, str]], parameter: torch.nn.Parameter) -> None:
     for module, name in places:
         module._parameters[name] = parameter
-
-
-def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
