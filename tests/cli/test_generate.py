@@ -243,7 +243,9 @@ def test_explain_prints_the_plan_and_makes_nothing(run: Run, tmp_path: Path) -> 
     ("arguments", "message", "hint"),
     [
         ([], "nothing says what the picture is to show", 'anyaccel generate "a red apple"'),
-        (["x", "--size", "128"], "a size is a width and a height, not '128'", "--size 128x128"),
+        (["x", "--size", "0"], "at least one pixel", "--size 512x512"),
+        (["x", "--size", "17"], "height is a multiple of 2 for this model, not 17", "take 16 or 18"),
+        (["x", "--size", "1000000000"], "width is at most 16384 pixels", "enlarge one"),
         (["x", "--size", "0x0"], "at least one pixel", "--size 512x512"),
         (["x", "--size", "abc"], "a size is a width and a height", "--size 512x512"),
         (["x", "--size", "17x16"], "width is a multiple of 2 for this model, not 17", "take 16 or 18"),
@@ -314,7 +316,7 @@ def test_help_and_a_wrong_call_import_no_torch() -> None:
         "try:\n    main()\n"
         "except SystemExit:\n    print(sorted({'torch', 'diffusers', 'numpy', 'PIL'} & set(sys.modules)))"
     )
-    for arguments in (["--help"], ["x", "--size", "1"], ["x", "-o", "a.bmp"], ["x", "--model", "/nowhere/at/all"]):
+    for arguments in (["--help"], ["x", "--size", "0"], ["x", "-o", "a.bmp"], ["x", "--model", "/nowhere/at/all"]):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
 

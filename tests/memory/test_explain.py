@@ -2,16 +2,19 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import anyaccel
 from anyaccel.descriptions import find_description
+from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
 from anyaccel.explanation.describe import describe_explanation
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.target import find_target
+from anyaccel.tracing.model_folder import read_model_folder
 from tests.conftest import RunCli
 
 SD, SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/sdxl-turbo"
@@ -31,6 +34,8 @@ def test_the_json_of_the_command(run_cli: RunCli) -> None:
     assert said["largest_batch"] > 1
     assert {"name", "value", "reason"} <= set(said["decisions"][0])
     assert any(one["name"] == "memory" and one["value"] == "everything resident" for one in said["decisions"])
+    assert said["download_bytes"] == pytest.approx(31.4 * GIB, rel=1e-2)
+    assert "dtypes.int64" not in {limit["name"] for limit in said["limits"]}, "eager mode keeps it on a Gaudi 2"
     assert done.stderr == ""
 
 
@@ -70,6 +75,8 @@ def test_the_seeds_own_cases(model: str, device: str, size: int, rule: str) -> N
     assert plan.forecast is not None
     assert plan.forecast.fits
     assert str(plan.memory).startswith(rule)
+    largest = {FLUX: {"gaudi1": (3840, 3840), "mps:16GiB": (3136, 3136)}, SD: {"mps:16GiB": (3008, 3008)}}
+    assert plan.forecast.largest_size == largest.get(model, {}).get(device, plan.forecast.largest_size)
     lines = describe_explanation(plan, model)
     assert max(map(len, lines)) <= 106
     assert sum("peak" in line for line in lines) >= 1
@@ -92,6 +99,12 @@ def test_more_is_held_by_more_and_larger_pictures_and_wider_types() -> None:
 def test_slicing_falls_out_of_the_numbers() -> None:
     """What the document for Macs advises for sizes above 512: the scores of attention pass what the device takes."""
     small, large = (anyaccel.explain(SD, "mps:16GiB", height=side, width=side) for side in (512, 768))
+    assert small.forecast is not None
+    assert large.forecast is not None
+    assert small.forecast.largest_size == large.forecast.largest_size == (3008, 3008), "whatever size is asked about"
+    assert "memory would do for 3 images of this size in one call; 1 at a time is the plan" in describe_explanation(
+        small, SD
+    )
     rule = large.attention.value
     assert rule.most_scores is not None
     scores = {plan: next(limit.what for limit in plan.forecast.limits if limit.name == "fused_attention")  # type: ignore[union-attr]
@@ -108,11 +121,53 @@ def test_a_folder_of_config_files_is_enough(tmp_path: Path) -> None:
     assert dict(ours.forecast.components)["unet"] == pytest.approx(1.601 * GIB, rel=0.01)
 
 
+def test_folders_that_make_no_sense(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(find_description(SD) or "", folder)
+
+    def refuse(words: str, model: Path = folder) -> None:
+        with pytest.raises(ModelError, match=words):
+            anyaccel.explain(model, "a10g")
+
+    config, index = folder / "unet" / "config.json", folder / "model_index.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "block_out_channels": "hello"}))
+    refuse(f"unet cannot be built from {config}: ValueError")
+    config.unlink()
+    refuse(f"needs a unet, and {folder / 'unet'} has no config.json")
+    index.write_text(json.dumps({**json.loads(index.read_text()), "unet": [1, 2]}))
+    refuse("names no class for unet")
+    index.write_text("{}")
+    refuse("names no pipeline")
+    refuse("is a file", index)
+
+
+def test_what_is_still_to_be_downloaded(tmp_path: Path) -> None:
+    folder = read_model_folder(Path(find_description(SD) or ""))
+    assert folder.missing_bytes(["unet", "vae"]) == 3438167540 + 334643276, "the plain files, not their variants"
+    assert folder.missing_bytes(["unet", "unheard_of"]) is None
+    assert read_model_folder(find_embedded_model()).missing_bytes(["unet"]) == 0
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    (tmp_path / "transformer").mkdir()
+    listed = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    listed.write_text('{"metadata": {"total_size": 7}}')
+    assert read_model_folder(tmp_path).missing_bytes(["transformer"]) == 7
+    assert read_model_folder(tmp_path).missing_bytes(["transformer", "vae"]) is None
+
+
 def test_the_embedded_model_on_this_machine() -> None:
     plan = anyaccel.explain("embedded", "cpu")
     assert plan.forecast is not None
     assert plan.forecast.fits
     assert plan.forecast.size == (128, 128)
+    # Bars end at the edge of the device.
+    for share in (0.5, 0.999, 1.0, 1.001, 3.0):
+        peak = int(plan.forecast.capacity_bytes * share)
+        forecast = replace(plan.forecast, peak_bytes=peak, phases=(("load", 0), ("denoise", peak)))
+        lines = describe_explanation(replace(plan, forecast=forecast), "embedded")
+        rows = [line for line in lines if line.startswith(("  load ", "  denoise "))]
+        edge = next(line.index("└") for line in lines if "└" in line)
+        assert {row.index("│") for row in rows} == {edge}
+        assert len({len(row.removesuffix("  peak")) for row in rows}) == 1
 
 
 @pytest.mark.parametrize(
@@ -146,8 +201,19 @@ def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
         (SD, {"device": "tpu:16GiB"}, UnknownDeviceError, "no device 'tpu'"),
         (SD, {"device": "cuda:lots"}, UsageError, "no size of a memory"),
         (SD, {"device": "h200", "batch": 0}, UsageError, "a batch is a number"),
-        (SD, {"device": "h200", "width": 3}, UsageError, "pixels"),
+        (SD, {"device": "mps:64"}, UnknownDeviceError, "did you mean mps:64GiB?"),
+        (SD, {"device": "cuda:80"}, UnknownDeviceError, "did you mean cuda:80GiB?"),
+        (SD, {"device": "cuda:24.5"}, UnknownDeviceError, "did you mean cuda:24.5GiB?"),
+        (SD, {"device": "gaudi2:16GiB"}, UsageError, "gaudi2 is a product(.|\n)*hpu:16GiB"),
+        (SD, {"device": "gaudi2:16"}, UsageError, "hpu:16GiB"),
+        (SD, {"device": "virtual:hpu"}, UsageError, "--device hpu"),
+        (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),
+        (SD, {"device": "h200", "width": 10**9}, UsageError, "width is at most 16384 pixels"),
+        (SD, {"device": "h200", "width": 513, "height": 512}, UsageError, "take 512 or 520"),
         (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory is one of"),
+        (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
+        (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
+        ("", {"device": "h200"}, ModelError, "the model has no name"),
         ("/nowhere/model", {"device": "h200"}, ModelError, "no folder"),
         ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot be had"),
     ],
@@ -164,12 +230,25 @@ def test_the_largest_size_is_found_by_few_tries() -> None:
         tried.append(size)
         return 1000 + size[0] * size[1] ** 3 // 10**6
 
-    assert find_largest_size(need, (512, 512), 10**6, 1000) == (960, 960)
-    assert len(tried) <= 6
+    for asked in (64, 512, 768, 1000, 2048, 8192):
+        tried.clear()
+        assert find_largest_size(need, (asked, asked), 10**6) == (960, 960)
+        assert len(tried) <= 10, asked
     assert find_largest_size(lambda size: 10, (1024, 512), 100) == (4096, 2048)
     assert find_largest_size(lambda size: 1000, (512, 512), 100) is None
+    assert find_largest_size(lambda size: None if size[0] > 1536 else 10, (512, 512), 100) == (1536, 1536)
 
 
 def test_the_error_for_what_does_not_fit_is_ours() -> None:
     assert issubclass(DoesNotFitError, RuntimeError)
     assert DoesNotFitError.exit_status == 1
+
+
+def test_the_command_line_hints_at_its_own_options(run_cli: RunCli) -> None:
+    for option, value, hint in (
+        ("--batch", "0", "hint: --batch 1"),
+        ("--size", "0", "hint: for example --size 512x512"),
+    ):
+        done = run_cli("explain", SD, option, value)
+        assert done.returncode == 2
+        assert hint in done.stderr

@@ -14,7 +14,8 @@ import torch
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
-from anyaccel.errors import DoesNotFitError
+from anyaccel.errors import DoesNotFitError, UsageError
+from anyaccel.planning.wishes import Wishes
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import memory, recovery, remembered
 from anyaccel.runtime.pipeline import place
@@ -151,6 +152,33 @@ def test_a_pin_that_cannot_hold_is_refused_with_the_numbers() -> None:
 
     with pytest.raises(DoesNotFitError, match=r"'resident' was asked for: the weights .* are 559 KiB.* has 293 KiB"):
         run_forked("hpu", use, memory="300000")
+
+
+def test_waiting_on_a_host_that_shares_the_memory_is_refused_and_diffusers_own_way_is_not() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str, bool]:
+        pipe = place(recipes()["stable-diffusion"].make(), "mps", dtype="float32")
+        with pytest.raises(UsageError, match="shares the host's memory") as caught:
+            pipe.to("mps", memory="component")
+        pipe.enable_model_cpu_offload(device="mps")
+        picture = pipe("a fox", num_inference_steps=1, height=16, width=16, output_type="np", seed=1).images
+        return caught.value.hint, str(pipe.plan.memory), bool(numpy.isfinite(picture).all())
+
+    hint, rule, finite = run_forked("mps", use)
+    assert "memory='phase'" in hint
+    assert rule.startswith("one model at a time")
+    assert finite
+
+
+def test_a_pin_of_the_images_a_call_is_in_every_rule() -> None:
+    pipe = recipes()["stable-diffusion"].make()
+
+    def list_parts(at_once: int | None) -> set[int | None]:
+        rules = memory.list_pipeline_rules(pipe, 4, at_once, Wishes(), unified_memory=False)
+        return {rule.images_per_call for rule in rules}
+
+    assert list_parts(None) == {None, 2, 1}
+    assert list_parts(2) == {2}
+    assert list_parts(4) == list_parts(8) == {None}, "all at once"
 
 
 def test_a_plan_that_does_not_know_how_little_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,8 @@ class Limit(Claim):
     """The products it holds on, by name: `("gaudi1",)`; empty means all."""
     only_if: tuple[str, ...] = ()
     """The versions it holds for, all of them: `("macos<14", "torch<2.8")`; empty means any."""
+    not_in: tuple[tuple[str, str], ...] = ()
+    """The products and modes that it does not hold in: `(("gaudi2", "eager"),)`."""
     contradicted_by: str = ""
     """The address of a source that says otherwise; the device is asked where it can be."""
     raises: Literal["RuntimeError", "TypeError"] = "RuntimeError"

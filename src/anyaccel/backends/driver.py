@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anyaccel.backends.claim import Answer, DtypeLimit, Yes
 from anyaccel.backends.probe import probe_dtype
@@ -16,11 +16,14 @@ from anyaccel.backends.sheet import Dtypes, Sheet
 from anyaccel.errors import NotMeasurableError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     import torch
 
-__all__ = ["Driver", "Memory"]
+__all__ = ["Driver", "Memory", "Recorder"]
+
+Recorder: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,10 @@ class Driver:
         raise NotMeasurableError(
             f"{self.sheet.title} ({self.sheet.name}) records no graphs", hint="take another mode, such as eager"
         )
+
+    def recorder(self, index: int) -> Recorder | None:
+        """What records work of the device to be replayed: given a function, it gives its result and a replay."""
+        return None
 
     def settle(self, device: torch.device) -> Sheet:
         """The sheet with every number type in doubt (contradicted, or conditional) asked of the device itself.

@@ -94,6 +94,7 @@ SHEET = Sheet(
             evidence="documented",
             effect="narrowed",
             hint="keep values below 2**31",
+            not_in=(("gaudi2", "eager"), ("gaudi3", "eager")),
             contradicted_by="https://github.com/HabanaAI/gaudi-pytorch-bridge",  # eager mode on Gaudi 2 and 3 keeps it
         ),
         float32=Yes(says="In the vendor's cast test.", source=_CAST_TEST, evidence="documented"),

@@ -24,6 +24,7 @@ __all__ = [
     "Product",
     "Quantisation",
     "Sheet",
+    "Speedup",
     "Variable",
 ]
 
@@ -138,6 +139,16 @@ class Quantisation(Claim):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speedup(Claim):
+    """A way to be faster that gives the same picture to rounding."""
+
+    name: str
+    """`capture`, `channels_last`, `compile`, `group_norm`, `gelu`."""
+    gain: float
+    """How many times as fast what it is for becomes, as it was measured or is expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Product(Claim):
     """One product that can be bought or rented, counted as torch counts devices."""
 
@@ -196,6 +207,8 @@ class Sheet:
     """What of its memory tensors can have."""
     quantised_weights: tuple[Quantisation, ...] = ()
     """The forms of smaller weights that can be had there; they are offered, and never taken silently."""
+    speedups: tuple[Speedup, ...] = ()
+    """What pays there and changes no picture."""
     largest_tensor: tuple[SizeLimit | Yes | Unknown, ...]
     operations: tuple[OperationLimit, ...] = ()
     quirks: tuple[Quirk, ...] = ()
@@ -256,6 +269,10 @@ class Sheet:
     def has_quirk(self, name: str) -> bool:
         """Whether a quirk holds here for certain; one with an open condition does not."""
         return any(quirk.name == name and not quirk.conditional for quirk in self.quirks)
+
+    def speedup(self, name: str) -> Speedup | None:
+        """The way of that name to be faster, if it is known to pay here."""
+        return next((one for one in self.speedups if one.name == name), None)
 
     def usable_bytes(self, total: int) -> int:
         """What tensors can have of a device with that much memory on its label."""

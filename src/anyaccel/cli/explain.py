@@ -12,6 +12,7 @@ import typer
 
 from anyaccel.cli.generate_options import read_size
 from anyaccel.cli.progress import Display
+from anyaccel.explanation.bounds import check_batch, check_sides
 
 __all__ = ["explain_model"]
 
@@ -22,7 +23,10 @@ def explain_model(
         str,
         typer.Option("--device", "-d", help="A device, a product, or a device with so much memory: gaudi2, mps:16GiB."),
     ] = "auto",
-    size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels; else the model's own.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", metavar="WxH", help="In pixels: 640x480, or 512 for a square; else the model's own."),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="How many images at once.")] = 1,
     dtype: Annotated[str | None, typer.Option("--dtype", help="The type to run in; else the device's best.")] = None,
     smallest_dtype: Annotated[
@@ -40,11 +44,14 @@ def explain_model(
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and finds none
-    width, height = read_size(size) if size else (None, None)
+    width, height = (None, None) if size is None else read_size(size)
+    check_sides(width, height)
+    check_batch(batch, hint="--batch 1")
     display = Display()
     display.begin(f"explaining {model}")
     try:
         from anyaccel.explanation.describe import describe_explanation
+        from anyaccel.explanation.described_model import find_model
         from anyaccel.explanation.explain import explain
 
         plan = explain(
@@ -58,12 +65,15 @@ def explain_model(
             memory=memory,
             revision=revision,
         )
+        assert plan.forecast is not None
+        missing = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
     finally:
         display.clear()
     if as_json:
-        print(json.dumps({"model": model, **plan.to_dict()}, indent=2))
+        print(json.dumps({"model": model, **plan.to_dict(), "download_bytes": missing}, indent=2))
     else:
-        print("\n".join(describe_explanation(plan, model, shutil.get_terminal_size((100, 24)).columns)))
+        columns = shutil.get_terminal_size((100, 24)).columns
+        print("\n".join(describe_explanation(plan, model, columns, download_bytes=missing)))
     gc.freeze()  # nor is there any to look for as the process ends
-    if plan.forecast is not None and not plan.forecast.fits:
+    if not plan.forecast.fits:
         raise typer.Exit(1)

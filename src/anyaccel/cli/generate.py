@@ -21,7 +21,9 @@ def generate_pictures(
     device: Annotated[Text, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", "-s", help="One seed, one picture; else a random one.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="How many steps a picture takes.")] = None,
-    size: Annotated[Text, typer.Option("--size", metavar="WxH", help="In pixels, such as 640x480.")] = None,
+    size: Annotated[
+        Text, typer.Option("--size", metavar="WxH", help="In pixels: 640x480, or 512 for a square.")
+    ] = None,
     count: Annotated[int, typer.Option("-n", help="Pictures of each prompt; the seed goes up by one.")] = 1,
     negative: Annotated[Text, typer.Option("--negative", help="What the pictures shall not show.")] = None,
     guidance: Annotated[float | None, typer.Option("--guidance", help="How closely to follow the prompt.")] = None,

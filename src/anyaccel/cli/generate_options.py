@@ -21,7 +21,7 @@ __all__ = ["STDOUT", "Options", "read_prompts_file", "read_size"]
 
 STDOUT = "-"
 _LARGEST_SEED = 2**64 - 1
-_SIZE = re.compile(r"(?P<width>[0-9]{1,6})[xX×](?P<height>[0-9]{1,6})")
+_SIZE = re.compile(r"(?P<width>[0-9]{1,18})([xX×](?P<height>[0-9]{1,18}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +111,11 @@ class Options:
 
 
 def read_size(text: str) -> tuple[int, int]:
-    """Width and height, from `640x480`."""
+    """Width and height, from `640x480`; `512` is a square."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        square = f"{text}x{text}" if text.isdecimal() else "512x512"
-        raise UsageError(f"a size is a width and a height, not {text!r}", hint=f"for example --size {square}")
-    width, height = int(match["width"]), int(match["height"])
+        raise UsageError(f"a size is a width and a height, not {text!r}", hint="for example --size 512x512")
+    width, height = int(match["width"]), int(match["height"] or match["width"])
     if not width or not height:
         raise UsageError(f"a picture has at least one pixel, not {text}", hint="for example --size 512x512")
     return width, height

@@ -15,8 +15,8 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _NARROWEST, _WIDEST = 60, 120
 
 
-def describe_explanation(plan: Plan, model: str, width: int = 100) -> list[str]:
-    """The lines that a terminal of some width shows."""
+def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_bytes: int | None = None) -> list[str]:
+    """The lines that a terminal of some width shows; what there is to download, where it is known."""
     forecast = plan.forecast
     assert forecast is not None
     width = max(_NARROWEST, min(width, _WIDEST))
@@ -27,6 +27,8 @@ def describe_explanation(plan: Plan, model: str, width: int = 100) -> list[str]:
     weights = sorted(forecast.components, key=lambda one: -one[1])
     total = readable(sum(size for _, size in weights))
     lines += _wrap(f"weights {total}: " + ", ".join(f"{name} {readable(size)}" for name, size in weights), width, "")
+    if download_bytes:
+        lines.append(f"to download, unless it is here already: {readable(download_bytes)}")
     lines += list(_largest(plan, forecast))
     for title, entries in _sections(plan, forecast):
         if entries:
@@ -50,15 +52,13 @@ def _verdict(plan: Plan, forecast: Forecast) -> str:
 
 def _draw(forecast: Forecast, width: int) -> Iterator[str]:
     """A bar for each phase, and where the device ends."""
-    room = width - 24
+    room = width - 25
     scale = max(forecast.capacity_bytes, forecast.peak_bytes, 1)
-    edge = min(room - 1, round(forecast.capacity_bytes / scale * room))
+    edge = round(forecast.capacity_bytes / scale * room)
     for name, size in forecast.phases:
-        bar = list(_bar(size / scale, room))
-        if bar[edge] == " ":
-            bar[edge] = "│"
+        bar = _bar(size / scale, room)
         mark = "  peak" if size == forecast.peak_bytes else ""
-        yield f"  {name:8}{''.join(bar)} {readable(size):>9}{mark}".rstrip()
+        yield f"  {name:8}{bar[:edge]}│{bar[edge:]} {readable(size):>9}{mark}"
     yield f"  {'':8}{' ' * edge}└ {readable(forecast.capacity_bytes)} there"
 
 
@@ -70,9 +70,12 @@ def _bar(share: float, room: int) -> str:
 
 def _largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
     if forecast.largest_batch is not None and forecast.fits:
-        at_once = plan.images_per_call.value
-        split = f"; batches run {at_once} at a time here" if at_once is not None else ""
-        yield f"largest batch of this size in one call: {forecast.largest_batch}{split}"
+        most, at_once = forecast.largest_batch, plan.images_per_call.value
+        if at_once is None:
+            yield f"largest batch of this size in one call: {most}"
+        else:
+            images = f"{most} image{'s' if most != 1 else ''}"
+            yield f"memory would do for {images} of this size in one call; {at_once} at a time is the plan"
     if forecast.largest_size is not None:
         width, height = forecast.largest_size
         more = " (the largest that is tried)" if max(width, height) >= 4096 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _LARGE = ("*.safetensors", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.onnx*", "*.msg
 def find_model(model: str | os.PathLike[str], revision: str | None = None) -> ModelFolder:
     """Read a model's small files; of a hub's model only those are fetched."""
     text = os.fspath(model)
+    if not text.strip():
+        raise ModelError("the model has no name", hint=f"give a hub id, a folder, or `{NAME}`")
     if text == NAME:
         return read_model_folder(find_embedded_model())
     path = Path(text).expanduser()
@@ -26,6 +29,8 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
         if not (path / "model_index.json").is_file():
             raise ModelError(f"{text} is no pipeline: it has no model_index.json", hint="give the folder of a pipeline")
         return read_model_folder(path)
+    if path.exists():
+        raise ModelError(f"{text} is a file, and a pipeline is a folder", hint="give the folder of a pipeline")
     described = find_description(text) if revision is None else None
     if described is not None:
         return read_model_folder(described)
@@ -36,6 +41,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     return read_model_folder(_fetch(text, revision))
 
 
+@functools.cache
 def _fetch(name: str, revision: str | None) -> Path:
     """The small files of a hub's model: configs and vocabularies, no weights."""
     from huggingface_hub import snapshot_download

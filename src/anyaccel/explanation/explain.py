@@ -14,7 +14,8 @@ import torch
 
 from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.backends.portable import dtype_name
-from anyaccel.errors import AnyaccelError, ModelError, UsageError
+from anyaccel.errors import AnyaccelError, ModelError
+from anyaccel.explanation.bounds import check_batch, check_sides
 from anyaccel.explanation.described_model import find_model
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.offers import list_offers
@@ -26,16 +27,15 @@ from anyaccel.planning.memory import (
     PLAIN,
     MemoryRule,
     find_largest_batch,
-    list_residences,
-    list_rules,
     make_forecast,
     predict,
 )
 from anyaccel.planning.met_limits import find_met_limits
 from anyaccel.planning.plan import Plan, make_plan
-from anyaccel.planning.wishes import Wishes, read_wishes
+from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.planning.workspace import read_workspace
-from anyaccel.runtime.memory import find_default_side, has_parts
+from anyaccel.runtime.admission import check_size
+from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts
 from anyaccel.tracing.build import FullSize, build_pipeline
 from anyaccel.tracing.measure import Measurement
@@ -47,7 +47,6 @@ __all__ = ["explain"]
 _STEPS = 2
 _NOT_ASKED = ("generator", "num_inference_steps", "guidance_scale", "max_sequence_length", "output_type", "callback")
 """Arguments of a recipe that are left to the pipeline's own defaults."""
-_MOST_IMAGES = 1024
 
 
 def explain(
@@ -66,12 +65,12 @@ def explain(
     `device` is a name, a product or a name with a memory: `hpu`, `gaudi2`, `mps:16GiB`. Further keywords are the wishes
     that `anyaccel.place` takes.
     """
-    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= _MOST_IMAGES:
-        raise UsageError(f"a batch is a number of images from 1 to {_MOST_IMAGES}, not {batch!r}", hint="batch=1")
-    _check_size(width, height)
+    check_batch(batch)
+    check_sides(width, height)
     types = {"dtype": dtype, "smallest_dtype": wishes.pop("smallest_dtype", None)}
     wished = read_wishes({**wishes, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
     target = find_target(device)
+    check_residence(wished.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
     plan = _answer(folder, target, wished, width, height, batch)
     smaller = find_smaller_dtype(target.sheet, plan.dtype.value, wished)
@@ -88,12 +87,6 @@ def _answer(
     plan = _plan(folder, target, wishes)
     with _quietly():
         return _Asking(folder, target, plan, wishes, width, height).answer(batch)
-
-
-def _check_size(width: int | None, height: int | None) -> None:
-    for name, side in (("width", width), ("height", height)):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not 8 <= side <= 16384):
-            raise UsageError(f"{name} is a number of pixels from 8 to 16384, not {side!r}", hint=f"{name}=1024")
 
 
 def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
@@ -126,9 +119,11 @@ class _Asking:
         self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
         self.facts = read_facts(self.full.pipe)
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
+        check_size(self.full.pipe, {"width": width, "height": height} if self.takes_size else {})
         side = find_default_side(self.full.pipe)
         self.size = (width or height or side, height or width or side)
-        self._measured: dict[tuple[int, int], Measurement] = {}
+        self._first = self._make_measurement()
+        self._measured = {self.size: self._first}
 
     def answer(self, batch: int) -> Plan:
         """The plan with its forecast."""
@@ -145,52 +140,58 @@ class _Asking:
                 f"{self.folder.pipeline} cannot be run with shapes alone: {type(error).__name__}: {error}",
                 hint="ANYACCEL_TRACEBACK=1 shows where; `anyaccel check` runs it small",
             ) from error
-        limits = find_met_limits(sheet, measure.seen, batch)
+        product, mode = self.target.product, self.plan.mode.value
+        limits = find_met_limits(sheet, measure.seen, batch, product=product, mode=mode)
         rule = decision.value
         forecast = replace(
             forecast,
             largest_batch=find_largest_batch(measure, rule, capacity) if rule else 0,
-            largest_size=self._find_largest_size(rule or rules[-1], capacity),
+            largest_size=self._find_largest_size(capacity, fits=rule is not None),
             limits=limits,
             offers=list_offers(sheet, self.facts, forecast, self.plan.dtype.value),
-            notes=(*self.target.notes, *self.full.notes),
+            notes=self.target.notes,
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
         return replace(self.plan, memory=memory, forecast=forecast)
 
     def rules(self, batch: int) -> list[MemoryRule]:
         """The ways to run so many images, the cheapest first."""
-        pipe = self.full.pipe
-        can_offload = getattr(pipe, "model_cpu_offload_seq", None) is not None
-        residences = list_residences(unified_memory=self.target.sheet.unified_memory, can_offload=can_offload)
-        at_once = self.plan.images_per_call.value
-        wishes = replace(self.wishes, images_per_call=at_once if at_once is not None and at_once < batch else None)
-        return list(list_rules(batch, wishes, residences, has_parts=has_parts(pipe)))
+        at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
+        return list_pipeline_rules(self.full.pipe, batch, at_once, self.wishes, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
         """What measures calls of one size."""
         if size not in self._measured:
-            self._measured[size] = Measurement(
-                self.full.pipe,
-                self.traced,
-                read_workspace(self.target.sheet, virtual=self.target.virtual),
-                denoisers=self.facts.denoisers,
-                arguments=lambda images: _make_call(self.full, size if self.takes_size else None, images),
-                attention=self.plan.attention.value,
-                size=size if self.takes_size else None,
-                unified_memory=self.target.sheet.unified_memory,
-            )
+            self._measured[size] = self._first.of_another_call(lambda images: _make_call(self.full, size, images), size)
         return self._measured[size]
 
-    def _find_largest_size(self, rule: MemoryRule, capacity: int) -> tuple[int, int] | None:
+    def _make_measurement(self) -> Measurement:
+        size = self.size if self.takes_size else None
+        return Measurement(
+            self.full.pipe,
+            self.traced,
+            read_workspace(self.target.sheet, virtual=self.target.virtual),
+            denoisers=self.facts.denoisers,
+            arguments=lambda images: _make_call(self.full, size, images),
+            attention=self.plan.attention.value,
+            size=size,
+            unified_memory=self.target.sheet.unified_memory,
+        )
+
+    def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
+        """The largest single picture of the asked one's shape that fits by whatever rule: the last holds least."""
         if not self.takes_size:
             return None
+        rule = self.rules(1)[-1]
 
-        def need(size: tuple[int, int]) -> int:
-            return max(predict(self.measure(size)(rule.way, 1), rule.residence).values())
+        def need(size: tuple[int, int]) -> int | None:
+            try:
+                return max(predict(self.measure(size)(rule.way, 1), rule.residence).values())
+            except Exception:  # noqa: BLE001 - whatever a pipeline raises at a size: it is none that it makes
+                return None
 
-        weights = predict(self.measure(self.size)(rule.way, 1), rule.residence)["load"]
-        return find_largest_size(need, self.size, capacity, weights)
+        found = find_largest_size(need, self.size, capacity)
+        return max(found or self.size, self.size) if fits else found  # the asked one may lie between two steps
 
 
 def _make_call(full: FullSize, size: tuple[int, int] | None, images: int) -> dict[str, Any]:

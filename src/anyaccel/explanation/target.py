@@ -24,6 +24,8 @@ class Target:
     """Settled for the product, where one is known."""
     capacity_bytes: int
     """What tensors can have."""
+    product: str | None = None
+    """`gaudi2`; None where none is known."""
     notes: tuple[str, ...] = ()
     virtual: bool = False
 
@@ -35,14 +37,38 @@ def find_target(device: str) -> Target:
     if product is not None:
         return _of_product(*product)
     name, colon, rest = text.partition(":")
-    if colon and not rest.isdigit():
+    is_number = _is_number(rest)
+    if colon and not is_number:
         return _of_size(name, rest)
-    if text == "auto" or (name in load_registry().names() and is_available(text)):
+    if text == "auto" or (name in load_registry().names() and "." not in rest and is_available(text)):
         return _of_this_machine(text)
+    _refuse_what_is_no_device(name, rest)
     if name not in load_registry().names():
         known = [*load_registry().names(), *(product.name for _, product in _products())]
         raise UnknownDeviceError(f"there is no device and no product {text!r}", hint=nearest(text, known))
+    if is_number:
+        hint = f"did you mean {name}:{rest if float(rest) else 16}GiB? {name} alone is answered too"
+        raise UnknownDeviceError(f"there is no {name}:{rest} on this machine", hint=hint)
     return _of_name(name)
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal() and text.isascii()
+
+
+def _refuse_what_is_no_device(name: str, rest: str) -> None:
+    """A product with something after it, and a virtual device."""
+    if name.lower() == "virtual":
+        words = "nothing is run, and so no virtual device is needed"
+        raise UsageError(words, hint=f"ask about the device itself: --device {rest.partition(':')[0] or 'hpu'}")
+    product = _find_product(name)
+    if product is not None and rest:
+        sheet, known = product
+        size = f"{rest}GiB" if _is_number(rest) else rest
+        raise UsageError(
+            f"{known.name} is a product, with a memory of its own",
+            hint=f"write {known.name} alone, or {sheet.name}:{size} for a device with so much memory",
+        )
 
 
 def _products() -> list[tuple[Sheet, Product]]:
@@ -64,11 +90,13 @@ def _of_product(sheet: Sheet, product: Product, *notes: str) -> Target:
         name=product.name,
         sheet=sheet.on(product=product.name),
         capacity_bytes=sheet.usable_bytes(product.memory_bytes),
+        product=product.name,
         notes=tuple(told),
     )
 
 
 def _of_size(name: str, size: str, *notes: str) -> Target:
+    _refuse_what_is_no_device(name, size)
     if name not in load_registry().names():
         raise UnknownDeviceError(f"there is no device {name!r}", hint=nearest(name, load_registry().names()))
     sheet, total = find_sheet(name), parse_size(size)

@@ -20,6 +20,10 @@ class ComponentFacts:
     parameters: int
     denoises: bool = False
     """Whether it takes a timestep, and so runs at every step."""
+    blocks: int = 0
+    """How many blocks of it are repeated, so that one of them is compiled for all; 0 where none are known."""
+    convolutions: int = 0
+    """How many convolutions over pictures it has."""
     quantized: bool = False
     """Whether its weights are quantized, so that it can be moved and not cast."""
 

@@ -37,11 +37,14 @@ class MetLimit:
     """What of the model meets it: `float64`, `a tensor of 5,368,709,120 numbers`."""
 
 
-def find_met_limits(sheet: Sheet, seen: Seen, images: int) -> tuple[MetLimit, ...]:
+def find_met_limits(
+    sheet: Sheet, seen: Seen, images: int, *, product: str | None = None, mode: str = ""
+) -> tuple[MetLimit, ...]:
     """Every limit on a sheet that holds for certain and that this model meets at this size."""
     met = []
     for name, limit in sheet.limits(Limit).items():
-        what = None if limit.conditional else _meets(name, limit, seen, images)
+        elsewhere = limit.conditional or (product, mode) in limit.not_in
+        what = None if elsewhere else _meets(name, limit, seen, images)
         if what:
             met.append(MetLimit(name, limit.says, limit.effect, what))
     return tuple(met)

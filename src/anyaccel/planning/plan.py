@@ -18,6 +18,14 @@ from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.repair import choose_repairs
 from anyaccel.planning.schedule import choose_schedule
+from anyaccel.planning.speed import (
+    Compiling,
+    choose_capture,
+    choose_channels_last,
+    choose_compiling,
+    choose_fusions,
+    choose_prompts_kept,
+)
 from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
 __all__ = ["NO_MEMORY", "Plan", "make_plan"]
@@ -51,6 +59,11 @@ class Plan:
     repairs: Decision[tuple[str, ...]]
     bf16_attention: Decision[bool]
     compile: Decision[CompileRule]
+    compiling: Decision[Compiling]
+    channels_last: Decision[bool]
+    fusions: Decision[tuple[str, ...]]
+    capture: Decision[bool]
+    prompts_kept: Decision[int]
     prime: Decision[bool]
     watch: Decision[bool]
     compiled: Decision[tuple[str, ...]] = _NOT_COMPILED
@@ -115,6 +128,11 @@ def make_plan(
         repairs=choose_repairs(sheet, replacements.value, attention.value),
         bf16_attention=_choose_bf16_attention(sheet, wishes, dtype.value),
         compile=choose_compile(sheet),
+        compiling=choose_compiling(sheet, facts, wishes),
+        channels_last=choose_channels_last(sheet, wishes),
+        fusions=choose_fusions(sheet, wishes),
+        capture=choose_capture(sheet, wishes),
+        prompts_kept=choose_prompts_kept(wishes),
         prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.errors import UsageError, nearest
 
-__all__ = ["FLOATING_BYTES", "RESIDENCES", "Wishes", "read_wishes"]
+__all__ = ["FLOATING_BYTES", "RESIDENCES", "Wishes", "check_residence", "read_wishes"]
 
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The types that a pipeline can run in, with the bytes of a number."""
@@ -35,6 +35,18 @@ class Wishes:
     those of the phase, read from disk; None takes the first that fits."""
     vae_tiling: bool | None = None
     """Whether the autoencoder takes its images one by one and large ones in tiles; None where it must."""
+    compile: str | bool = "auto"
+    """Whether models are compiled: `auto` once that pays for the pictures to come, True at once, False never."""
+    pictures: int | None = None
+    """How many pictures are to come, for `compile="auto"`; None takes as many as came already."""
+    capture: bool | None = None
+    """Whether the denoiser's work is recorded and replayed; None where launching it is what takes the time."""
+    channels_last: bool | None = None
+    """Whether compiled models keep pictures in memory channels last; None where that pays."""
+    fuse: bool | None = None
+    """Whether compiled models use fused operations; None where that pays."""
+    keep_prompts: bool = True
+    """Whether what encoders made of a prompt is kept for the next call with the same."""
     watch: bool = True
     """Whether a picture that is not finite is found, traced and tried again."""
     sdp_on_bf16: bool = True
@@ -54,6 +66,16 @@ def read_wishes(asked: dict[str, Any], before: Wishes | None = None) -> Wishes:
     return wishes
 
 
+def check_residence(memory: str | None, *, unified_memory: bool) -> None:
+    """Raise if weights were asked to wait on the host of a device that shares its memory, where that frees nothing."""
+    if memory == "component" and unified_memory:
+        raise UsageError(
+            "memory='component' was asked for, and this device shares the host's memory: a model that waits on the "
+            "host takes as much of it",
+            hint="ask for memory='phase', which reads the models of each phase from disk, or leave it out",
+        )
+
+
 def _check(wishes: Wishes) -> None:
     slicing = wishes.attention_slicing
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
@@ -66,10 +88,27 @@ def _check(wishes: Wishes) -> None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} is a whole number from 1 up, not {number!r}", hint=f"for example {name}=1")
-    if wishes.smallest_dtype not in (None, *FLOATING_BYTES):
-        names = ", ".join(FLOATING_BYTES)
-        raise UsageError(f"smallest_dtype is one of {names}, not {wishes.smallest_dtype!r}", hint="leave it out")
+    _check_switches(wishes)
+    _check_types(wishes)
     if wishes.memory not in (None, *RESIDENCES):
         raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {wishes.memory!r}", hint="leave it out")
+    if wishes.compile not in ("auto", True, False):
+        raise UsageError(f"compile is 'auto', True or False, not {wishes.compile!r}", hint="leave it out")
     if wishes.schedule not in (None, "host", "device"):
         raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")
+
+
+def _check_switches(wishes: Wishes) -> None:
+    for field in fields(wishes):
+        switch = getattr(wishes, field.name)
+        open_too = field.type == "bool | None" and switch is None
+        if field.type in ("bool", "bool | None") and not isinstance(switch, bool) and not open_too:
+            raise UsageError(f"{field.name} is True or False, not {switch!r}", hint="leave it out")
+
+
+def _check_types(wishes: Wishes) -> None:
+    for name in ("dtype", "smallest_dtype"):
+        asked = getattr(wishes, name)
+        if asked not in (None, *FLOATING_BYTES):
+            names = ", ".join(FLOATING_BYTES)
+            raise UsageError(f"a pipeline runs in {names}: {name} is one of them, not {asked!r}", hint="leave it out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from anyaccel.backends.device import is_available
@@ -9,7 +10,7 @@ from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.runtime.placement import Placement
 from anyaccel.runtime.request import Request
 
-__all__ = ["admit"]
+__all__ = ["admit", "check_size"]
 
 
 def admit(pipe: Any, placement: Placement, request: Request) -> None:
@@ -19,7 +20,8 @@ def admit(pipe: Any, placement: Placement, request: Request) -> None:
             f"{placement.plan.device} is not there any more", hint='place the pipeline again: pipe.to("auto")'
         )
     _check_steps(request)
-    _check_size(pipe, request)
+    check_size(pipe, request.arguments)
+    _check_generators(request)
 
 
 def _check_steps(request: Request) -> None:
@@ -28,10 +30,25 @@ def _check_steps(request: Request) -> None:
         raise UsageError(f"a picture takes at least one step, not {steps!r}", hint="for example num_inference_steps=20")
 
 
-def _check_size(pipe: Any, request: Request) -> None:
+def _check_generators(request: Request) -> None:
+    """A list holds one for each image; where nothing is prompted, images are counted at the least."""
+    given = request.arguments.get("generator")
+    if not isinstance(given, list | tuple):
+        return
+    prompted = request.arguments.get("prompt") is not None
+    if len(given) < request.images or (prompted and len(given) > request.images):
+        images = f"{request.images} image{'s' if request.images != 1 else ''}"
+        raise UsageError(
+            f"{len(given)} generator{'s were' if len(given) != 1 else ' was'} given for {images}",
+            hint="give a list with one generator for each image, or a single generator without a list",
+        )
+
+
+def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise if `height` or `width` is none that the pipeline takes; one that is None is left to it."""
     multiple = _find_multiple(pipe)
     for name in ("height", "width"):
-        value = request.arguments.get(name)
+        value = arguments.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

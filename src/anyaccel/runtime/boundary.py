@@ -45,8 +45,9 @@ class Boundary:
         self.handles: list[Any] = []
 
     def serves(self, plan: Plan, device: torch.device) -> bool:
-        """Whether it is on its model, and does there what a plan says; memory is no matter of a boundary's."""
-        same = self.plan is plan or replace(self.plan, memory=plan.memory, forecast=plan.forecast) == plan
+        """Whether it is on its model, and does there what a plan says; memory and speed are no matter of a boundary's."""
+        others = {name: getattr(plan, name) for name in ("memory", "forecast", "capture", "compiled")}
+        same = self.plan is plan or replace(self.plan, **others) == plan
         return same and self.device == device and bool(self.handles)
 
     def attach(self, module: torch.nn.Module) -> None:

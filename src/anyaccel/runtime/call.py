@@ -22,6 +22,7 @@ from anyaccel.runtime.recovery import run_within_memory
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
 from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.runtime.speed import speeding
 from anyaccel.runtime.warmup import leaving_no_trace
 from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
 
@@ -51,7 +52,8 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         note_shape(placement, part)
         placement.running = True
         try:
-            return _Run(pipe, placement, call, part, draws.take(first, part.images)).finish()
+            with speeding(pipe, placement, part.images):
+                return _Run(pipe, placement, call, part, draws.take(first, part.images)).finish()
         finally:
             placement.running = False
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageErro
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.placement import Placement, find_components, read_facts
+from anyaccel.runtime.fast_forward import FastForward, can_stand_in
+from anyaccel.runtime.fusions import fuse
+from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request
 
-__all__ = ["compile_components", "compiling", "note_shape"]
+__all__ = ["compile_components", "compile_for_speed", "compiling", "note_shape"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -54,6 +58,36 @@ def compile_components(
     placement.plan = replace(plan, compiled=Decision(done, f"asked for: {rule}{kept}"))
 
 
+def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
+    """Compile what takes the time of a picture in place, as the plan says: denoisers, and what decodes."""
+    plan = placement.plan
+    compiling = plan.compiling.value
+    options = _find_options(plan, plan.compile.value.fullgraph)
+    models: dict[str, Any] = dict(find_models(pipe))
+    denoisers = [name for name in placement.denoisers if can_stand_in(models[name])]
+    decoders = [name for name, model in models.items() if _has_decoder(model) and can_stand_in(model.decoder)]
+    for name in (*denoisers, *decoders):
+        if plan.channels_last.value:
+            models[name].to(memory_format=torch.channels_last)
+    for name in denoisers:
+        if compiling.region == "blocks":
+            models[name].compile_repeated_blocks(**options)
+        else:
+            _stand_in(models[name], options)
+    for name in decoders:
+        _stand_in(models[name].decoder, options)
+    return (*denoisers, *decoders)
+
+
+def _has_decoder(model: Any) -> bool:
+    return hasattr(model, "decode") and isinstance(getattr(model, "decoder", None), torch.nn.Module)
+
+
+def _stand_in(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    run = MethodType(type(module).forward, module)
+    FastForward(module, torch.compile(run, **options)).install()
+
+
 def _choose(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
     models = [name for name, part in find_components(pipe).items() if isinstance(part, torch.nn.Module)]
     if names is None:
@@ -72,11 +106,7 @@ def _compile(pipe: Any, name: str, plan: Plan, fullgraph: bool) -> None:
     module = getattr(pipe, name)
     if hasattr(module, "_orig_mod"):
         return
-    options: dict[str, Any] = {
-        "backend": _find_backend(plan),
-        "fullgraph": fullgraph,
-        "dynamic": False if plan.compile.value.static else None,
-    }
+    options = _find_options(plan, fullgraph)
     if hasattr(module, "decode") and not hasattr(module, "generate"):
         for part in ("encoder", "decoder"):
             inside = getattr(module, part, None)
@@ -86,21 +116,33 @@ def _compile(pipe: Any, name: str, plan: Plan, fullgraph: bool) -> None:
     setattr(pipe, name, torch.compile(module, **options))
 
 
-def _find_backend(plan: Plan) -> Any:
-    """The compiler's name, or the compiler behind a pass that puts number types right, where the device lacks some."""
+def _find_options(plan: Plan, fullgraph: bool) -> dict[str, Any]:
     rule: CompileRule = plan.compile.value
-    lacking = {name: instead for name, instead in plan.replacements.value if name == "float64" and instead != "pairs"}
-    if not lacking:
-        return rule.backend
-    types = {getattr(torch, name): getattr(torch, instead) for name, instead in lacking.items()}
+    lacking = [(name, other) for name, other in plan.replacements.value if name == "float64" and other != "pairs"]
+    return {
+        "backend": _find_backend(rule.backend, tuple(lacking), plan.fusions.value),
+        "fullgraph": fullgraph,
+        "dynamic": False if rule.static else None,
+    }
 
-    def compile_repaired(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        _replace_types(module, types)
-        compile_graph: Any = torch._dynamo.lookup_backend(rule.backend)
+
+@functools.cache  # graphs are shared among models for as long as their backend is one object
+def _find_backend(name: str, lacking: tuple[tuple[str, str], ...], fusions: tuple[str, ...]) -> Any:
+    """The compiler's name, or the compiler behind passes: types that the device lacks, and what is done as one."""
+    if not lacking and not fusions:
+        return name
+    types = {getattr(torch, one): getattr(torch, other) for one, other in lacking}
+
+    def compile_changed(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if types:
+            _replace_types(module, types)
+        if fusions:
+            fuse(module, fusions)
+        compile_graph: Any = torch._dynamo.lookup_backend(name)
         compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
-    return compile_repaired
+    return compile_changed
 
 
 def _replace_types(module: torch.fx.GraphModule, types: dict[torch.dtype, torch.dtype]) -> None:

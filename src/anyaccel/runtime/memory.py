@@ -23,6 +23,7 @@ from anyaccel.planning.memory import (
     list_rules,
     make_forecast,
 )
+from anyaccel.planning.wishes import Wishes
 from anyaccel.planning.workspace import read_workspace
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.placement import Placement, find_components, read_facts
@@ -38,6 +39,7 @@ __all__ = [
     "has_parts",
     "list_call_rules",
     "list_pipeline_residences",
+    "list_pipeline_rules",
     "plan_call",
     "plan_weights",
     "shape_of",
@@ -106,8 +108,25 @@ def has_parts(pipe: Any) -> bool:
 
 def list_pipeline_residences(pipe: Any, placement: Placement) -> tuple[Residence, ...]:
     """Where the weights of a pipeline can be on its device, the fastest first."""
+    return _list_residences(pipe, placement.opened.sheet.unified_memory)
+
+
+def _list_residences(pipe: Any, unified_memory: bool) -> tuple[Residence, ...]:
     can_offload = getattr(pipe, "model_cpu_offload_seq", None) is not None
-    return list_residences(unified_memory=placement.opened.sheet.unified_memory, can_offload=can_offload)
+    return list_residences(unified_memory=unified_memory, can_offload=can_offload)
+
+
+def list_pipeline_rules(
+    pipe: Any, images: int, at_once: int | None, wishes: Wishes, *, unified_memory: bool
+) -> list[MemoryRule]:
+    """The ways in which a pipeline could make so many images, the cheapest first.
+
+    `at_once` is how many a call may make, None for as many as fit: where it is given, no rule splits them further.
+    """
+    whole = at_once is not None and at_once >= images
+    wishes = replace(wishes, images_per_call=None if whole else at_once)
+    residences = _list_residences(pipe, unified_memory)
+    return list(dict.fromkeys(list_rules(1 if whole else images, wishes, residences, has_parts=has_parts(pipe))))
 
 
 def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[MemoryRule]:
@@ -115,10 +134,8 @@ def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[Memory
     wishes = placement.wishes
     if placement.offloaded_by_user:  # where the weights are was decided
         wishes = replace(wishes, memory=placement.residence)
-    at_once = placement.plan.images_per_call.value
-    wishes = replace(wishes, images_per_call=at_once if at_once is not None and at_once < images else None)
-    rules = list_rules(images, wishes, list_pipeline_residences(pipe, placement), has_parts=has_parts(pipe))
-    return list(dict.fromkeys(rules))
+    at_once, unified = placement.plan.images_per_call.value, placement.opened.sheet.unified_memory
+    return list_pipeline_rules(pipe, images, at_once, wishes, unified_memory=unified)
 
 
 def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
@@ -128,7 +145,7 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
-    pinned = placement.wishes.memory
+    pinned, unified = placement.wishes.memory, placement.opened.sheet.unified_memory
     if capacity is None:
         reason = "asked for" if pinned else "the device does not tell how much memory it has"
         return Decision(MemoryRule(pinned or "resident"), reason)  # type: ignore[arg-type]
@@ -137,7 +154,7 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
         raise DoesNotFitError(
             f"memory='resident' was asked for: the weights of {type(pipe).__name__} are {readable(total)}, and "
             f"{placement.plan.device} has {readable(capacity)}",
-            hint="leave memory out, or ask for memory='component'",
+            hint=f"leave memory out, or ask for memory='{'phase' if unified else 'component'}'",
         )
     if pinned:
         reason = f"asked for; weights {readable(total)} of {readable(capacity)}"

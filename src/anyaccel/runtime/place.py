@@ -39,6 +39,7 @@ from anyaccel.runtime.placement import (
 from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.runtime.speed import slow_down
 
 __all__ = [
     "fall_back_in_type",
@@ -132,6 +133,7 @@ def place_pipeline(
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     _execute(plan, opened)
+    slow_down(pipe, before)
     if before is not None and before.residence != "resident" and not before.offloaded_by_user:
         bring_home(pipe)
     placement = Placement(opened, place, plan, wishes, loaded=loaded, residence=None)
@@ -241,6 +243,7 @@ def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> 
         placement.plan = replace(placement.plan, compiled=before.plan.compiled, buckets=before.plan.buckets)
     set_boundaries(find_components(pipe), placement.plan, placement.device)
     placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
+    placement.denoisers = read_facts(pipe).denoisers
     keep_placement(pipe, placement)
 
 
@@ -252,11 +255,13 @@ def place_newcomers(pipe: Any, placement: Placement) -> None:
         return
     placement.placed |= {name: weakref.ref(model) for name, model in new.items()}
     placement.call_plans.clear()
+    facts = read_facts(pipe)
+    placement.denoisers = facts.denoisers
     if placement.offloaded_by_user:
         return
     if placement.residence != "resident":
         placement.residence = None  # all are brought to where the next rule wants them
-    quantized = {one.name for one in read_facts(pipe).components if one.quantized}
+    quantized = {one.name for one in facts.components if one.quantized}
     kept = quantized | set(dict(placement.plan.component_dtypes.value))
     place = placement.device if placement.residence == "resident" else torch.device("cpu")
     with torch.no_grad(), make_glue_seam(placement.plan, placement.device), without_advice():

@@ -22,6 +22,8 @@ from anyaccel.planning.wishes import Wishes
 if TYPE_CHECKING:
     from anyaccel.runtime.batch import SharedProgress
     from anyaccel.runtime.memory import CallPlan
+    from anyaccel.runtime.prompts import Prompts
+    from anyaccel.runtime.speed import Speed
 
 __all__ = [
     "Placement",
@@ -68,12 +70,18 @@ class Placement:
     """Where the weights are; None where a move was cut short."""
     offloaded_by_user: bool = False
     """Whether the user chose that, by diffusers' own methods."""
+    denoisers: tuple[str, ...] = ()
+    """The models that run at every step."""
     placed: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
     """The models that were placed, by name: another one in the place of one is to be placed too."""
     vae_in_parts: bool = False
     """Whether the autoencoder was told to take its pictures in parts."""
     weights_rule: Decision[MemoryRule] = NO_MEMORY
     """Where the weights go as long as no size is known."""
+    prompts: Prompts | None = None
+    """What encoders made of prompts."""
+    speed: Speed | None = None
+    """What was done for speed, and how long pictures took."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
     """How calls of each shape are run, by the shape in words."""
 
@@ -165,5 +173,13 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         dtype=loaded or dtype,
         parameters=sum(parameter.numel() for parameter in plain.parameters()),
         denoises=bool(taken & _TIMES) or name.startswith(_DENOISERS),
+        blocks=_count_blocks(plain),
+        convolutions=sum(isinstance(part, torch.nn.Conv2d) for part in plain.modules()),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
     )
+
+
+def _count_blocks(module: torch.nn.Module) -> int:
+    """The blocks that the model's class says are repeated, for compiling one of them alone."""
+    kinds = set(getattr(module, "_repeated_blocks", None) or ())
+    return sum(type(part).__name__ in kinds for part in module.modules()) if kinds else 0

@@ -26,6 +26,7 @@ from anyaccel.runtime.remembered import recall, remember
 from anyaccel.runtime.request import Request
 from anyaccel.runtime.residence import bring_home, end_phase, find_lost_change, set_residence
 from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.runtime.speed import forget_recordings, slow_down
 from anyaccel.tracing.measure import set_parts
 
 __all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory", "weights_at_home"]
@@ -66,6 +67,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
                 placement.call_plans[shape_of(request)] = CallPlan(decision)
                 remember(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return results
+        forget_recordings(pipe)
         if placement.residence != "resident":
             placement.residence = None  # models that were cut short lie where they lay
         free(placement)
@@ -165,6 +167,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
     placement.residence = None
+    slow_down(pipe, placement)
     unified = placement.opened.sheet.unified_memory
     bring_home(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
     with make_glue_seam(placement.plan, placement.device):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.recipes import Recipe
 from anyaccel.tracing.model_folder import Component, ModelFolder, is_a, require_recipe
 
@@ -20,8 +21,8 @@ _NO_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transfor
 class FullSize:
     """A pipeline at its full size, and the recipe that says how it is called."""
 
-    def __init__(self, pipe: Any, recipe: Recipe, notes: tuple[str, ...]) -> None:
-        self.pipe, self.recipe, self.notes = pipe, recipe, notes
+    def __init__(self, pipe: Any, recipe: Recipe) -> None:
+        self.pipe, self.recipe = pipe, recipe
 
 
 def build_pipeline(
@@ -39,20 +40,23 @@ def build_pipeline(
     parts = dict(tiny.components)
     own = {name for name in tiny.config if not name.startswith("_")} - set(parts)
     parts |= {name: value for name, value in folder.switches.items() if name in own}
-    notes: list[str] = []
     for component in folder.components:
         ours = parts.get(component.name)
         if hasattr(ours, "set_timesteps") and component.config is not None:
-            parts[component.name] = _find_class(component).from_config(dict(component.config))
+            with _naming(component):
+                parts[component.name] = _find_class(component).from_config(dict(component.config))
         elif component.config is None:
             if ours is None:
                 parts[component.name] = _make_processor(component)
             elif isinstance(ours, torch.nn.Module):
+                where = folder.path / component.name
                 raise ModelError(
-                    f"{folder.path.name} has no config of {component.name}", hint="fetch the whole of the small files"
+                    f"{folder.pipeline} needs a {component.name}, and {where} has no config.json",
+                    hint="fetch the whole of the small files",
                 )
         elif _is_model(ours, component):
-            model = _make_model(ours, component, device, dtype)
+            with _naming(component):
+                model = _make_model(ours, component, device, dtype)
             parts[component.name] = finish(component.name, model) if finish else model
     for name in set(tiny.components) - {component.name for component in folder.components}:
         if isinstance(parts[name], torch.nn.Module):  # an optional one that this model lacks
@@ -61,7 +65,21 @@ def build_pipeline(
     _lengthen(parts)
     pipe = kind(**parts)
     pipe.set_progress_bar_config(disable=True)
-    return FullSize(pipe, recipe, tuple(notes))
+    return FullSize(pipe, recipe)
+
+
+@contextlib.contextmanager
+def _naming(component: Component) -> Iterator[None]:
+    """Whatever a library says of a config that makes no sense, with the file that it is in."""
+    try:
+        yield
+    except AnyaccelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{component.name} cannot be built from {component.file}: {type(error).__name__}: {error}",
+            hint="compare that file with the one that was published; ANYACCEL_TRACEBACK=1 shows where",
+        ) from error
 
 
 def _is_model(ours: Any, component: Component) -> bool:

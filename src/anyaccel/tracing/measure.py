@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,6 +53,14 @@ class Measurement:
         if (way, images) not in self._known:
             self._known[way, images] = self._measure(way, images)
         return self._known[way, images]
+
+    def of_another_call(
+        self, arguments: Callable[[int], Mapping[str, Any]], size: tuple[int, int] | None
+    ) -> Measurement:
+        """The same for other arguments."""
+        other = copy.copy(self)
+        other.arguments, other.size, other.seen, other._known = arguments, size, Seen(), {}
+        return other
 
     def _measure(self, way: Way, images: int) -> Footprint:
         set_parts(self.pipe, way.vae_in_parts)

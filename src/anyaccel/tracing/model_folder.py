@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ __all__ = ["Component", "ModelFolder", "find_recipe", "is_a", "read_json", "read
 _INDEX = "model_index.json"
 _CONFIGS = ("config.json", "scheduler_config.json")
 _WEIGHTS = "weights.json"
+_VARIANT = re.compile(r"\.(fp16|bf16)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class Component:
     """The class, as the index names it."""
     config: Mapping[str, Any] | None
     """What its config file says; None where there is none."""
+    file: Path | None = None
+    """That file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,38 +47,35 @@ class ModelFolder:
     switches: Mapping[str, Any]
     """The pipeline's own settings: `force_zeros_for_empty_prompt`."""
 
-    def stored_bytes(self) -> dict[str, int]:
-        """The bytes of each component's weights as they are stored, by their files' headers; without what is not known.
+    def missing_bytes(self, models: Iterable[str]) -> int | None:
+        """The bytes of some models' files of weights that are still to be fetched; None where that is not known.
 
-        Where a component is stored in several types, the plain files count: diffusers loads those.
+        Where a model is stored in several types, the plain files count: diffusers loads those.
         """
         listed = self.path / _WEIGHTS
-        if listed.is_file():
+        if listed.is_file():  # a description, which has no weights beside it
             files = {str(name): int(size) for name, size in read_json(listed)["files"].items()}
+            sizes = {name: _sum_plain(files, name) for name in models}
         else:
-            found = [*self.path.glob("*/*.safetensors")]
-            files = {file.relative_to(self.path).as_posix(): _data_bytes(file) for file in found}
-        stored: dict[str, int] = {}
-        for name, size in files.items():
-            component, _, file = name.partition("/")
-            if not re.search(r"\.(fp16|bf16)\b", file):
-                stored[component] = stored.get(component, 0) + size
-        return stored
+            sizes = {name: _missing_bytes(self.path / name) for name in models}
+        known = [size for size in sizes.values() if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
 
 
 def read_model_folder(path: Path) -> ModelFolder:
     """Read the small files of a pipeline's folder; no file of weights is opened."""
     index = read_json(path / _INDEX)
+    if not isinstance(index.get("_class_name"), str):
+        raise ModelError(
+            f"{path / _INDEX} names no pipeline of diffusers as its _class_name",
+            hint="give the folder of a diffusers pipeline",
+        )
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     components = [
-        Component(name=name, library=library, kind=kind, config=_read_config(path / name))
-        for name, (library, kind) in entries.items()
-        if library is not None
+        _read_component(path, name, library, kind) for name, (library, kind) in entries.items() if library is not None
     ]
     switches = {name: entry for name, entry in index.items() if name not in entries and not name.startswith("_")}
-    return ModelFolder(
-        path=path, pipeline=str(index.get("_class_name")), components=tuple(components), switches=switches
-    )
+    return ModelFolder(path=path, pipeline=index["_class_name"], components=tuple(components), switches=switches)
 
 
 def find_recipe(pipeline: str) -> Recipe | None:
@@ -116,9 +115,28 @@ def require_recipe(pipeline: str) -> Recipe:
     return found
 
 
-def _read_config(folder: Path) -> dict[str, Any] | None:
-    found = next((folder / name for name in _CONFIGS if (folder / name).is_file()), None)
-    return None if found is None else read_json(found)
+def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component:
+    if not isinstance(library, str) or not isinstance(kind, str):
+        raise ModelError(
+            f"{path / _INDEX} names no class for {name}: {[library, kind]}", hint="an entry is a library and a class"
+        )
+    file = next((path / name / config for config in _CONFIGS if (path / name / config).is_file()), None)
+    config = None if file is None else read_json(file)
+    return Component(name=name, library=library, kind=kind, config=config, file=file)
+
+
+def _missing_bytes(folder: Path) -> int | None:
+    """0 where the weights lie beside the config; else what the index of their files says, if there is one."""
+    if any(folder.glob("*.safetensors")):
+        return 0
+    plain = [file for file in folder.glob("*.safetensors.index.json") if not _VARIANT.search(file.name)]
+    size = read_json(plain[0]).get("metadata", {}).get("total_size") if plain else None
+    return int(size) if isinstance(size, int | float) else None
+
+
+def _sum_plain(files: Mapping[str, int], model: str) -> int | None:
+    sizes = [size for name, size in files.items() if name.startswith(f"{model}/") and not _VARIANT.search(name)]
+    return sum(sizes) if sizes else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -130,11 +148,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is no description of a model", hint="give the folder of a diffusers pipeline")
     return content
-
-
-def _data_bytes(file: Path) -> int:
-    """How many bytes of numbers a file of weights has: what follows its header."""
-    with file.open("rb") as stream:
-        start = stream.read(8)
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    return max(0, file.stat().st_size - 8 - length)

@@ -17,6 +17,8 @@ WATCHED_BYTES = 2**20
 _METHODS = ("forward", "encode", "decode")
 _PARTS = ("encoder", "decoder")
 """What an autoencoder runs for one tile after another."""
+_BLENDS = ("blend_v", "blend_h", "blend_t")
+"""How an autoencoder joins two tiles, row by row."""
 
 
 class Runner(Protocol):
@@ -43,6 +45,9 @@ def make_shell(model: torch.nn.Module, name: str, runner: Runner) -> torch.nn.Mo
         call = getattr(model, method, None)
         if callable(call):
             vars(model)[method] = _wrap(call, name, method, runner, inside)
+    for method in _BLENDS:
+        if callable(getattr(model, method, None)):
+            vars(model)[method] = _blend_one_row(getattr(model, method))
     for child in _PARTS:
         part = getattr(model, child, None)
         if isinstance(part, torch.nn.Module):
@@ -62,6 +67,16 @@ def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
                 shapes = hash(tuple((path, tuple(one.shape)) for path, one in block.named_parameters()))
                 found.setdefault(f"{place} {type(block).__name__} {shapes}", []).append(block)
     return {name: blocks for name, blocks in found.items() if len(blocks) > 2}
+
+
+def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Every row holds what the first one does, and a large picture has ten thousands."""
+
+    @functools.wraps(call)
+    def blend(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> Any:
+        return call(a, b, min(blend_extent, 1))
+
+    return blend
 
 
 def _wrap_part(call: Callable[..., Any], name: str, runner: Runner) -> Callable[..., Any]:

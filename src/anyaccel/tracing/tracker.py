@@ -172,10 +172,24 @@ def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
     known = _MADE.get(key) if key is not None else None
     if known is not None:
         return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+    if func in _POINTWISE and _is_large(args[0]):
+        return _without_numbers(func, args, kwargs)
     made = func(*args, **kwargs)
     if key is not None and isinstance(made, torch.Tensor) and made.is_meta:
         _MADE[key] = (made.shape, made.stride(), made.dtype)
     return made
+
+
+def _is_large(tensor: Any) -> bool:
+    """Whether a tensor of the host is as large as a picture: it came out of a model, and its numbers are zeros."""
+    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _PICTURE
+
+
+def _without_numbers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Zeros of the right shape in place of what millions of zeros give."""
+    shapes = [one.to("meta") if isinstance(one, torch.Tensor) and one.dim() else one for one in args]
+    made = func(*shapes, **kwargs)
+    return torch.zeros(made.shape, dtype=made.dtype)
 
 
 @functools.cache
@@ -246,6 +260,8 @@ def _one_place(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _ATEN = torch.ops.aten
+_PICTURE = 2**20
+_POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
 _WITHOUT_NUMBERS: dict[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: _any_number,
     _ATEN._to_copy.default: _copy,

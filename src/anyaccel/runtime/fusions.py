@@ -1,0 +1,87 @@
+"""Fusing: what a compiler leaves as several kernels and the device does as one, exchanged before it is compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+__all__ = ["fuse"]
+
+_NORMS = (functional.group_norm, torch.group_norm)
+_SILUS = (functional.silu, torch.nn.SiLU)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def fuse(graph: torch.fx.GraphModule, wanted: tuple[str, ...]) -> int:
+    """Exchange what can be done as one, in place; how many places there were."""
+    done = 0
+    for node in list(graph.graph.nodes):
+        if "group_norm" in wanted and node.target in _NORMS:
+            done += _fuse_norm(graph.graph, node)
+        elif "gelu" in wanted and node.target is functional.gelu:
+            done += _fuse_gelu(graph.graph, node)
+    if done:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    return done
+
+
+def _fuse_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
+    """Normalization over groups of channels, and the activation after it."""
+    names = ("input", "num_groups", "weight", "bias", "eps")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    value = _value(given.get("input"))
+    if value is None or value.dim() != 4 or value.dtype not in _HALF or importlib.util.find_spec("triton") is None:
+        return False
+    if given.get("weight") is None or given.get("bias") is None:
+        return False
+    from anyaccel.runtime.kernels.group_norm import normalize_groups  # noqa: F401 - makes the operation known
+
+    following = next(iter(node.users)) if len(node.users) == 1 else None
+    silu = following is not None and following.target in _SILUS
+    last = following if silu and following is not None else node
+    with graph.inserting_before(last):
+        made = graph.call_function(
+            torch.ops.anyaccel.normalize_groups.default,
+            (given["input"], given["num_groups"], given["weight"], given["bias"], given.get("eps", 1e-5), silu),
+        )
+    _exchange(last, made)
+    return True
+
+
+def _fuse_gelu(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
+    """A product and the activation after it, which the library of matrix products does before it writes the result."""
+    before = node.args[0] if node.args else None
+    if node.kwargs.get("approximate") != "tanh" or not isinstance(before, torch.fx.Node):
+        return False
+    if before.target not in (functional.linear, torch._C._nn.linear) or len(before.users) != 1:
+        return False
+    names = ("input", "weight", "bias")
+    given = dict(zip(names, before.args, strict=False)) | dict(before.kwargs)
+    value, bias = _value(given.get("input")), given.get("bias")
+    if value is None or value.dtype not in _HALF or bias is None:
+        return False
+    with graph.inserting_before(node):
+        made = graph.call_function(multiply_and_activate, (given["input"], given["weight"], bias))
+    _exchange(node, made)
+    return True
+
+
+def multiply_and_activate(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`gelu(linear(values))` by its approximation with tanh."""
+    rows = values.reshape(-1, values.shape[-1])
+    return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True).reshape(*values.shape[:-1], weight.shape[0])
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    """The tensor that a node was traced with, where it lies on a device that these operations are for."""
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
+
+
+def _exchange(node: torch.fx.Node, other: torch.fx.Node) -> None:
+    other.meta = dict(node.meta)
+    node.replace_all_uses_with(other)

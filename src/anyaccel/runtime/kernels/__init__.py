@@ -1,0 +1,1 @@
+"""Kernels of our own, for what a device's compiler leaves slow."""

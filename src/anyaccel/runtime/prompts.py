@@ -1,0 +1,101 @@
+"""Prompts: what a pipeline's encoders made of one is kept, so that the same prompt is encoded once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anyaccel.runtime.fast_forward import fingerprint
+from anyaccel.runtime.placement import find_components, find_placement
+from anyaccel.tracing.shell import map_tensors
+
+__all__ = ["Prompts", "keep_prompts"]
+
+_PLAIN = (str, int, float, bool, type(None), torch.device, torch.dtype)
+
+
+@dataclass
+class Prompts:
+    """What was encoded, by all that it depends on; it waits on the host, so that it takes no memory of the device."""
+
+    most: int
+    seen: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
+    kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+
+    def find(self, key: Hashable, device: torch.device) -> Any:
+        """What is kept for a key, on the device; None where nothing is."""
+        if key not in self.kept:
+            return None
+        self.kept.move_to_end(key)
+        return map_tensors(self.kept[key], lambda tensor: tensor.to(device))
+
+    def note(self, key: Hashable, made: Any) -> None:
+        """Keep what was made the second time that it is asked for: most prompts never are."""
+        if key not in self.seen:
+            self.seen[key] = None
+            if len(self.seen) > 8 * self.most:
+                self.seen.popitem(last=False)
+            return
+        self.kept[key] = map_tensors(made, lambda tensor: tensor.detach().to("cpu", copy=True))
+        while len(self.kept) > self.most:
+            self.kept.popitem(last=False)
+
+
+def keep_prompts(encode: Any) -> Any:
+    """A pipeline's `encode_prompt` that looks first whether it was asked the same before."""
+    signature = inspect.signature(encode)
+
+    @functools.wraps(encode)
+    def encode_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        placement = find_placement(self)
+        key = (
+            None if placement is None or not placement.plan.prompts_kept.value else _key(self, signature, args, kwargs)
+        )
+        if placement is None or key is None:
+            return encode(self, *args, **kwargs)
+        if placement.prompts is None:
+            placement.prompts = Prompts(placement.plan.prompts_kept.value)
+        found = placement.prompts.find(key, placement.device)
+        if found is None:
+            found = encode(self, *args, **kwargs)
+            placement.prompts.note(key, found)
+        return found
+
+    return encode_prompt
+
+
+def _key(pipe: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """All that an encoding depends on; None where that cannot be told, such as for a tensor."""
+    try:
+        given = signature.bind(pipe, *args, **kwargs).arguments
+    except TypeError:
+        return None
+    given = {name: value for name, value in list(given.items())[1:]}
+    given |= given.pop("kwargs", None) or {}
+    values = tuple((name, _plain(value)) for name, value in sorted(given.items()))
+    if any(value is _plain for _, value in values):
+        return None
+    return values, tuple(
+        _state(part) for name, part in find_components(pipe).items() if "encoder" in name or "token" in name
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be told from others; this function itself where it cannot."""
+    if isinstance(value, list | tuple):
+        parts = tuple(_plain(item) for item in value)
+        return _plain if any(part is _plain for part in parts) else (type(value).__name__, parts)
+    return (type(value).__name__, value) if isinstance(value, _PLAIN) else _plain
+
+
+def _state(part: Any) -> Hashable:
+    """What changes where an encoder or a tokenizer is another, or was changed: adapters, new words, other weights."""
+    if isinstance(part, torch.nn.Module):
+        return fingerprint(part), sum(parameter._version for parameter in part.parameters())
+    return id(part), len(part) if hasattr(part, "__len__") else 0

@@ -1,0 +1,111 @@
+"""Speed: models are compiled once that pays, and what a denoiser asks of the device is recorded where that pays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.speed import is_worth_compiling
+from anyaccel.runtime.compile import compile_for_speed
+from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, release
+from anyaccel.runtime.placement import Placement, find_models
+
+__all__ = ["Speed", "forget_recordings", "slow_down", "speeding"]
+
+_LOG = logging.getLogger("anyaccel")
+
+
+@dataclass
+class Speed:
+    """What pictures took so far, and whether models were compiled for it."""
+
+    pictures: int = 0
+    seconds: float = 0.0
+    compiled: bool = False
+
+
+@contextmanager
+def speeding(pipe: Any, placement: Placement, images: int) -> Iterator[None]:
+    """While a call runs: models are as fast as the plan says; how long it took counts for the next."""
+    if placement.residence != "resident":
+        yield
+        return
+    speed = placement.speed = placement.speed or Speed()
+    _compile(pipe, placement, speed)
+    if placement.plan.capture.value:
+        _capture(pipe, placement)
+    start = time.perf_counter()
+    yield
+    speed.pictures += images
+    speed.seconds += time.perf_counter() - start
+    _tell(pipe, placement)
+
+
+def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
+    compiling = placement.plan.compiling.value
+    each = speed.seconds / max(1, speed.pictures)
+    if speed.compiled or not is_worth_compiling(compiling, each, speed.pictures, placement.wishes.pictures):
+        return
+    speed.compiled = True
+    _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", compiling.takes_s)
+    names = compile_for_speed(pipe, placement)
+    placement.plan = replace(
+        placement.plan, compiled=Decision(names, f"{placement.plan.compiling}: {placement.plan.compiling.reason}")
+    )
+
+
+def _capture(pipe: Any, placement: Placement) -> None:
+    """Let the models that run at every step be recorded, where nothing else stands in for their forward."""
+    record = placement.opened.driver.recorder(placement.opened.index)
+    if record is None:
+        return
+    models = find_models(pipe)
+    for name in placement.denoisers:
+        model = models[name]
+        found = find_fast_forward(model)
+        if found is None and can_stand_in(model):
+            found = FastForward(model)
+            found.install()
+        if found is not None:
+            found.record = record
+            found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
+            found.always = placement.wishes.capture is True
+            found.renew()
+
+
+def _tell(pipe: Any, placement: Placement) -> None:
+    """Put on the plan what was found about recording."""
+    models = find_models(pipe)
+    found = [one for name in placement.denoisers if (one := find_fast_forward(models[name])) is not None and one.told]
+    if not found:
+        return
+    done = "recorded" if any(one.recordings for one in found) else "as it is"
+    capture = Decision(placement.plan.capture.value, f"{found[0].told}: {done}")
+    if capture != placement.plan.capture:
+        placement.plan = replace(placement.plan, capture=capture)
+
+
+def forget_recordings(pipe: Any) -> None:
+    """Let go of what was recorded, and of the memory that it holds."""
+    for model in find_models(pipe).values():
+        found = find_fast_forward(model)
+        if found is not None:
+            found.forget()
+
+
+def slow_down(pipe: Any, placement: Placement | None) -> None:
+    """Let all models run as diffusers made them: before weights move, or number types change."""
+    for model in find_models(pipe).values():
+        for part in (model, *model.children()):
+            release(part)
+    if placement is None or placement.speed is None or not placement.speed.compiled:
+        return
+    placement.speed.compiled = False
+    for name in placement.denoisers:  # blocks that were compiled in place
+        for part in find_models(pipe)[name].modules():
+            part._compiled_call_impl = None
