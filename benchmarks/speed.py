@@ -4,9 +4,10 @@
     python -m benchmarks.speed cuda --together       the processes compile side by side, and measure one at a time
     python -m benchmarks.speed cuda --cases sdxl
 
-Stock diffusers eager, stock diffusers with its denoiser and its decoder compiled, and anyaccel make the same picture from
-the same noise in turns; a row holds medians, the spread, peak memory, what it took until the first picture, the floor, and
-how like the pictures are. Writes benchmarks/results/speed_DEVICE.json; `--commit` and `--out` are for a copy without .git.
+Stock diffusers eager, stock diffusers with its denoiser and its decoder compiled, and anyaccel make the same picture
+from the same noise in turns. A row holds medians, the spread, peak memory, what it took until the first picture, the
+floor, and how like the pictures are. Writes benchmarks/results/speed_DEVICE.json; `--commit` and `--out` are for a copy
+without .git.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,7 +77,7 @@ CASES = {
         "stable-diffusion-v1-5/stable-diffusion-v1-5", "SD 1.5, 50 steps, guidance", "StableDiffusionPipeline", 50, 512,
         0.105, {"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)}, {"guidance_scale": 7.5}),
     "pixart": Case(
-        "PixArt-alpha/PixArt-XL-2-1024-MS", "PixArt-α, 20 steps, guidance", "PixArtAlphaPipeline", 20, 1024, 0.343,
+        "PixArt-alpha/PixArt-XL-2-1024-MS", "PixArt-alpha, 20 steps, guidance", "PixArtAlphaPipeline", 20, 1024, 0.343,
         {"prompt_embeds": (1, 120, 4096), "negative_prompt_embeds": (1, 120, 4096),
          "prompt_attention_mask": (1, 120), "negative_prompt_attention_mask": (1, 120)},
         {"guidance_scale": 4.5, "use_resolution_binning": False}),
@@ -101,7 +103,7 @@ def build(case: Case, device: str) -> Any:
         parts["scheduler"] = LIBRARY.EulerDiscreteScheduler()
     kind = getattr(LIBRARY, case.pipeline)
     names = [name for name in kind._get_signature_keys(kind)[0] if name not in parts and name != "self"]
-    pipe = kind(**parts, **{name: None for name in names}, **_switches(case))
+    pipe = kind(**parts, **dict.fromkeys(names), **_switches(case))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -195,9 +197,10 @@ def run_case(name: str, device: str, rounds: int, sync: Path | None, without: li
         else torch.randn(shape, device=device, dtype=torch.bfloat16) for key, shape in case.embeds.items()
     }  # fmt: skip
     call |= case.call | {"num_inference_steps": case.steps, "height": case.size, "width": case.size}
-    call |= {"output_type": "pt"} | ({"prompt": None} if "prompt" in case.embeds else {})
+    call |= {"output_type": "pt"}
     if case.pipeline == "PixArtAlphaPipeline":
         call["negative_prompt"] = None
+    failed: dict[str, dict[str, Any]] = {}
     variants = [Variant("stock eager", stock, call, device),
                 Variant("stock compiled", compile_stock(share_weights(stock)), call, device),
                 Variant("anyaccel", ours, call, device)]  # fmt: skip
@@ -207,9 +210,15 @@ def run_case(name: str, device: str, rounds: int, sync: Path | None, without: li
             share_weights(stock), device, dtype="bfloat16", watch=False, compile=True, pictures=10_000, **wishes
         )
         variants.append(Variant(f"anyaccel without {', '.join(without)}", other, call, device))
-    for variant in variants:
-        with torch.no_grad():
-            variant.warm_up()
+    for variant in list(variants):
+        try:
+            with torch.no_grad():
+                variant.warm_up()
+        except Exception as error:  # noqa: BLE001 - the others are measured all the same, and the row says it
+            traceback.print_exc()
+            failed[variant.name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+            variants.remove(variant)
+            continue
         print(f"{name}: {variant.name} first picture {variant.row['first_picture_s']} s", file=sys.stderr, flush=True)
     with taking_turns(name, sync):
         for turn in range(rounds):
@@ -217,8 +226,9 @@ def run_case(name: str, device: str, rounds: int, sync: Path | None, without: li
             for variant in variants[first:] + variants[:first]:
                 variant.measure()
         rows = {variant.name: variant.finish(variants[0]) for variant in variants}
-        profile = profile_kernels(variants[2]) if device == "cuda" else None
-    ours_s = rows["anyaccel"]["median_s"]
+        profile = profile_kernels(variants[-1 if "anyaccel" in failed else 2]) if device == "cuda" else None
+    rows |= failed
+    ours_s = rows["anyaccel"].get("median_s", math.inf)
     return {
         "case": case.title, "steps": case.steps, "size": case.size, "dtype": "bfloat16", "rounds": rounds,
         "floor_s": case.floor_s, **rows, "against_stock_compiled": round(rows["stock compiled"]["median_s"] / ours_s, 3),
