@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -34,12 +35,10 @@ def _fuse_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
     names = ("input", "num_groups", "weight", "bias", "eps")
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     value = _value(given.get("input"))
-    if value is None or value.dim() != 4 or value.dtype not in _HALF or importlib.util.find_spec("triton") is None:
+    if value is None or value.dim() != 4 or value.dtype not in _HALF:
         return False
-    if given.get("weight") is None or given.get("bias") is None:
+    if given.get("weight") is None or given.get("bias") is None or not _has_kernel():
         return False
-    from anyaccel.runtime.kernels.group_norm import normalize_groups  # noqa: F401 - makes the operation known
-
     following = next(iter(node.users)) if len(node.users) == 1 else None
     silu = following is not None and following.target in _SILUS
     last = following if silu and following is not None else node
@@ -49,6 +48,14 @@ def _fuse_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
             (given["input"], given["num_groups"], given["weight"], given["bias"], given.get("eps", 1e-5), silu),
         )
     _exchange(last, made)
+    return True
+
+
+def _has_kernel() -> bool:
+    """Whether the operation is there: it needs Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    importlib.import_module("anyaccel.runtime.kernels.group_norm")  # makes the operation known
     return True
 
 

@@ -76,7 +76,7 @@ def _key(pipe: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs:
         given = signature.bind(pipe, *args, **kwargs).arguments
     except TypeError:
         return None
-    given = {name: value for name, value in list(given.items())[1:]}
+    given = dict(list(given.items())[1:])
     given |= given.pop("kwargs", None) or {}
     values = tuple((name, _plain(value)) for name, value in sorted(given.items()))
     if any(value is _plain for _, value in values):

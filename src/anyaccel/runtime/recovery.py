@@ -81,10 +81,10 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
     changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
     if changed is not None:
         raise UsageError(
-            f"the weights of {changed} were changed while they lay elsewhere ({placement.plan.memory}), and the change is "
-            "lost",
-            hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; an '
-            "adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
+            f"the weights of {changed} were changed while they lay elsewhere ({placement.plan.memory}), and the change "
+            "is lost",
+            hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; '
+            "an adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
         )
 
 

@@ -1,0 +1,72 @@
+"""Prompts that come again are not encoded again, and nothing that would change the encoding is missed."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from anyaccel.recipes import recipes
+from anyaccel.runtime.pipeline import place
+
+
+class Counted:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.runs = 0
+        module.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.runs += 1
+
+
+def picture(pipe: Any, prompt: Any = "a cat", **more: Any) -> Any:
+    call = {**recipes()["stable-diffusion"].call(), "prompt": prompt, **more}
+    return pipe(**{**call, "generator": torch.Generator().manual_seed(0)}).images
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+
+
+def test_a_prompt_that_comes_a_third_time_is_not_encoded(pipe: Any) -> None:
+    counted = Counted(pipe.text_encoder)
+    made = [picture(pipe) for _ in range(3)]
+    before = counted.runs
+    made += [picture(pipe), picture(pipe)]
+    assert counted.runs == before
+    for other in made[1:]:
+        numpy.testing.assert_array_equal(other, made[0])
+    picture(pipe, "a dog")
+    assert counted.runs > before
+    assert pipe.plan.prompts_kept.value
+
+
+def test_it_is_encoded_again_where_something_changed(pipe: Any) -> None:
+    first, *_ = [picture(pipe) for _ in range(3)]
+    with torch.no_grad():
+        pipe.text_encoder.get_input_embeddings().weight.mul_(3)
+    assert numpy.abs(picture(pipe) - first).max() > 1e-3, "other weights"
+    several = picture(pipe, num_images_per_prompt=2)
+    assert len(several) == 2, "another number of images"
+
+
+def test_lists_of_prompts_are_kept_and_tensors_are_not(pipe: Any) -> None:
+    counted = Counted(pipe.text_encoder)
+    for _ in range(3):
+        pair = picture(pipe, ["a cat", "a dog"])
+    before = counted.runs
+    numpy.testing.assert_array_equal(picture(pipe, ["a cat", "a dog"]), pair)
+    assert counted.runs == before
+    assert len(picture(pipe, ["a dog", "a cat"])) == 2
+    assert counted.runs > before
+
+
+def test_it_can_be_switched_off() -> None:
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", keep_prompts=False)
+    counted = Counted(pipe.text_encoder)
+    runs = []
+    for _ in range(4):
+        picture(pipe)
+        runs.append(counted.runs)
+    assert runs[3] - runs[2] == runs[0]
