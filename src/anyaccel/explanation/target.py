@@ -60,7 +60,7 @@ def _refuse_what_is_no_device(name: str, rest: str) -> None:
     """A product with something after it, and a virtual device."""
     if name.lower() == "virtual":
         words = "nothing is run, and so no virtual device is needed"
-        raise UsageError(words, hint=f"ask about the device itself: --device {rest.partition(':')[0] or 'hpu'}")
+        raise UsageError(words, hint=f"ask about the device itself: --device {rest.partition(':')[0]}")
     product = _find_product(name)
     if product is not None and rest:
         sheet, known = product

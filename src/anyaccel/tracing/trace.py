@@ -37,6 +37,8 @@ class Traced:
         """The peaks of what the pipeline itself does before, between and after its models."""
         self._tracker = Tracker(Workspace(), ())
         self._setting: Hashable = None
+        self._weights: list[torch.Tensor] = []
+        """Of the one pipeline whose models are shells here."""
         self._watched: dict[str, torch.Tensor] = {}
         self._known: dict[Any, tuple[Any, int]] = {}
 
@@ -58,9 +60,10 @@ class Traced:
         setting: Hashable = None,
     ) -> None:
         """Call the pipeline once; `setting` says what models depend on besides."""
-        models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        self._tracker = Tracker(workspace, weights, attention)
+        if not self._weights:
+            models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+            self._weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        self._tracker = Tracker(workspace, self._weights, attention)
         self._setting = (workspace, attention, setting)
         self.passings, self.between, self._watched = [], [], {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
