@@ -28,6 +28,7 @@ from anyaccel.backends.sheet import (
     Product,
     Quantisation,
     Sheet,
+    Speedup,
     Variable,
 )
 
@@ -45,6 +46,7 @@ _SECTIONS = {
     "fused_attention": "Behaviour",
     "memory": "Memory",
     "quantised_weights": "Memory",
+    "speedups": "Speed",
     "largest_tensor": "Limits on size and operations",
     "operations": "Limits on size and operations",
     "quirks": "Quirks",
@@ -133,6 +135,7 @@ def _verdict(claim: Claim) -> str:
         (DtypeOrder, " > ".join(getattr(claim, "order", ()))),
         (Compiler, getattr(claim, "backend", "")),
         (Distributed, getattr(claim, "backend", "")),
+        (Speedup, f"{getattr(claim, 'gain', 1):g} times as fast"),
         (Variable, f"={getattr(claim, 'value', '')}" if getattr(claim, "value", "") else "yours to set"),
     ]
     return next((text for kind, text in verdicts if isinstance(claim, kind)), "needed")

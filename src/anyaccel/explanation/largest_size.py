@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 __all__ = ["find_largest_size"]
 
 Size = tuple[int, int]
-_STEP = 64
+_STEP = 128
 _MOST_STEPS = 4096 // _STEP
 """No larger picture is tried: few models make one."""
 _OFF = 0.1
@@ -15,7 +15,7 @@ _OFF = 0.1
 
 
 def find_largest_size(need: Callable[[Size], int | None], asked: Size, capacity_bytes: int) -> Size | None:
-    """The largest size of the asked one's shape, in steps of 64 pixels, that fits; None where none does.
+    """The largest size of the asked one's shape, in steps of 128 pixels, that fits; None where none does.
 
     `need` gives the bytes that a size takes, and None for one that the model does not make. Which size was asked about
     decides where the search begins, and not how it ends.

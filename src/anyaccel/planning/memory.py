@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -42,6 +41,8 @@ PLAIN = Way()
 _SAMPLE = 4
 """Beyond this many images a batch is taken to grow in proportion."""
 _MOST_IMAGES = 4096
+_FAR = 8
+"""A call that would need so many times the memory is looked at in a shorter way first."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Forecast:
     largest_batch: int | None = None
     """The most images that one call can make in this way; 0 where not even one fits; None where nobody asked."""
     largest_size: tuple[int, int] | None = None
-    """The largest picture of the same shape that one call can make in this way, where somebody asked."""
+    """The largest single picture of the same shape that fits in any way, where somebody asked."""
 
     limits: tuple[MetLimit, ...] = ()
     """The limits of the device that the model meets at this size."""
@@ -206,7 +207,7 @@ def choose_memory(
     listed = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in listed:
-        if tried and rule.way.vae_in_parts and not tried[-1][1].way.vae_in_parts:
+        if tried and tried[0][0] > _FAR * capacity_bytes and len(tried) == 1:
             hopeless = _find_hopeless(measure, images, capacity_bytes, listed[-1])
             if hopeless is not None:
                 return hopeless
@@ -251,13 +252,17 @@ def choose_residence(
 
 def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) -> int:
     """The most images that one call can make; beyond four a batch is taken to grow in proportion, which is safe."""
+
+    def fit(images: int) -> bool:
+        return max(predict(measure(rule.way, images), rule.residence).values()) <= capacity_bytes
+
+    few = _need_of_many(measure(rule.way, 1), rule, _SAMPLE) > capacity_bytes  # or so it seems
+    if (few or not fit(_SAMPLE)) and not all(fit(images) for images in range(1, _SAMPLE)):
+        return next(images for images in range(_SAMPLE) if not fit(images + 1))
     sample = measure(rule.way, _SAMPLE)
     fits = [images for images in _powers() if _need_of_many(sample, rule, images) <= capacity_bytes]
     if not fits:
-        fewer = (1, 2, 3)
-        return bisect_left(
-            fewer, True, key=lambda n: max(predict(measure(rule.way, n), rule.residence).values()) > capacity_bytes
-        )
+        return _SAMPLE - 1
     low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
     while high - low > 1:
         middle = (low + high) // 2
