@@ -432,12 +432,12 @@ class CudaDriver(Driver):
     def recorder(self, index: int) -> Recorder | None:
         import torch
 
-        if index not in self._pools:  # one for all recordings: they run one after another
-            self._pools[index] = torch.cuda.graph_pool_handle()
+        if index not in self._pools:  # one for all recordings, which run one after another; it outlives them
+            self._pools[index] = torch.cuda.MemPool()
 
         def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(index), torch.cuda.graph(graph, pool=self._pools[index]):
+            with torch.cuda.device(index), torch.cuda.graph(graph, pool=self._pools[index].id):
                 result = function()
             return result, graph.replay
 

@@ -46,7 +46,7 @@ class Boundary:
 
     def serves(self, plan: Plan, device: torch.device) -> bool:
         """Whether it is on its model, and does there what a plan says; memory and speed are no matter of its."""
-        others = {name: getattr(plan, name) for name in ("memory", "forecast", "capture", "compiled")}
+        others = {name: getattr(plan, name) for name in ("memory", "forecast", "capture", "compiled", "buckets")}
         same = self.plan is plan or replace(self.plan, **others) == plan
         return same and self.device == device and bool(self.handles)
 

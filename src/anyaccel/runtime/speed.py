@@ -74,7 +74,7 @@ def _capture(pipe: Any, placement: Placement) -> None:
         if found is not None:
             found.record = record
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
-            found.always = placement.wishes.capture is True
+            found.always = placement.wishes.capture is True or bool(placement.speed and placement.speed.compiled)
             found.renew()
 
 

@@ -3,7 +3,7 @@
 
 Compilers reduce over groups of channels slowly where neighbours in memory are of different groups. Here each program
 reads whole pixels: one pass for the mean and the spread of every channel, a small one that joins channels to groups,
-and one that applies them. Sums are of float32, and means are joined by their differences, so that nothing cancels.
+and one that applies them. Sums are of float32 and of differences, so that nothing cancels.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ __all__ = ["normalize_groups"]
 
 _TILE = 8192
 """Numbers that one program holds at a time."""
-_PROGRAMS = 1024
+_PROGRAMS = 512
 """Programs that read a batch of pictures: some for each multiprocessor."""
+_PARTS = 128
+"""The most parts of a small picture, so that joining them is one look."""
+_SMALL = 128 * 128
 
 
 @triton.jit
 def _measure_channels(
     picture, measured, pixels, channels, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The mean of every channel over some pixels, and the sum of squared differences from it."""
+    """The mean of every channel over some pixels, and the sum of squared differences from it.
+
+    Sums are of differences from the first of those pixels, and each thread adds up its own until the end.
+    """
     image, part = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
     inside = column < channels
-    seen = tl.zeros((1,), dtype=tl.float32)
-    mean = tl.zeros((COLUMNS,), dtype=tl.float32)
-    spread = tl.zeros((COLUMNS,), dtype=tl.float32)
     start = picture + image.to(tl.int64) * pixels * channels
+    first = part * tiles * ROWS
+    pivot = tl.load(start + first.to(tl.int64) * channels + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for tile in range(tiles):
-        first = (part * tiles + tile) * ROWS
-        row = first + tl.arange(0, ROWS)
+        row = first + tile * ROWS + tl.arange(0, ROWS)
         mask = (row < pixels)[:, None] & inside[None, :]
-        values = tl.load(start + row.to(tl.int64)[:, None] * channels + column[None, :], mask=mask, other=0.0).to(
-            tl.float32
-        )
-        count = tl.minimum(tl.maximum(pixels - first, 0), ROWS).to(tl.float32)
-        here = tl.sum(values, axis=0) / tl.maximum(count, 1.0)
-        apart = tl.where(mask, values - here[None, :], 0.0)
-        share = count / tl.maximum(seen + count, 1.0)
-        step = here - mean
-        spread += tl.sum(apart * apart, axis=0) + step * step * seen * share
-        mean += step * share
-        seen += count
+        place = start + row.to(tl.int64)[:, None] * channels + column[None, :]
+        values = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        apart = tl.where(mask, values - pivot[None, :], 0.0)
+        total += apart
+        squares += apart * apart
+    count = tl.maximum(tl.minimum(pixels - first, tiles * ROWS), 1).to(tl.float32)
+    away = tl.sum(total, axis=0) / count
+    spread = tl.sum(squares, axis=0) - away * away * count
     place = measured + (image * tl.num_programs(1) + part) * 2 * channels + column
-    tl.store(place, mean, mask=inside)
-    tl.store(place + channels, spread, mask=inside)
+    tl.store(place, pivot + away, mask=inside)
+    tl.store(place + channels, tl.maximum(spread, 0.0), mask=inside)
 
 
 @triton.jit
@@ -119,7 +122,7 @@ def normalize_groups(
     columns = triton.next_power_of_2(channels)
     rows = max(1, _TILE // columns)
     blocks = triton.cdiv(pixels, rows)
-    tiles = triton.cdiv(blocks, max(1, _PROGRAMS // images))
+    tiles = triton.cdiv(blocks, max(1, min(_PARTS if pixels <= _SMALL else _PROGRAMS, _PROGRAMS // images)))
     parts = triton.cdiv(blocks, tiles)
     measured = torch.empty((images, parts, 2, channels), device=picture.device, dtype=torch.float32)
     factors = torch.empty((images, 2, channels), device=picture.device, dtype=torch.float32)
@@ -131,7 +134,7 @@ def normalize_groups(
     width = channels // groups
     run(_join_groups)[(images, groups)](
         measured, weight, bias, factors, pixels, channels, parts, tiles * rows, epsilon,
-        WIDTH=width, PARTS=32, SIZE=triton.next_power_of_2(width), num_warps=4,
+        WIDTH=width, PARTS=min(_PARTS, triton.next_power_of_2(parts)), SIZE=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
     run(_apply)[(blocks, images)](
         picture, factors, result, pixels, channels, ROWS=rows, COLUMNS=columns, SILU=silu, num_warps=8
