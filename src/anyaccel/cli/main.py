@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from anyaccel.cli.bench import bench_models
 from anyaccel.cli.chart import show_chart
 from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("bench")(bench_models)
 app.command("chart")(show_chart)
 app.command("check")(check_pipeline)
 app.command("devices")(show_devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.recipes import Recipe
 from anyaccel.tracing.model_folder import Component, ModelFolder, is_a, require_recipe
 
-__all__ = ["FullSize", "build_pipeline"]
+__all__ = ["FullSize", "build_components", "build_pipeline"]
 
 _NO_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
 
@@ -80,6 +80,17 @@ def _naming(component: Component) -> Iterator[None]:
             f"{component.name} cannot be built from {component.file}: {type(error).__name__}: {error}",
             hint="compare that file with the one that was published; ANYACCEL_TRACEBACK=1 shows where",
         ) from error
+
+
+def build_components(components: Iterable[Component], device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Models and schedulers alone, each from its config, with random weights."""
+    made: dict[str, Any] = {}
+    for component in components:
+        if component.name == "scheduler":
+            made[component.name] = _find_class(component).from_config(dict(component.config or {}))
+        else:
+            made[component.name] = _make_model(None, component, device, dtype)
+    return made
 
 
 def _is_model(ours: Any, component: Component) -> bool:

@@ -1,0 +1,104 @@
+"""One variant in a process of its own: it makes a picture whenever it is told to, and says how long that took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+class _Worker:
+    def __init__(self, job: dict[str, Any]) -> None:
+        import torch
+
+        from anyaccel.backends.device import open_device
+        from anyaccel.bench.pipelines import make_call, make_pipeline
+        from anyaccel.bench.work import Work
+
+        work = Work.from_dict(job["work"])
+        self.opened, self.torch = open_device(work.device), torch
+        self.pipe = make_pipeline(work, job["variant"])
+        self.call, self.folder = make_call(work, self.pipe), Path(job["folder"])
+        self.variant = job["variant"]
+
+    def picture(self) -> tuple[Any, float]:
+        from anyaccel.bench.pipelines import drawing_alike
+
+        driver, index = self.opened.driver, self.opened.index
+        generator = self.torch.Generator("cpu").manual_seed(0)
+        with drawing_alike(), self.torch.no_grad():
+            driver.synchronize(index)
+            start = time.perf_counter()
+            made = self.pipe(**self.call, generator=generator)
+            driver.synchronize(index)
+        return made, time.perf_counter() - start
+
+    def warm_up(self, pictures: int) -> dict[str, Any]:
+        """The first pictures, and the last of them in a file, to be compared."""
+        import numpy
+
+        first = self.picture()[1]
+        made = None
+        for _ in range(pictures - 1):
+            made, _ = self.picture()
+        made = made if made is not None else self.picture()[0]
+        numpy.save(self.folder / f"{self.variant}.npy", made.images.float().cpu().numpy())
+        return {"first_picture_s": round(first, 4)}
+
+    def measure(self) -> dict[str, Any]:
+        return {"seconds": self.picture()[1]}
+
+    def finish(self) -> dict[str, Any]:
+        """The peak of memory, where the time goes, and what was planned."""
+        from anyaccel.errors import NotMeasurableError
+
+        found: dict[str, Any] = {}
+        with contextlib.suppress(NotMeasurableError):
+            self.opened.driver.reset_peak_memory(self.opened.index)
+            self.picture()
+            found["peak_bytes"] = self.opened.driver.max_memory(self.opened.index)
+        if self.variant == "anyaccel":
+            found["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in self.pipe.plan.decisions()}
+            found["profile"] = self._profile()
+        return found
+
+    def _profile(self) -> dict[str, Any] | None:
+        """The device's kernels in one picture; None where torch's profiler knows nothing of the device."""
+        from torch.profiler import ProfilerActivity, profile
+
+        kind = getattr(ProfilerActivity, self.opened.sheet.torch_name.upper(), None)
+        if kind is None or kind is ProfilerActivity.CPU:
+            return None
+        with profile(activities=[kind]) as seen:
+            self.picture()
+        kernels = sorted(seen.key_averages(), key=lambda one: -one.device_time_total)
+        most = [
+            {"kernel": one.key[:100], "count": one.count, "ms": round(one.device_time_total / 1e3, 2)}
+            for one in kernels
+        ]
+        busy = round(sum(one.device_time_total for one in kernels) / 1e6, 4)
+        return {"kernels": sum(one.count for one in kernels), "busy_s": busy, "most": most[:15]}
+
+
+def main() -> None:
+    """Read a job, and then a word a line; answer each with a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    job = json.loads(sys.stdin.readline())
+    worker = _Worker(job)
+    for line in sys.stdin:
+        word = line.strip()
+        if word == "end":
+            return
+        answer = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}[word]()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

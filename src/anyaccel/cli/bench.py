@@ -1,0 +1,78 @@
+"""`anyaccel bench`: how fast a model is in stock diffusers and in anyaccel, side by side."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from anyaccel.cli.generate_options import read_size
+from anyaccel.cli.progress import Display
+from anyaccel.errors import UsageError
+
+__all__ = ["bench_models"]
+
+_AGAINST = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
+
+
+def bench_models(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help="Hub ids, folders, `embedded`.")
+    ] = None,
+    against: Annotated[
+        str, typer.Option("--against", help="stock: eager and compiled; eager: eager alone; nothing.")
+    ] = "stock",
+    device: Annotated[str, typer.Option("--device", "-d", help="Where to run.")] = "auto",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The type to run all variants in.")] = None,
+    size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels; else the model's own.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Steps of denoising; else the pipeline's own.")] = None,
+    pictures: Annotated[
+        int, typer.Option("--pictures", help="How many pictures anyaccel is told to expect: compiling depends on it.")
+    ] = 1000,
+    rounds: Annotated[int, typer.Option("--rounds", help="Pictures that are timed for each variant.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, with plans and profiles.")] = False,
+) -> None:
+    """Make the same picture in stock diffusers, in stock diffusers compiled, and in anyaccel, in turns.
+
+    Each runs in a process of its own; the first pictures, in which things are compiled, are not in the medians.
+    """
+    if against not in _AGAINST:
+        raise UsageError(f"--against is one of {', '.join(_AGAINST)}, not {against!r}", hint="leave it out")
+    if rounds < 1 or (steps is not None and steps < 1) or pictures < 1:
+        raise UsageError("rounds, steps and pictures are numbers from 1 up", hint="leave them out")
+    from anyaccel.backends.device import open_device
+    from anyaccel.bench.bench import run_bench
+    from anyaccel.bench.describe import describe_bench
+
+    width, height = read_size(size) if size else (None, None)
+    asked: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
+    call = {name: value for name, value in asked.items() if value is not None}
+    opened = open_device(device)
+    display = Display()
+    rows = []
+    try:
+        for work in _list_works(models, device, dtype or opened.sheet.default_dtypes.order[0], call, pictures):
+            rows.append(run_bench(work, variants=(*_AGAINST[against], "anyaccel"), rounds=rounds, tell=display.begin))
+    finally:
+        display.clear()
+    if as_json:
+        print(json.dumps({"device": opened.driver.device_name(opened.index), "rows": rows}, indent=2))
+    else:
+        print("\n".join(describe_bench(rows)))
+
+
+def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[str, Any], pictures: int) -> list[Any]:
+    """The models as works; one that is not there is refused before any is run."""
+    from anyaccel.backends.portable import dtype_name
+    from anyaccel.bench.work import Work
+    from anyaccel.embedded.model import NAME
+    from anyaccel.pictures.named_model import name_model
+
+    told = {"pictures": pictures}
+    return [
+        Work(
+            model=name_model(model).source, title=model, device=device, dtype=dtype_name(dtype), call=call, wishes=told
+        )
+        for model in (models or [NAME])
+    ]
