@@ -22,7 +22,12 @@ from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_
 from tests.memory.sweeps import SAME, use_quietly
 
 NAME = "stable-diffusion"
-ELSEWHERE = [("mps", "phase"), ("mps", "layer"), ("hpu", "layer"), ("hpu", "component")]
+ELSEWHERE = [
+    ("mps", "phase"),
+    ("hpu", "layer"),
+    pytest.param("mps", "layer", marks=pytest.mark.slow),
+    pytest.param("hpu", "component", marks=pytest.mark.slow),
+]
 
 
 def picture(pipe: Any) -> Any:
@@ -88,7 +93,7 @@ def test_a_change_that_would_be_lost_is_refused(device: str, residence: str) -> 
     run_forked(device, use, timeout_s=300)
 
 
-@pytest.mark.parametrize(("device", "residence"), [("mps", "phase"), ("mps", "layer"), ("hpu", "component")])
+@pytest.mark.parametrize(("device", "residence"), [ELSEWHERE[0], *ELSEWHERE[2:]])
 def test_an_adapter_is_loaded_where_the_weights_are_elsewhere(device: str, residence: str) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"], init_lora_weights=False)

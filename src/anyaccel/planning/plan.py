@@ -25,6 +25,7 @@ from anyaccel.planning.speed import (
     choose_compiling,
     choose_fusions,
     choose_prompts_kept,
+    choose_winograd,
 )
 from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
@@ -63,6 +64,7 @@ class Plan:
     channels_last: Decision[bool]
     fusions: Decision[tuple[str, ...]]
     capture: Decision[bool]
+    winograd: Decision[bool]
     prompts_kept: Decision[int]
     prime: Decision[bool]
     watch: Decision[bool]
@@ -132,6 +134,7 @@ def make_plan(
         channels_last=choose_channels_last(sheet, wishes),
         fusions=choose_fusions(sheet, wishes),
         capture=choose_capture(sheet, wishes),
+        winograd=choose_winograd(sheet, wishes),
         prompts_kept=choose_prompts_kept(wishes),
         prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),

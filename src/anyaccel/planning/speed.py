@@ -19,6 +19,7 @@ __all__ = [
     "choose_compiling",
     "choose_fusions",
     "choose_prompts_kept",
+    "choose_winograd",
     "is_worth_compiling",
 ]
 
@@ -95,6 +96,16 @@ def choose_channels_last(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
 def choose_capture(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
     """Whether what a denoiser asks of the device may be recorded and replayed."""
     return _choose(sheet, "capture", wishes.capture)
+
+
+def choose_winograd(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
+    """Whether convolutions are done by Winograd's algorithm: where it pays, and was asked for, since it takes memory."""
+    speedup = sheet.speedup("winograd")
+    if speedup is None:
+        return Decision(False, "that it pays here is not known")
+    if not wishes.winograd:
+        return Decision(False, f"winograd=True was not asked for; {speedup.says} ({speedup.source})")
+    return Decision(True, f"asked for; {speedup.says} ({speedup.source})")
 
 
 def choose_fusions(sheet: Sheet, wishes: Wishes) -> Decision[tuple[str, ...]]:

@@ -45,6 +45,8 @@ class Wishes:
     """Whether compiled models keep pictures in memory channels last; None where that pays."""
     fuse: bool | None = None
     """Whether compiled models use fused operations; None where that pays."""
+    winograd: bool = False
+    """Whether the host does convolutions by Winograd's algorithm: faster, and more memory for the filters."""
     keep_prompts: bool = True
     """Whether what encoders made of a prompt is kept for the next call with the same."""
     watch: bool = True

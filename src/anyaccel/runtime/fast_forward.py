@@ -32,6 +32,7 @@ _MOST_SHAPES = 8
 _BOUND = 0.75
 """A model is bound by launching where the host is busy for this share of a run."""
 _SAME = 2e-2
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
 _OURS = ("forward", "_anyaccel_boundary")
 """What is put on models here, and changes with plans."""
 
@@ -120,6 +121,7 @@ class FastForward:
 
     def _look(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
         """One run that is timed: whether the host's launching takes longer than the device's work."""
+        before = fingerprint(self.module)
         self.wait()
         start = time.perf_counter()
         output = self.run(*args, **kwargs)
@@ -128,7 +130,9 @@ class FastForward:
         done = time.perf_counter()
         share = (launched - start) / max(done - start, 1e-9)
         figures = f"the host launches for {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
-        if share < _BOUND and not self.always:
+        if fingerprint(self.module) != before:
+            shape.refused = "the model keeps something from one run to the next"
+        elif share < _BOUND and not self.always:
             shape.refused = f"{figures}, so that a recording would save nothing"
         self.told = shape.refused or figures
         return output
@@ -180,7 +184,8 @@ def _describe(leaf: Any) -> Any:
     """What makes two arguments alike: of a tensor its shape, type and place, of anything else itself."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    hash(leaf)
+    if not isinstance(leaf, _PLAIN):
+        raise TypeError(f"{type(leaf).__name__} may hold tensors that nobody sees")
     return type(leaf), leaf
 
 

@@ -13,6 +13,7 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime.compile import compile_for_speed
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, release
+from anyaccel.runtime.kernels import winograd
 from anyaccel.runtime.placement import Placement, find_models
 
 __all__ = ["Speed", "forget_recordings", "slow_down", "speeding"]
@@ -36,6 +37,9 @@ def speeding(pipe: Any, placement: Placement, images: int) -> Iterator[None]:
         yield
         return
     speed = placement.speed = placement.speed or Speed()
+    if placement.plan.winograd.value:
+        for model in find_models(pipe).values():
+            winograd.install(model)
     _compile(pipe, placement, speed)
     if placement.plan.capture.value:
         _capture(pipe, placement)
@@ -103,6 +107,7 @@ def slow_down(pipe: Any, placement: Placement | None) -> None:
     for model in find_models(pipe).values():
         for part in (model, *model.children()):
             release(part)
+        winograd.remove(model)
     if placement is None or placement.speed is None or not placement.speed.compiled:
         return
     placement.speed.compiled = False
