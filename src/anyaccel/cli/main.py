@@ -13,12 +13,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from anyaccel.cli.bench import bench_models
+from anyaccel.cli.cache import cache_app
 from anyaccel.cli.chart import show_chart
 from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
 from anyaccel.cli.explain import explain_model
 from anyaccel.cli.generate import generate_pictures
 from anyaccel.cli.run import CONTEXT, run_program
+from anyaccel.cli.warm import warm_model
 from anyaccel.errors import AnyaccelError
 
 __all__ = ["app", "main"]
@@ -32,12 +34,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("bench")(bench_models)
+app.add_typer(cache_app, name="cache")
 app.command("chart")(show_chart)
 app.command("check")(check_pipeline)
 app.command("devices")(show_devices)
 app.command("explain")(explain_model)
 app.command("generate")(generate_pictures)
 app.command("run", context_settings=CONTEXT)(run_program)
+app.command("warm")(warm_model)
 
 
 def _show_version(wanted: bool) -> None:

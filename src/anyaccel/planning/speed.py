@@ -99,7 +99,7 @@ def choose_capture(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
 
 
 def choose_winograd(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
-    """Whether convolutions are done by Winograd's algorithm: where it pays, and was asked for, since it takes memory."""
+    """Whether convolutions are done by Winograd's algorithm: asked for, since it takes memory."""
     speedup = sheet.speedup("winograd")
     if speedup is None:
         return Decision(False, "that it pays here is not known")

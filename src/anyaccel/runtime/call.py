@@ -52,7 +52,7 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         note_shape(placement, part)
         placement.running = True
         try:
-            with speeding(pipe, placement, part.images):
+            with speeding(pipe, placement, part):
                 return _Run(pipe, placement, call, part, draws.take(first, part.images)).finish()
         finally:
             placement.running = False

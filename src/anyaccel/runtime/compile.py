@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.half_precision import find_cache_folder
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
@@ -21,7 +22,7 @@ from anyaccel.planning.plan import Plan
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in
 from anyaccel.runtime.fusions import fuse
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
-from anyaccel.runtime.request import Request
+from anyaccel.runtime.request import Request, bucket_of
 
 __all__ = ["compile_components", "compile_for_speed", "compiling", "note_shape"]
 
@@ -172,9 +173,17 @@ def compiling(placement: Placement) -> Iterator[None]:
         yield
         return
     with _put_back(variable):
-        if placement.cache_dir:
-            os.environ[variable] = placement.plan.compile.value.cache_value.format(placement.cache_dir)
+        folder = placement.cache_dir or _find_own_folder(placement, variable)
+        if folder:
+            os.environ[variable] = placement.plan.compile.value.cache_value.format(folder)
         yield
+
+
+def _find_own_folder(placement: Placement, variable: str) -> str | None:
+    """Where graphs are kept that were compiled for speed: beside all else that is kept, unless the user said where."""
+    if variable in os.environ or placement.speed is None or not placement.speed.compiled:
+        return None
+    return str(find_cache_folder() / "graphs" / placement.opened.sheet.name)
 
 
 @contextmanager
@@ -195,8 +204,7 @@ def note_shape(placement: Placement, request: Request) -> None:
     plan = placement.plan
     if not plan.compiled.value:
         return
-    size = " × ".join(str(request.arguments[name]) for name in ("height", "width") if request.arguments.get(name))
-    bucket = f"{size or 'default size'}, {request.images} image{'s' if request.images != 1 else ''}"
+    bucket = bucket_of(request)
     if bucket in plan.buckets.value:
         return
     if plan.buckets.value and plan.compile.value.static:

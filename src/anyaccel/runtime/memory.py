@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from anyaccel.planning.wishes import Wishes
 from anyaccel.planning.workspace import read_workspace
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.placement import Placement, find_components, read_facts
-from anyaccel.runtime.request import Request
+from anyaccel.runtime.request import Request, shape_of
 from anyaccel.tracing.clone import clone_pipeline
 from anyaccel.tracing.measure import Measurement
 from anyaccel.tracing.shell import map_tensors
@@ -42,7 +41,6 @@ __all__ = [
     "list_pipeline_rules",
     "plan_call",
     "plan_weights",
-    "shape_of",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -165,22 +163,6 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
 def _bytes_of(name: str, placement: Placement) -> int:
     dtype = dict(placement.plan.component_dtypes.value).get(name, placement.plan.dtype.value)
     return int(getattr(torch, dtype).itemsize)
-
-
-def shape_of(request: Request) -> str:
-    """What of a call decides how much it holds, in words: `512 × 512, 4 images`."""
-    sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
-    others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
-    if request.arguments.get("guidance_scale") is not None:  # it may double the batch inside
-        others.append(f"guidance {request.arguments['guidance_scale']}")
-    images = f"{request.images} image{'s' if request.images != 1 else ''}"
-    return ", ".join([" × ".join(sizes) or "default size", images, *others])
-
-
-def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    shapes = {name: tuple(value.shape) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    pictures = {name: value.size for name, value in arguments.items() if hasattr(value, "size") and name not in shapes}
-    return shapes | {name: size for name, size in pictures.items() if isinstance(size, tuple)}
 
 
 def plan_call(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:

@@ -20,10 +20,10 @@ from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.repair import choose_repairs
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.boundary import set_boundaries
-from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call, shape_of
+from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call
 from anyaccel.runtime.placement import Placement, being_offloaded, find_components, find_placement, read_facts
 from anyaccel.runtime.remembered import recall, remember
-from anyaccel.runtime.request import Request
+from anyaccel.runtime.request import Request, shape_of
 from anyaccel.runtime.residence import bring_home, end_phase, find_lost_change, set_residence
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import forget_recordings, slow_down

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any, SupportsIndex
@@ -12,7 +12,7 @@ import torch
 
 from anyaccel.errors import UsageError
 
-__all__ = ["Request", "read_request"]
+__all__ = ["Request", "bucket_of", "read_request", "shape_of"]
 
 _PER_PROMPT = (
     "num_images_per_prompt",
@@ -134,3 +134,25 @@ def _count_per_prompt(request: Request, signature: inspect.Signature) -> int:
     default = signature.parameters[name].default if name in signature.parameters else 1
     value = request.arguments.get(name, default)
     return value if isinstance(value, int) and value > 0 else 1
+
+
+def bucket_of(request: Request) -> str:
+    """The size and the number of images of a call, in words: `512 × 512, 1 image`."""
+    size = " × ".join(str(request.arguments[name]) for name in ("height", "width") if request.arguments.get(name))
+    return f"{size or 'default size'}, {request.images} image{'s' if request.images != 1 else ''}"
+
+
+def shape_of(request: Request) -> str:
+    """What of a call decides the shapes inside, in words: `512 × 512, 4 images`."""
+    sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
+    others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
+    if request.arguments.get("guidance_scale") is not None:  # it may double the batch inside
+        others.append(f"guidance {request.arguments['guidance_scale']}")
+    images = f"{request.images} image{'s' if request.images != 1 else ''}"
+    return ", ".join([" × ".join(sizes) or "default size", images, *others])
+
+
+def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    shapes = {name: tuple(value.shape) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    pictures = {name: value.size for name, value in arguments.items() if hasattr(value, "size") and name not in shapes}
+    return shapes | {name: size for name, size in pictures.items() if isinstance(size, tuple)}

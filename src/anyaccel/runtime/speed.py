@@ -6,15 +6,20 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
+from anyaccel.runtime.artefact_key import describe_key
+from anyaccel.runtime.artefacts import load_payload, save_payload
 from anyaccel.runtime.compile import compile_for_speed
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, release
 from anyaccel.runtime.kernels import winograd
 from anyaccel.runtime.placement import Placement, find_models
+from anyaccel.runtime.request import Request, bucket_of
 
 __all__ = ["Speed", "forget_recordings", "slow_down", "speeding"]
 
@@ -28,10 +33,12 @@ class Speed:
     pictures: int = 0
     seconds: float = 0.0
     compiled: bool = False
+    shapes: set[str] = field(default_factory=set)
+    """The shapes that were run compiled."""
 
 
 @contextmanager
-def speeding(pipe: Any, placement: Placement, images: int) -> Iterator[None]:
+def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
     """While a call runs: models are as fast as the plan says; how long it took counts for the next."""
     if placement.residence != "resident":
         yield
@@ -43,11 +50,37 @@ def speeding(pipe: Any, placement: Placement, images: int) -> Iterator[None]:
     _compile(pipe, placement, speed)
     if placement.plan.capture.value:
         _capture(pipe, placement)
+    key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if speed.compiled else None
     start = time.perf_counter()
     yield
-    speed.pictures += images
-    speed.seconds += time.perf_counter() - start
+    took = time.perf_counter() - start
+    speed.pictures += part.images
+    speed.seconds += took
+    if key is not None:
+        _keep_compiled(key, took)
     _tell(pipe, placement)
+
+
+def _fetch_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
+    """Before a shape is first run compiled: load what is kept for it; the key to keep it by, where nothing is."""
+    if shape in speed.shapes:
+        return None
+    speed.shapes.add(shape)
+    key = describe_key(pipe, placement, shape)
+    kept = load_payload(key)
+    if kept is None:
+        return key
+    try:
+        torch.compiler.load_cache_artifacts(kept)
+    except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
+        _LOG.warning("anyaccel: what was kept cannot be loaded, and is compiled: %s", error)
+    return None
+
+
+def _keep_compiled(key: dict[str, str], took_s: float) -> None:
+    made = torch.compiler.save_cache_artifacts()
+    if made is not None:
+        save_payload(key, made[0], took_s)
 
 
 def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:

@@ -1,0 +1,99 @@
+"""`anyaccel cache`: what was compiled on this machine, passed on to others of its kind, and thrown away."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anyaccel.errors import UsageError
+
+__all__ = ["cache_app"]
+
+cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is kept under ANYACCEL_CACHE.")
+
+
+@cache_app.command("list")
+def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
+    """List what is kept: for which pipeline, size, type, device and versions."""
+    from anyaccel.backends.size import readable
+    from anyaccel.runtime.artefact_key import find_versions
+    from anyaccel.runtime.artefacts import find_folder, list_entries
+
+    entries, here = list_entries(), find_versions()
+    states = {one.name: _state(one.is_sound(), {n: one.key.get(n, "") for n in here} == here) for one in entries}
+    if as_json:
+        rows = [
+            {
+                "name": one.name,
+                "key": one.key,
+                "bytes": one.payload_bytes,
+                "took_s": one.took_s,
+                "state": states[one.name],
+            }
+            for one in entries
+        ]
+        print(json.dumps({"folder": str(find_folder()), "entries": rows}, indent=2))
+        return
+    for one in entries:
+        made = datetime.fromtimestamp(one.made).strftime("%Y-%m-%d %H:%M")
+        print(
+            f"{one.name[:12]}  {one.key.get('pipeline', '?')}, {one.key.get('shape', '?')}, {one.key.get('dtype', '?')}"
+        )
+        where = f"on {one.key.get('device', '?')}, torch {one.key.get('torch', '?')}"
+        size = readable(one.payload_bytes)
+        print(f"              {where}; {size}, took {one.took_s:.0f} s, {made}: {states[one.name]}")
+    print(f"{len(entries)} kept in {find_folder()}")
+
+
+def _state(sound: bool, current: bool) -> str:
+    if not sound:
+        return "damaged"
+    return "ready" if current else "of other versions"
+
+
+@cache_app.command("export")
+def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: graphs.tar.gz.")]) -> None:
+    """Write all that is kept into one file, for another machine of the same kind."""
+    from anyaccel.runtime.artefacts import export_entries, list_entries
+
+    entries = list_entries()
+    if not entries:
+        raise UsageError("nothing is kept that could be exported", hint="anyaccel warm MODEL --size 512x512 fills it")
+    if not file.parent.is_dir():
+        raise UsageError(f"there is no folder {file.parent}", hint="make it first")
+    print(f"{export_entries(file, entries)} entries in {file}")
+
+
+@cache_app.command("import")
+def import_cache(file: Annotated[Path, typer.Argument(help="A file that `anyaccel cache export` wrote.")]) -> None:
+    """Take in what another machine compiled. It is code that will run: take it from machines that you trust alone."""
+    from anyaccel.runtime.artefacts import import_entries
+
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}", hint="give a file that `anyaccel cache export` wrote")
+    taken, refused = import_entries(file)
+    for words in refused:
+        print(f"left out: {words}")
+    print(f"{taken} entries taken in")
+
+
+@cache_app.command("prune")
+def prune_cache(
+    older: Annotated[
+        float | None, typer.Option("--older", metavar="DAYS", help="Also what is older than that.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all.")] = False,
+) -> None:
+    """Remove what is damaged or of other versions than are installed."""
+    from anyaccel.backends.size import readable
+    from anyaccel.runtime.artefact_key import find_versions
+    from anyaccel.runtime.artefacts import prune_entries
+
+    if older is not None and older < 0:
+        raise UsageError(f"an age is a number of days from 0 up, not {older:g}", hint="--older 30")
+    count, freed = prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
+    print(f"{count} removed, {readable(freed)}")

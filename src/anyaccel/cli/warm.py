@@ -1,0 +1,61 @@
+"""`anyaccel warm`: compile a model ahead of time, so that the first picture comes as soon as the later ones."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from anyaccel.cli.generate_options import read_size
+from anyaccel.cli.progress import Display
+from anyaccel.errors import UsageError
+
+__all__ = ["warm_model"]
+
+
+def warm_model(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or `embedded`.")],
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", metavar="WxH", help="A size to compile for; may be given again.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", "-d", help="What to compile for; it must be here.")] = "auto",
+    images: Annotated[int, typer.Option("--images", "-n", help="How many images a call makes.")] = 1,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="The type to run in; else the device's best.")] = None,
+    pictures: Annotated[int, typer.Option("--pictures", help="How many pictures are to come.")] = 1000,
+) -> None:
+    """Compile a model for some sizes, and keep the result for every later process: see `anyaccel cache`."""
+    if images < 1 or pictures < 1:
+        raise UsageError("images and pictures are numbers from 1 up", hint="leave them out")
+    shapes = [read_size(size) for size in sizes or []]
+    display = Display()
+    display.begin(f"loading {model}")
+    try:
+        from anyaccel.errors import NotMeasurableError
+        from anyaccel.pictures.named_model import name_model
+        from anyaccel.runtime.artefacts import list_entries
+        from anyaccel.runtime.loading import DiffusionPipeline
+
+        before = {entry.name for entry in list_entries()}
+        pipe = DiffusionPipeline.from_pretrained(name_model(model).source)
+        pipe.to(device, compile=True, pictures=pictures, **({"dtype": dtype} if dtype else {}))
+        pipe.set_progress_bar_config(disable=True)
+        compiling = pipe.plan.compiling
+        if compiling.value.when == "never":
+            raise NotMeasurableError(
+                f"nothing is compiled on {pipe.plan.title}: {compiling.reason}", hint="no need to warm it"
+            )
+        calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
+        start = time.perf_counter()
+        for number, call in enumerate(calls):
+            left = compiling.value.takes_s * (len(calls) - number)
+            size = f"{call['width']} × {call['height']}" if call else "the model's own size"
+            display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
+            pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
+    finally:
+        display.clear()
+    made = [entry for entry in list_entries() if entry.name not in before]
+    known = len(calls) - len(made)
+    print(
+        f"{len(calls)} sizes ready in {time.perf_counter() - start:.0f} s: {len(made)} new, {max(0, known)} kept before"
+    )

@@ -1,0 +1,63 @@
+"""Measuring beside stock diffusers: in turns, the same picture, and a clear word where a variant fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from anyaccel.bench.bench import run_bench
+from anyaccel.bench.describe import describe_bench
+from anyaccel.bench.pipelines import drawing_alike
+from anyaccel.bench.work import Work
+from anyaccel.errors import NotMeasurableError, UsageError
+from anyaccel.recipes import recipes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    recipes()["stable-diffusion"].make().save_pretrained(path)
+    return path
+
+
+def test_the_same_picture_in_turns(folder: Path) -> None:
+    call = {"num_inference_steps": 2, "height": 16, "width": 16}
+    work = Work(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call)
+    told: list[str] = []
+    row = run_bench(work, variants=("stock eager", "anyaccel"), rounds=2, tell=told.append)
+    assert json.loads(json.dumps(row)) == row
+    ours, stock = row["variants"]["anyaccel"], row["variants"]["stock eager"]
+    assert ours["psnr_db"] is None or ours["psnr_db"] > 80
+    assert ours["median_s"] > 0
+    assert ours["first_picture_s"] > 0
+    assert row["against stock eager"] == pytest.approx(stock["median_s"] / ours["median_s"], rel=0.05)
+    assert "prompts_kept" in ours["plan"]
+    assert any("round 2 of 2" in words for words in told)
+    text = "\n".join(describe_bench([row]))
+    assert "tiny" in text
+    assert "times as fast as stock eager" in text
+
+
+def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(NotMeasurableError, match=r"stock eager failed: .*model_index\.json"):
+        run_bench(Work(model=str(tmp_path), device="cpu"), variants=("stock eager",), rounds=1)
+
+
+def test_a_variant_that_there_is_not() -> None:
+    with pytest.raises(UsageError, match="there is no variant"):
+        run_bench(Work(model="x"), variants=("faster",))
+
+
+def test_work_goes_through_json() -> None:
+    work = Work(model="m", embeds={"prompt_embeds": (1, 2, 3)}, wishes={"pictures": 3})
+    assert Work.from_dict(json.loads(json.dumps(work.to_dict()))) == work
+
+
+def test_noise_is_drawn_alike_in_every_type() -> None:
+    def draw(dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn((4, 4), generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+    with drawing_alike():
+        assert (draw(torch.bfloat16) == draw(torch.float32).to(torch.bfloat16)).all()
+    assert not (draw(torch.bfloat16) == draw(torch.float32).to(torch.bfloat16)).all()
