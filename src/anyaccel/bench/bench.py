@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -73,7 +74,10 @@ class _Variant:
         """End the process."""
         self.process.kill()
         self.process.wait()
-        self.log.close()
+        for file in (self.process.stdin, self.process.stdout, self.log):
+            if file is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    file.close()
 
 
 def run_bench(
