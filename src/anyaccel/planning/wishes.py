@@ -40,7 +40,7 @@ class Wishes:
     pictures: int | None = None
     """How many pictures are to come, for `compile="auto"`; None takes as many as came already."""
     capture: bool | None = None
-    """Whether the denoiser's work is recorded and replayed; None where launching it is what takes the time."""
+    """Whether the denoiser's work is recorded and replayed; None once it was compiled."""
     channels_last: bool | None = None
     """Whether compiled models keep pictures in memory channels last; None where that pays."""
     fuse: bool | None = None

@@ -48,7 +48,10 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
         for model in find_models(pipe).values():
             winograd.install(model)
     _compile(pipe, placement, speed)
-    if placement.plan.capture.value:
+    asked = placement.wishes.capture is True
+    if placement.plan.capture.value and (
+        asked or speed.compiled
+    ):  # what it holds is not in the forecast of a plain call
         _capture(pipe, placement)
     key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if speed.compiled else None
     start = time.perf_counter()
@@ -111,7 +114,7 @@ def _capture(pipe: Any, placement: Placement) -> None:
         if found is not None:
             found.record = record
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
-            found.always = placement.wishes.capture is True or bool(placement.speed and placement.speed.compiled)
+            found.always = True
             found.renew()
 
 
