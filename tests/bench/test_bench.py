@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from anyaccel.recipes import recipes
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    recipes()["stable-diffusion"].make().save_pretrained(path)
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(path)
     return path
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -75,7 +76,8 @@ def test_a_model_that_is_not_there_is_refused_before_anything_runs() -> None:
 
 @pytest.mark.slow
 def test_a_second_process_starts_warm(own_cache: Path) -> None:
-    recipes()["flux"].make().save_pretrained(own_cache / "model")
+    pipe: Any = recipes()["flux"].make()
+    pipe.save_pretrained(own_cache / "model")
     command = [sys.executable, "-m", "anyaccel", "warm", str(own_cache / "model"), "--size", "16x16", "-d", "cpu"]
     environment = {**os.environ, "ANYACCEL_CACHE": str(own_cache / "cache")}
     seconds = []

@@ -30,6 +30,10 @@ ELSEWHERE = [
 ]
 
 
+def make() -> Any:
+    return recipes()[NAME].make()
+
+
 def picture(pipe: Any) -> Any:
     return run(recipes()[NAME], pipe)
 
@@ -46,7 +50,8 @@ def test_a_pipeline_whose_weights_are_elsewhere_is_a_pipeline(device: str, resid
         before = picture(pipe)
 
         pipe.save_pretrained(tmp_path)
-        loaded = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
+        library: Any = diffusers
+        loaded = library.StableDiffusionPipeline.from_pretrained(tmp_path, safety_checker=None)
         assert off(picture(loaded), before) < SAME
         assert off(picture(pipe), before) < SAME, "the pipeline that was saved"
 
@@ -60,7 +65,7 @@ def test_a_pipeline_whose_weights_are_elsewhere_is_a_pipeline(device: str, resid
         gc.collect()
         assert anyaccel.memory(device).used_bytes == used, "what a call that was cut short fetched went back"
 
-        other = recipes()[NAME].make().unet
+        other = make().unet
         with torch.no_grad():
             other.conv_out.weight.mul_(2)
         pipe.unet = other
@@ -100,7 +105,7 @@ def test_an_adapter_is_loaded_where_the_weights_are_elsewhere(device: str, resid
 
     def use(accelerator: VirtualAccelerator) -> None:
         use_quietly()
-        adapted = recipes()[NAME].make()
+        adapted = make()
         adapted.unet.add_adapter(config)
         weights = {f"unet.{key}": value for key, value in peft.get_peft_model_state_dict(adapted.unet).items()}
         pipe = place(recipes()[NAME].make(), device, dtype="float32", memory=residence)

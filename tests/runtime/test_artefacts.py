@@ -118,5 +118,7 @@ def test_pruning_takes_what_is_stale_damaged_or_old() -> None:
     assert count == 2
     assert [entry.key for entry in artefacts.list_entries()] == [KEY]
     assert artefacts.prune_entries(older_than_days=1, versions={})[0] == 0
-    assert artefacts.prune_entries() == (1, pytest.approx(5 + 200, abs=150))
+    count, freed = artefacts.prune_entries()
+    assert count == 1
+    assert freed > 5
     assert artefacts.list_entries() == []

@@ -39,7 +39,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.fixture
 def unet() -> Any:
-    return recipes()["stable-diffusion"].make().unet
+    pipe: Any = recipes()["stable-diffusion"].make()
+    return pipe.unet
 
 
 def make_inputs(seed: int, size: int = 8) -> dict[str, Any]:

@@ -19,7 +19,8 @@ def trace(function: Any, *inputs: Any) -> torch.fx.GraphModule:
 
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(function, backend=backend)(*inputs)
+        compiled: Any = torch.compile(function, backend=backend)
+        compiled(*inputs)
     return found[0]
 
 
@@ -70,7 +71,7 @@ def fusions_wanted() -> tuple[str, ...]:
 
 def test_a_normalization_and_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
-    library = torch.library.Library("anyaccel", "FRAGMENT")
+    library: Any = torch.library.Library("anyaccel", "FRAGMENT")  # type: ignore[no-untyped-call]
     if not hasattr(torch.ops.anyaccel, "normalize_groups"):
         library.define("normalize_groups(Tensor x, int groups, Tensor w, Tensor b, float eps, bool silu) -> Tensor")
 

@@ -75,6 +75,7 @@ def test_a_layer_stays_a_layer(kernel: int) -> None:
         torch.testing.assert_close(other(picture), layer(picture), rtol=1e-4, atol=1e-4)
         other.weight.zero_()
         winograd.install(other)
+        assert layer.bias is not None
         assert (other(picture) - layer.bias.view(1, -1, 1, 1)).abs().max() < 1e-5, "its own weight, not the first one's"
     half = copy.deepcopy(layer).to(torch.bfloat16)
     assert half(picture.to(torch.bfloat16)).dtype is torch.bfloat16

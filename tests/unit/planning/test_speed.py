@@ -42,14 +42,16 @@ def test_what_the_sheet_names_is_done_with_its_source() -> None:
 
 @pytest.mark.parametrize("wish", ["capture", "channels_last", "fuse", "keep_prompts", "compile"])
 def test_each_can_be_switched_off(wish: str) -> None:
-    wishes = Wishes(**{wish: False})
-    chosen: Any = {
+    off: dict[str, Any] = {wish: False}
+    wishes = Wishes(**off)
+    choosers: dict[str, Any] = {
         "capture": choose_capture,
         "channels_last": choose_channels_last,
         "fuse": choose_fusions,
         "keep_prompts": lambda sheet, wishes: choose_prompts_kept(wishes),
         "compile": lambda sheet, wishes: choose_compiling(sheet, facts(DENOISER), wishes),
-    }[wish](FAST, wishes)
+    }
+    chosen = choosers[wish](FAST, wishes)
     assert not chosen.value or chosen.value == Compiling("never")
     assert f"{wish}=False was asked for" in chosen.reason
 
