@@ -33,7 +33,7 @@ class Prompts:
         if key not in self.kept:
             return None
         self.kept.move_to_end(key)
-        return map_tensors(self.kept[key], lambda tensor: tensor.to(device))
+        return map_tensors(self.kept[key], lambda tensor: tensor.to(device, copy=True))
 
     def note(self, key: Hashable, made: Any) -> None:
         """Keep what was made the second time that it is asked for: most prompts never are."""

@@ -15,7 +15,7 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, save_payload
-from anyaccel.runtime.compile import compile_for_speed
+from anyaccel.runtime.compile import compile_for_speed, compiling
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, release
 from anyaccel.runtime.kernels import winograd
 from anyaccel.runtime.placement import Placement, find_models
@@ -48,10 +48,8 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
         for model in find_models(pipe).values():
             winograd.install(model)
     _compile(pipe, placement, speed)
-    asked = placement.wishes.capture is True
-    if placement.plan.capture.value and (
-        asked or speed.compiled
-    ):  # what it holds is not in the forecast of a plain call
+    # What a recording holds is not in the forecast of a plain call.
+    if placement.plan.capture.value and (speed.compiled or placement.wishes.capture):
         _capture(pipe, placement)
     key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if speed.compiled else None
     start = time.perf_counter()
@@ -74,7 +72,8 @@ def _fetch_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -
     if kept is None:
         return key
     try:
-        torch.compiler.load_cache_artifacts(kept)
+        with compiling(placement):  # where it is looked for when the models run
+            torch.compiler.load_cache_artifacts(kept)
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
         _LOG.warning("anyaccel: what was kept cannot be loaded, and is compiled: %s", error)
     return None
@@ -87,12 +86,12 @@ def _keep_compiled(key: dict[str, str], took_s: float) -> None:
 
 
 def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
-    compiling = placement.plan.compiling.value
+    choice = placement.plan.compiling.value
     each = speed.seconds / max(1, speed.pictures)
-    if speed.compiled or not is_worth_compiling(compiling, each, speed.pictures, placement.wishes.pictures):
+    if speed.compiled or not is_worth_compiling(choice, each, speed.pictures, placement.wishes.pictures):
         return
     speed.compiled = True
-    _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", compiling.takes_s)
+    _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", choice.takes_s)
     names = compile_for_speed(pipe, placement)
     placement.plan = replace(
         placement.plan, compiled=Decision(names, f"{placement.plan.compiling}: {placement.plan.compiling.reason}")
