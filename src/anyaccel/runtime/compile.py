@@ -181,9 +181,16 @@ def compiling(placement: Placement) -> Iterator[None]:
 
 def _find_own_folder(placement: Placement, variable: str) -> str | None:
     """Where graphs are kept that were compiled for speed: beside all else that is kept, unless the user said where."""
-    if variable in os.environ or placement.speed is None or not placement.speed.compiled:
+    if _was_given(variable) or placement.speed is None or not placement.speed.compiled:
         return None
     return str(find_cache_folder() / "graphs" / placement.opened.sheet.name)
+
+
+def _was_given(variable: str) -> bool:
+    """Whether the user said where graphs go: torch writes its own default into the variable as it is imported."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get(variable) not in (None, os.path.abspath(default_cache_dir()))
 
 
 @contextmanager
