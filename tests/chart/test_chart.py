@@ -51,10 +51,7 @@ def test_pipelines_work_placed_on_a_device(turn: int, device: str) -> None:
 
 
 @NEEDS_RECIPES
-@pytest.mark.parametrize(
-    ("turn", "device"),
-    [pytest.param(*one, marks=pytest.mark.slow if one[1] in ("npu", "mlu") else ()) for one in enumerate(DEVICES)],
-)
+@pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
 def test_plain_pipelines_give_the_picture_of_the_cpu(turn: int, device: str) -> None:
     chosen = list(recipes().values())[turn :: 3 * len(DEVICES)]
     reports = run_on_device(device, chosen, run_on_host(chosen), [Ways(placed=False)])

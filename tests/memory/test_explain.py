@@ -90,7 +90,8 @@ def test_more_is_held_by_more_and_larger_pictures_and_wider_types() -> None:
 
     usual = peak()
     assert usual < peak(batch=4)
-    assert peak(dtype="float32", memory="component") > 0.5 * usual
+    assert peak(dtype="float32") > 1.5 * usual
+    assert peak(memory="component") < usual
     # Within 1 % of what one H200 held: benchmarks/results/memory_cuda.json.
     assert usual == pytest.approx(3280 * 2**20, rel=0.01)
 

@@ -51,7 +51,7 @@ def test_it_is_encoded_again_where_something_changed(pipe: Any) -> None:
     assert len(several) == 2, "another number of images"
 
 
-def test_lists_of_prompts_are_kept_and_tensors_are_not(pipe: Any) -> None:
+def test_lists_of_prompts_are_kept_in_their_order(pipe: Any) -> None:
     counted = Counted(pipe.text_encoder)
     for _ in range(3):
         pair = picture(pipe, ["a cat", "a dog"])

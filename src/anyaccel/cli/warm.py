@@ -57,5 +57,5 @@ def warm_model(
     made = [entry for entry in list_entries() if entry.name not in before]
     known = len(calls) - len(made)
     print(
-        f"{len(calls)} sizes ready in {time.perf_counter() - start:.0f} s: {len(made)} new, {max(0, known)} kept before"
+        f"{len(calls)} {'size' if len(calls) == 1 else 'sizes'} ready in {time.perf_counter() - start:.0f} s: {len(made)} new, {max(0, known)} kept before"
     )

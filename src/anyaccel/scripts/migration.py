@@ -15,7 +15,7 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.device import sheet as find_sheet
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.errors import UnmappedError
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.plan import Plan, make_plan
@@ -79,7 +79,7 @@ class Migration:
     @property
     def is_native(self) -> bool:
         """Whether the device is the one that scripts are written for, so that nothing needs to be mapped."""
-        return self.device.type == self.foreign
+        return is_on(self.device, self.foreign)
 
     @property
     def title(self) -> str:

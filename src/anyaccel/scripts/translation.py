@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.runtime import noise
 from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam
 from anyaccel.scripts.migration import Migration, is_devices_own
@@ -87,7 +87,7 @@ class ScriptSeam(GlueSeam):
 
     def _is_there(self, tensor: Any, frame: Any) -> bool:
         """Whether a tensor lies on the accelerator, which a script asks by the name that it knows."""
-        return not is_devices_own(frame) and tensor.device.type == self.migration.device.type
+        return not is_devices_own(frame) and is_on(tensor.device, self.migration.device.type)
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Named) -> Any:
         """Memory that is pinned is copied sooner; where a device has none, the tensor itself does."""
