@@ -56,6 +56,6 @@ def warm_model(
         display.clear()
     made = [entry for entry in list_entries() if entry.name not in before]
     known = len(calls) - len(made)
-    print(
-        f"{len(calls)} {'size' if len(calls) == 1 else 'sizes'} ready in {time.perf_counter() - start:.0f} s: {len(made)} new, {max(0, known)} kept before"
-    )
+    counted = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"
+    took = time.perf_counter() - start
+    print(f"{counted} ready in {took:.0f} s: {len(made)} new, {max(0, known)} kept before")
