@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed cuda                        every case, one after another
     python -m benchmarks.speed cuda --together             they warm up side by side, and are measured one at a time
-    python -m benchmarks.speed cuda --cases sdxl sd15
+    python -m benchmarks.speed cuda --cases sdxl "schnell:anyaccel,anyaccel fast"
 
 Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in a process of its own, in
 turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--wishes` for anyaccel with others.
@@ -23,7 +23,7 @@ import diffusers
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
-from anyaccel.bench.work import Work
+from anyaccel.bench.work import FAST, Work
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,6 +52,12 @@ CASES = {
                 "prompt_attention_mask": (1, 120), "negative_prompt_attention_mask": (1, 120)},
         call={"num_inference_steps": 20, "guidance_scale": 4.5, "use_resolution_binning": False,
               "negative_prompt": None, **SIDE}),
+    "throughput": Work(
+        model="stabilityai/sdxl-turbo", title="SDXL, 1024², 20 steps, guidance, 8 pictures at once", variants=(FAST,),
+        scheduler="EulerDiscreteScheduler",
+        embeds={"prompt_embeds": (1, 77, 2048), "negative_prompt_embeds": (1, 77, 2048),
+                "pooled_prompt_embeds": (1, 1280), "negative_pooled_prompt_embeds": (1, 1280)},
+        call={"num_inference_steps": 20, "guidance_scale": 8.0, "num_images_per_prompt": 8, **SIDE}),
     "dev": Work(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-dev, 1024², 28 steps", floor_s=2.65,
         config={"guidance_embeds": True}, embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
@@ -61,17 +67,19 @@ CASES = {
 
 
 def list_works(names: list[str], device: str, wishes: dict[str, Any]) -> Iterator[Work]:
-    """The cases, on a device, with what anyaccel is told."""
+    """The cases, on a device, with what anyaccel is told; `sdxl:anyaccel,anyaccel fast` says which variants."""
     told = {"watch": False, "compile": True, "pictures": 10_000, **wishes}
-    for name in names:
-        yield replace(CASES[name], device=device, dtype="bfloat16", random=True, wishes=told)
+    for named in names:
+        name, _, variants = named.partition(":")
+        work = CASES[name] if not variants else replace(CASES[name], variants=tuple(variants.split(",")))
+        yield replace(work, device=device, dtype="bfloat16", random=True, wishes=told)
 
 
 def main() -> None:
     """Run the cases and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device")
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--wishes", type=json.loads, default={})
@@ -90,7 +98,8 @@ def main() -> None:
     for group in [works] if options.together else [[work] for work in works]:
         for row in run_together(group, rounds=options.rounds, tell=lambda words: print(words, file=sys.stderr)):
             report["rows"].append(row)
-            print({key: row.get(key) for key in ("title", "error", "hint", "against stock compiled")}, flush=True)
+            shown = ("title", "error", "hint", "against stock compiled", "fast against exact", "fast_psnr_db")
+            print({key: row.get(key) for key in shown}, flush=True)
             ratios = [one["against stock compiled"] for one in report["rows"] if "against stock compiled" in one]
             report["geometric_mean"] = round(statistics.geometric_mean(ratios), 3) if ratios else None
             options.out.mkdir(exist_ok=True)

@@ -5,11 +5,19 @@ import os
 # Tests fork processes for virtual devices: torch must not have started threads before.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import atexit
+import logging
+import pickle
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from packaging.version import Version
@@ -25,6 +33,37 @@ NEEDS_RECIPES = pytest.mark.skipif(
     Version(version("diffusers")) < Version("0.42") or Version(version("transformers")) < Version("5"),
     reason="the recipes are made of classes of diffusers 0.42 and transformers 5, which Python 3.10 cannot have",
 )
+
+
+class Kept:
+    """What is computed once for all workers of a run, by name.
+
+    Nobody waits: what two workers ask for in the same moment is computed twice.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self, name: str) -> Any:
+        """What is kept under the name; None where nothing is yet."""
+        path = self.folder / f"{name}.pickle"
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep it for whoever asks next."""
+        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+            file.write(pickle.dumps(value))
+        os.replace(file.name, self.folder / f"{name}.pickle")
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    """What the workers of this run have computed already."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept"
+    folder.mkdir(exist_ok=True)
+    return Kept(folder)
+
 
 RunCli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -43,5 +82,97 @@ def run_cli() -> RunCli:
             check=False,
             timeout=120,
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pipelines_imported() -> None:
+    """Import every pipeline once, for tests that fork: each of their processes would import what it needs anew."""
+    import diffusers
+
+    from anyaccel.recipes import recipes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of themselves when they are imported
+        for recipe in recipes().values():
+            getattr(diffusers, recipe.pipeline, None)
+
+
+@pytest.fixture(scope="session")
+def compiler_imported() -> None:
+    """Let torch's compiler import what it needs and read its sources once, before processes are forked."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
+    with torch.no_grad():
+        torch.compile(model, backend="eager", fullgraph=True, dynamic=False)(torch.ones(1, 2))
+    torch._dynamo.reset()
+
+
+def run_in_fork(
+    work: Callable[[], object], arguments: list[str], environment: Mapping[str, str], timeout_s: int = 120
+) -> "subprocess.CompletedProcess[str]":
+    """What a program writes and how it ends, in a fork of this process in which torch is imported already.
+
+    Only for what does not depend on the start of a process: it has streams, arguments and variables of its own.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, tempfile.TemporaryFile() as none:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, of which none is torch's
+            process = os.fork()
+        if process == 0:
+            _run_here(work, arguments, environment, (none.fileno(), out.fileno(), err.fileno()), timeout_s)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode())
+    return subprocess.CompletedProcess(arguments, status, *texts)
+
+
+def _run_here(
+    work: Callable[[], object],
+    arguments: list[str],
+    environment: Mapping[str, str],
+    files: tuple[int, ...],
+    limit_s: int,
+) -> NoReturn:
+    """What the fork does; it never comes back."""
+    status = 3
+    try:
+        signal.alarm(limit_s)
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        for name in [name for name in os.environ if name.startswith("ANYACCEL_")]:
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.argv = arguments
+        logging.getLogger().handlers.clear()  # pytest's
+        atexit._clear()  # what the tests' own process would do at its end
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore")
+        work()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 - as a program would end
+        traceback.print_exc()
+        status = 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@pytest.fixture
+def run_cli_forked() -> RunCli:
+    """Run the command line in a fork of this process: for what does not depend on how a process starts."""
+    from anyaccel.cli.main import main
+
+    def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        return run_in_fork(main, ["anyaccel", *arguments], environment)
 
     return run

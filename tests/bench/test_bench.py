@@ -9,7 +9,7 @@ import torch
 
 from anyaccel.bench.bench import run_bench
 from anyaccel.bench.describe import describe_bench
-from anyaccel.bench.pipelines import drawing_alike
+from anyaccel.bench.pipelines import drawing_alike, make_call, make_pipeline
 from anyaccel.bench.work import Work
 from anyaccel.errors import NotMeasurableError, UsageError
 from anyaccel.recipes import recipes
@@ -24,10 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_picture_in_turns(folder: Path) -> None:
-    call = {"num_inference_steps": 2, "height": 16, "width": 16}
-    work = Work(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call)
+    call = {"num_inference_steps": 8, "height": 16, "width": 16}
+    variants = ("stock eager", "anyaccel", "anyaccel fast")
+    work = Work(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call, variants=variants)
     told: list[str] = []
-    row = run_bench(work, variants=("stock eager", "anyaccel"), rounds=2, tell=told.append)
+    row = run_bench(work, rounds=2, tell=told.append)
     assert json.loads(json.dumps(row)) == row
     ours, stock = row["variants"]["anyaccel"], row["variants"]["stock eager"]
     assert ours["psnr_db"] is None or ours["psnr_db"] > 80
@@ -38,17 +39,20 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
     assert any("round 2 of 2" in words for words in told)
     text = "\n".join(describe_bench([row]))
     assert "tiny" in text
+    assert "reuse" in row["variants"]["anyaccel fast"]["plan"]
+    assert row["fast_psnr_db"] is not None, "it is another picture"
+    assert "speed='fast' is" in text
     assert "times as fast as stock eager" in text
 
 
 def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(NotMeasurableError, match=r"stock eager failed: .*model_index\.json"):
-        run_bench(Work(model=str(tmp_path), device="cpu"), variants=("stock eager",), rounds=1)
+        run_bench(Work(model=str(tmp_path), device="cpu", variants=("stock eager",)), rounds=1)
 
 
 def test_a_variant_that_there_is_not() -> None:
     with pytest.raises(UsageError, match="there is no variant"):
-        run_bench(Work(model="x"), variants=("faster",))
+        run_bench(Work(model="x", variants=("faster",)))
 
 
 def test_work_goes_through_json() -> None:
@@ -63,3 +67,17 @@ def test_noise_is_drawn_alike_in_every_type() -> None:
     with drawing_alike():
         assert (draw(torch.bfloat16) == draw(torch.float32).to(torch.bfloat16)).all()
         assert (draw(torch.float16) == draw(torch.float32).to(torch.float16)).all()
+
+
+def test_full_size_models_are_made_from_config_files() -> None:
+    small = {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1}
+    work = Work(
+        model="stable-diffusion-v1-5/stable-diffusion-v1-5", device="cpu", dtype="float32", random=True, config=small,
+        embeds={"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)},
+        call={"num_inference_steps": 1, "height": 32, "width": 32},
+    )  # fmt: skip
+    made = [make_pipeline(work, "stock eager") for _ in range(2)]
+    pictures = [pipe(**make_call(work, pipe), generator=torch.Generator().manual_seed(0)).images for pipe in made]
+    assert pictures[0].shape == (1, 3, 32, 32)
+    assert torch.equal(*pictures), "one seed gives one model"
+    assert made[0].text_encoder is None

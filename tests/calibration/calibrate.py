@@ -12,6 +12,7 @@ from pathlib import Path
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.ledger import Row
 from anyaccel.emulator.process import run_forked
+from anyaccel.recipes import recipes
 from anyaccel.recipes.libraries import diffusers
 from tests.calibration.case import Case
 
@@ -19,6 +20,14 @@ __all__ = ["Outcome", "Summary", "calibrate", "load_libraries", "observe", "stri
 
 LOUD = ("error", "wrong")
 """The effects that a program which runs right must never be accused of."""
+_USED = (
+    "StableDiffusionPipeline",
+    "StableDiffusionXLPipeline",
+    "FluxPipeline",
+    "PixArtAlphaPipeline",
+    "PNDMScheduler",
+    "DDIMScheduler",
+)
 ENOUGH = 0.9
 """The part of the failures that must be caught."""
 
@@ -69,8 +78,9 @@ def load_libraries() -> None:
     """Import once what every case needs: each case forks from here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("StableDiffusionXLPipeline", "FluxPipeline", "PixArtAlphaPipeline"):
+        for name in _USED:
             getattr(diffusers, name)
+        recipes()
 
 
 def calibrate(cases: Iterable[Case]) -> list[Outcome]:

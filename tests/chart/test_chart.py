@@ -4,7 +4,9 @@ Here every third recipe runs placed on a device, and another third of them plain
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,10 @@ from anyaccel.chart.reasons import find_reason
 from anyaccel.checker.check import find_devices
 from anyaccel.checker.run import Ways, run_on_device, run_on_host
 from anyaccel.errors import AnyaccelError
-from anyaccel.recipes import recipes
-from tests.conftest import NEEDS_RECIPES
+from anyaccel.recipes import Recipe, recipes
+from tests.conftest import NEEDS_RECIPES, Kept
 
+pytestmark = pytest.mark.usefixtures("pipelines_imported")
 DEVICES = find_devices("all")
 _UNWRITTEN = "its attention reads memory that was never written, which MPS lets through as NaN (diffusers #14438)"
 NOWHERE = {"attend-and-excite", "semantic-guidance", "score-sde-ve"}
@@ -34,6 +37,16 @@ PLAIN_DIFFERS = {
 """What does not give the CPU's picture in plain diffusers, and why; one that does after all is a failure too."""
 
 
+def find_pictures_of_the_cpu(chosen: Sequence[Recipe], kept: Kept) -> dict[str, Any]:
+    """Those that were made already, here or in the tests of the recipes, and the others, which are made in one go."""
+    pictures = {recipe.name: kept.find(f"picture-{recipe.name}") for recipe in chosen}
+    missing = [recipe for recipe in chosen if pictures[recipe.name] is None]
+    made = run_on_host(missing) if missing else {}
+    for name, picture in made.items():
+        kept.keep(f"picture-{name}", picture)
+    return pictures | made
+
+
 def test_the_six_devices() -> None:
     assert sorted(DEVICES) == ["hpu", "mlu", "mps", "neuron", "npu", "xpu"]
     assert len({recipe.pipeline for recipe in recipes().values()}) >= 200
@@ -41,9 +54,10 @@ def test_the_six_devices() -> None:
 
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
-def test_pipelines_work_placed_on_a_device(turn: int, device: str) -> None:
+def test_pipelines_work_placed_on_a_device(turn: int, device: str, kept: Kept) -> None:
     chosen = list(recipes().values())[(turn + 3) % len(DEVICES) :: 3 * len(DEVICES)]
-    reports = run_on_device(device, chosen, run_on_host(chosen), [Ways(placed=True, strict=True)])
+    expected = find_pictures_of_the_cpu(chosen, kept)
+    reports = run_on_device(device, chosen, expected, [Ways(placed=True, strict=True)])
     for recipe, report in zip(chosen, reports, strict=True):
         known = recipe.name in NOWHERE or (recipe.name in ELSEWHERE_THAN_MPS and device == "mps")
         assert (report.state == "works") != known, (recipe.name, report.state, report.error)
@@ -52,9 +66,9 @@ def test_pipelines_work_placed_on_a_device(turn: int, device: str) -> None:
 
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
-def test_plain_pipelines_give_the_picture_of_the_cpu(turn: int, device: str) -> None:
+def test_plain_pipelines_give_the_picture_of_the_cpu(turn: int, device: str, kept: Kept) -> None:
     chosen = list(recipes().values())[turn :: 3 * len(DEVICES)]
-    reports = run_on_device(device, chosen, run_on_host(chosen), [Ways(placed=False)])
+    reports = run_on_device(device, chosen, find_pictures_of_the_cpu(chosen, kept), [Ways(placed=False)])
     for recipe, report in zip(chosen, reports, strict=True):
         same = report.max_difference is not None and report.max_difference <= 1e-4
         excused = (recipe.name, "*") in PLAIN_DIFFERS or (recipe.name, device) in PLAIN_DIFFERS

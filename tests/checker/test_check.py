@@ -91,6 +91,7 @@ def test_a_recipe_passes_placed_and_the_json_says_so() -> None:
     assert document["graphs"] is None
 
 
+@pytest.mark.usefixtures("compiler_imported")
 def test_compiling_counts_the_graphs() -> None:
     graphs = check("stable-diffusion", ["neuron"], compile=True).devices["neuron"].graphs
     assert graphs is not None

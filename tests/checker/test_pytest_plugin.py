@@ -1,27 +1,37 @@
 """The pytest plugin, run against a suite that knows nothing of it, and against one whose author uses it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.conftest import run_in_fork
+
 SUITE = Path(__file__).with_name("foreign_suite")
+
+
+WORDS = ["-c", "/dev/null", "--rootdir", str(SUITE), "-p", "no:cacheprovider", "-rA"]
+for _other in ("anyio", "hypothesispytest", "schemathesis"):  # plugins that take seconds to import, in each process
+    WORDS += ["-p", f"no:{_other}"]
 
 
 def run_pytest(*words: str) -> "subprocess.CompletedProcess[str]":
     """In a process and a configuration of its own, with as many threads as torch likes."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        str(SUITE),
-        "-p",
-        "no:cacheprovider",
-        "-rA",
-    ]
+    command = [sys.executable, "-m", "pytest", *WORDS]
     return subprocess.run([*command, *words], cwd=SUITE, capture_output=True, text=True, check=False, timeout=300)
+
+
+def run_pytest_forked(*words: str) -> "subprocess.CompletedProcess[str]":
+    """The same in a fork of this process, in which torch is imported: what pytest starts of itself starts afresh."""
+    import anyaccel.emulator.activation  # noqa: F401
+
+    def work() -> None:
+        os.chdir(SUITE)
+        sys.exit(pytest.main([*WORDS, *words]))
+
+    return run_in_fork(work, ["pytest"], {}, timeout_s=300)
 
 
 def test_a_foreign_suite_on_a_virtual_device() -> None:
@@ -36,7 +46,7 @@ def test_a_foreign_suite_on_a_virtual_device() -> None:
 
 
 def test_marked_tests_run_in_a_process_each() -> None:
-    done = run_pytest("test_marked.py")
+    done = run_pytest_forked("test_marked.py")
     assert done.returncode == 1
     said = done.stdout
     for passed in ("test_in_a_process_each[mps]", "test_in_a_process_each[neuron]", "test_strict_raises[mps]"):
@@ -50,7 +60,7 @@ def test_marked_tests_run_in_a_process_each() -> None:
 
 
 def test_real_devices_that_are_not_here_are_skipped_with_the_reason() -> None:
-    done = run_pytest("test_marked.py", "--accelerator-real", "-k", "test_in_a_process_each")
+    done = run_pytest_forked("test_marked.py", "--accelerator-real", "-k", "test_in_a_process_each")
     assert done.returncode == 0, done.stdout
     assert "2 skipped" in done.stdout
     assert "SKIPPED" in done.stdout
@@ -84,7 +94,7 @@ def test_of_another_device(accelerator):
 
 def test_on_one_device_each_test_has_its_ledger_and_workers_hand_theirs_over(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN_LEDGERS)
-    done = run_pytest(str(tmp_path / "test_own.py"), "--accelerator", "mps", "-n", "1")
+    done = run_pytest_forked(str(tmp_path / "test_own.py"), "--accelerator", "mps", "-n", "1")
     assert "3 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "it is marked for neuron, not mps" in done.stdout
     line = next(line for line in done.stdout.splitlines() if line.startswith("error"))
@@ -93,7 +103,7 @@ def test_on_one_device_each_test_has_its_ledger_and_workers_hand_theirs_over(tmp
 
 
 def test_what_cannot_be_is_said_in_a_line() -> None:
-    done = run_pytest("test_foreign.py", "--accelerator", "tpu")
+    done = run_pytest_forked("test_foreign.py", "--accelerator", "tpu")
     assert done.returncode == 4
     assert done.stderr.strip().startswith("ERROR: no virtual accelerator is called 'tpu'")
-    assert run_pytest("test_foreign.py", "--accelerator", "mps", "--accelerator-real").returncode == 4
+    assert run_pytest_forked("test_foreign.py", "--accelerator", "mps", "--accelerator-real").returncode == 4

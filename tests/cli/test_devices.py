@@ -32,16 +32,16 @@ def test_json_lists_the_eight_with_reason_and_hint(run_cli: RunCli) -> None:
 
 
 @pytest.mark.parametrize("name", [*sorted(EIGHT), "rocm"])
-def test_one_name_shows_its_whole_sheet_with_sources(run_cli: RunCli, name: str) -> None:
-    done = run_cli("devices", name)
+def test_one_name_shows_its_whole_sheet_with_sources(run_cli_forked: RunCli, name: str) -> None:
+    done = run_cli_forked("devices", name)
     assert done.returncode == 0, done.stderr
     sections = ["Number types", "Behaviour", "Limits on size", "Software", "Requirements", "Products"]
     assert all(section in done.stdout for section in sections)
     assert "https://" in done.stdout
 
 
-def test_one_name_as_json(run_cli: RunCli) -> None:
-    sheet = json.loads(run_cli("devices", "mps", "--json").stdout)
+def test_one_name_as_json(run_cli_forked: RunCli) -> None:
+    sheet = json.loads(run_cli_forked("devices", "mps", "--json").stdout)
     assert sheet["name"] == "mps"
     assert sheet["dtypes"]["float64"]["effect"] == "error"
     assert sheet["dtypes"]["float64"]["source"].startswith("https://")
@@ -63,8 +63,10 @@ def test_the_report_can_be_pasted_into_an_issue(run_cli: RunCli) -> None:
         (["devices", "--report", "--json"], "--report goes with nothing else", "anyaccel devices --report"),
     ],
 )
-def test_a_wrong_call_ends_with_two_and_a_hint(run_cli: RunCli, arguments: list[str], message: str, hint: str) -> None:
-    done = run_cli(*arguments)
+def test_a_wrong_call_ends_with_two_and_a_hint(
+    run_cli_forked: RunCli, arguments: list[str], message: str, hint: str
+) -> None:
+    done = run_cli_forked(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert hint in done.stderr
@@ -73,8 +75,8 @@ def test_a_wrong_call_ends_with_two_and_a_hint(run_cli: RunCli, arguments: list[
 
 
 @pytest.mark.parametrize("arguments", [["devices", "--nonsense"], ["nonsense"]])
-def test_typing_errors_end_with_two(run_cli: RunCli, arguments: list[str]) -> None:
-    done = run_cli(*arguments)
+def test_typing_errors_end_with_two(run_cli_forked: RunCli, arguments: list[str]) -> None:
+    done = run_cli_forked(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
@@ -119,8 +121,8 @@ def test_a_closed_output_is_no_fault() -> None:
     assert subprocess.run(["bash", "-c", command], check=False, timeout=60).returncode == 0
 
 
-def test_lines_are_left_whole_so_that_addresses_can_be_copied(run_cli: RunCli) -> None:
-    shown = run_cli("devices", "hpu", COLUMNS="40").stdout
+def test_lines_are_left_whole_so_that_addresses_can_be_copied(run_cli_forked: RunCli) -> None:
+    shown = run_cli_forked("devices", "hpu", COLUMNS="40").stdout
     assert "https://docs.habana.ai/en/latest/PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html\n" in shown
 
 

@@ -37,23 +37,23 @@ def test_a_virtual_device_says_that_it_is_one(run_cli: RunCli, tmp_path: Path) -
     assert "never taken in" in done.stderr
 
 
-def test_a_device_that_is_not_here(run_cli: RunCli) -> None:
-    done = run_cli("devices", "neuron", "--verify")
+def test_a_device_that_is_not_here(run_cli_forked: RunCli) -> None:
+    done = run_cli_forked("devices", "neuron", "--verify")
     assert done.returncode == 1
     assert done.stderr.startswith("error: neuron is not available: ")
     assert "\nhint: " in done.stderr
 
 
-def test_a_file_is_not_written_over(run_cli: RunCli, tmp_path: Path) -> None:
+def test_a_file_is_not_written_over(run_cli_forked: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"
     file.write_text("mine")
-    done = run_cli("devices", "cpu", "--verify", "--output", str(file))
+    done = run_cli_forked("devices", "cpu", "--verify", "--output", str(file))
     assert (done.returncode, file.read_text()) == (2, "mine")
     assert "--force" in done.stderr
 
 
-def test_options_of_a_verification_go_with_it(run_cli: RunCli) -> None:
-    done = run_cli("devices", "cpu", "--quick")
+def test_options_of_a_verification_go_with_it(run_cli_forked: RunCli) -> None:
+    done = run_cli_forked("devices", "cpu", "--quick")
     assert done.returncode == 2
     assert "--verify" in done.stderr
-    assert run_cli("devices", "--verify").returncode == 2
+    assert run_cli_forked("devices", "--verify").returncode == 2

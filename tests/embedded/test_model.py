@@ -92,7 +92,7 @@ def test_words_that_it_was_not_taught_are_known(prompt: str, unknown: list[str])
 
 
 def test_every_caption_is_made_of_known_words() -> None:
-    chance = random.Random(3)
-    captions = [draw_scene(load_things(), chance).caption for _ in range(2000)]
+    chance, things = random.Random(3), load_things()
+    captions = [draw_scene(things, chance).caption for _ in range(2000)]
     unknown = {word for caption in captions for word in find_unknown_words(caption)}
     assert unknown == set()

@@ -14,8 +14,10 @@ import anyaccel
 from anyaccel.backends.size import parse_size
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.activation import parse_request
+from anyaccel.emulator.autoload import autoload
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import LimitError, LimitTypeError, UnknownDeviceError, UsageError, VirtualDeviceError
+from tests.conftest import RunCli, run_in_fork
 
 DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]
 
@@ -32,8 +34,22 @@ def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_program_gets_the_device_by_the_environment_alone(device: str, tmp_path: Path) -> None:
+def fork_program(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """The same in a fork in which torch is imported: what its import would call of ours is called first."""
+
+    def work() -> None:
+        autoload()
+        exec(compile(textwrap.dedent(code), "<string>", "exec"), {"__name__": "__main__"})
+
+    return run_in_fork(work, ["-c"], environment)
+
+
+@pytest.mark.parametrize(
+    ("device", "run"),
+    [(device, run_program if device in ("mps", "neuron") else fork_program) for device in DEVICES],
+)
+def test_any_program_gets_the_device_by_the_environment_alone(device: str, run: RunCli, tmp_path: Path) -> None:
+    """One that torch knows and one that it does not with a start of Python; the others without."""
     ledger = tmp_path / "ledger.json"
     code = f"""
         import torch
@@ -41,7 +57,7 @@ def test_any_program_gets_the_device_by_the_environment_alone(device: str, tmp_p
         assert torch.{device}.is_available() and torch.accelerator.device_count() == 2
         print(x.device, (x @ x.T).sum().item(), torch.device(1))
     """
-    done = run_program(code, ANYACCEL_VIRTUAL=f"{device}:2", ANYACCEL_VIRTUAL_LEDGER=str(ledger))
+    done = run(code, ANYACCEL_VIRTUAL=f"{device}:2", ANYACCEL_VIRTUAL_LEDGER=str(ledger))
     assert done.stdout == f"{device}:1 12.0 {device}:1\n", done.stderr
     rows = json.loads(ledger.read_text())
     assert [(row["limit"], row["effect"], row["count"]) for row in rows] == [("host_round_trip", "slow", 1)]
@@ -51,7 +67,7 @@ def test_any_program_gets_the_device_by_the_environment_alone(device: str, tmp_p
 def test_a_program_without_a_file_has_lines_too() -> None:
     start = "import anyaccel, torch\nwith anyaccel.virtual('mps') as v:\n"
     code = f"{start}    torch.ones(2, device='mps').double()\nprint(v.ledger)"
-    assert run_program(code).stdout.rstrip().endswith("<string>:3")
+    assert fork_program(code).stdout.rstrip().endswith("<string>:3")
 
 
 def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: Path) -> None:
@@ -89,7 +105,9 @@ def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: P
     ],
 )
 def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> None:
-    done = run_program("import torch; print('not reached')", ANYACCEL_VIRTUAL=value)
+    """One of them with a start of Python, where torch's import would make a page of it."""
+    run = run_program if value == "nueron" else fork_program
+    done = run("import torch; print('not reached')", ANYACCEL_VIRTUAL=value)
     assert done.returncode == 2
     assert done.stderr.startswith("anyaccel: ")
     assert words in done.stderr
@@ -97,9 +115,9 @@ def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> Non
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/ledger.json", "."])
-def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str) -> None:
-    done = run_program("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
+@pytest.mark.parametrize(("path", "run"), [("no/such/folder/ledger.json", run_program), (".", fork_program)])
+def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str, run: RunCli) -> None:
+    done = run("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
     assert done.returncode == 2
     assert "is no file that can be written" in done.stderr
     assert done.stdout == ""
@@ -168,7 +186,7 @@ def test_a_slot_that_a_vendor_holds_is_refused_with_the_reason() -> None:
             with anyaccel.virtual("neuron"): pass
         except anyaccel.AnyaccelError as error: print(error.message)
     """
-    assert "'npu' holds it already" in run_program(code).stdout
+    assert "'npu' holds it already" in fork_program(code).stdout
 
 
 def test_the_real_device_wins_where_its_software_is_here() -> None:
@@ -181,7 +199,7 @@ def test_the_real_device_wins_where_its_software_is_here() -> None:
         autoload()
         print("the program goes on")
     """
-    done = run_program(code)
+    done = fork_program(code)
     assert done.stdout == "the program goes on\n"
     assert done.stderr.startswith("anyaccel: the real device is used: ")
 
@@ -196,7 +214,7 @@ def test_a_virtual_device_is_shown_as_virtual_and_works_like_a_device() -> None:
         anyaccel.manual_seed("neuron", 7)
         print(anyaccel.randn((2,), device="neuron").device, anyaccel.adjust_dtype("float64", "neuron"))
     """
-    done = run_program(code, ANYACCEL_VIRTUAL="neuron:2,memory=1GiB,strict")
+    done = fork_program(code, ANYACCEL_VIRTUAL="neuron:2,memory=1GiB,strict")
     assert done.stdout.splitlines() == [
         "True True virtual: 2 on the CPU, enforcing the documented limits 2",
         "neuron:1 2 1073741824",

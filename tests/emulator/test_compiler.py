@@ -1,6 +1,7 @@
 """The stand-in for the vendors' compilers: graphs, recompilations, breaks, artefacts that outlive the process."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import LimitError, VirtualDeviceError
 
+pytestmark = pytest.mark.usefixtures("compiler_imported")
 BACKENDS = [("neuron", "neuron"), ("hpu", "hpu_backend")]
 
 
@@ -82,11 +84,22 @@ def test_a_second_process_compiles_nothing(
     assert len(list((tmp_path / "cache").glob("*.json"))) == 2
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artefacts of two shapes, made once."""
+    folder: Path = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_NEURONX_NEFF_CACHE_DIR", str(folder))
+        run_forked("neuron", compile_two_shapes("neuron"))
+    return folder
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TORCH_NEURONX_NEFF_CACHE_DIR", str(tmp_path))
-    run_forked("neuron", compile_two_shapes("neuron"))
-    return tmp_path
+def cache(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = Path(shutil.copytree(compiled, tmp_path / "cache"))
+    assert len(list(folder.glob("*.json"))) == 2
+    monkeypatch.setenv("TORCH_NEURONX_NEFF_CACHE_DIR", str(folder))
+    return folder
 
 
 def test_an_artefact_of_another_version_is_refused_with_its_name(cache: Path) -> None:

@@ -20,7 +20,7 @@ import numpy
 import torch
 
 import anyaccel
-from anyaccel.backends.half_precision import CACHE_VARIABLE
+from anyaccel.backends.cache_folder import CACHE_VARIABLE
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.memory import MemoryBook
 from anyaccel.emulator.process import fork, run_forked

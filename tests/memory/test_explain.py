@@ -39,8 +39,8 @@ def test_the_json_of_the_command(run_cli: RunCli) -> None:
     assert done.stderr == ""
 
 
-def test_what_cannot_fit_ends_with_1_and_says_what_would(run_cli: RunCli) -> None:
-    done = run_cli("explain", "embedded", "--device", "cuda:450MiB", "--memory", "resident")
+def test_what_cannot_fit_ends_with_1_and_says_what_would(run_cli_forked: RunCli) -> None:
+    done = run_cli_forked("explain", "embedded", "--device", "cuda:450MiB", "--memory", "resident")
     assert done.returncode == 1
     assert "does not fit" in done.stdout
     assert "a device with" in done.stdout
@@ -244,11 +244,11 @@ def test_the_error_for_what_does_not_fit_is_ours() -> None:
     assert DoesNotFitError.exit_status == 1
 
 
-def test_the_command_line_hints_at_its_own_options(run_cli: RunCli) -> None:
+def test_the_command_line_hints_at_its_own_options(run_cli_forked: RunCli) -> None:
     for option, value, hint in (
         ("--batch", "0", "hint: --batch 1"),
         ("--size", "0", "hint: for example --size 512x512"),
     ):
-        done = run_cli("explain", SD, option, value)
+        done = run_cli_forked("explain", SD, option, value)
         assert done.returncode == 2
         assert hint in done.stderr

@@ -22,6 +22,8 @@ from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.residence import _ROOM
 from tests.memory.sweeps import FIVE, SAME, failing_at, inject, measure_full, sweep_capacities
 
+pytestmark = pytest.mark.usefixtures("pipelines_imported")
+
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

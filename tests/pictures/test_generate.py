@@ -103,6 +103,14 @@ def test_a_file_makes_its_picture_again(result: Result, tmp_path: Path, suffix: 
     assert made.origins == result.origins[3:]
 
 
+def test_a_fast_picture_is_made_again_as_fast(model: str) -> None:
+    call = {**CALL, "num_inference_steps": 8}
+    exact, fast = generate("x", model, seed=1, **call), generate("x", model, seed=1, speed="fast", **call)
+    assert exact[0].tobytes() != fast[0].tobytes()
+    assert (exact.origins[0].speed, fast.origins[0].speed) == ("exact", "fast")
+    assert generate(**fast.origins[0].arguments())[0].tobytes() == fast[0].tobytes()
+
+
 def test_arguments_beyond_the_usual_are_kept(model: str) -> None:
     call: dict[str, Any] = {"negative_prompt": "snow", "height": 24, "width": 16, "guidance_rescale": 0.5}
     made = generate("x", model, seed=1, **CALL, **call)

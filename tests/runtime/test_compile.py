@@ -17,15 +17,37 @@ from anyaccel.errors import UnknownComponentError, UsageError
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
 
-pytestmark = NEEDS_RECIPES
+pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported", "compiler_imported")]
 CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "seed": 1}
 SIZES = [(16, 16), (32, 16)]
 
 
-def make(device: str = "neuron", name: str = "stable-diffusion") -> Any:
-    pipe = anyaccel.place(recipes()[name].make(), device, dtype="fp32")
+def make(device: str = "neuron", name: str = "stable-diffusion", whole: bool = False) -> Any:
+    """A placed pipeline; its UNet has one level unless it is to be whole, since tracing takes seconds."""
+    pipe = anyaccel.place(recipes()[name].make() if whole else make_small(name), device, dtype="fp32")
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def make_small(name: str = "stable-diffusion") -> Any:
+    """The recipe's pipeline of plain diffusers, with a smaller UNet."""
+    pipe: Any = recipes()[name].make()
+    pipe.unet = shrink(pipe.unet)
+    return pipe
+
+
+def shrink(unet: Any) -> Any:
+    """A denoiser of the same kind with one level, one cross attention and no middle."""
+    smaller = {
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "mid_block_type": None,
+        "block_out_channels": (8,),
+    }
+    kind: Any = diffusers.UNet2DConditionModel
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20)
+        return kind.from_config({**unet.config, **smaller}).eval()
 
 
 def test_as_many_graphs_as_buckets_and_none_in_a_second_process(
@@ -62,7 +84,7 @@ def test_denoisers_of_every_kind_are_one_graph(name: str) -> None:
     expected = run(recipe, recipe.make())
 
     def use(accelerator: VirtualAccelerator) -> tuple[int, int, float, list[Any]]:
-        pipe = make(name=name)
+        pipe = make(name=name, whole=True)
         pipe.enable_compile()
         accelerator.ledger.clear()
         seen = run(recipe, pipe)
@@ -136,7 +158,7 @@ def test_a_new_size_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_all_models_and_named_ones() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         recipe = recipes()["stable-diffusion"]
-        expected = run(recipe, recipe.make())
+        expected = run(recipe, make_small())
         pipe = make()
         pipe.enable_compile("all")
         difference = float(abs(expected - run(recipe, pipe)).max())
@@ -161,7 +183,7 @@ def save_adapter(rank: int, seed: int, folder: Path) -> None:
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe = make_small()
     pipe.unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_q", "to_v"]))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in pipe.unet.named_parameters():

@@ -54,6 +54,7 @@ class Outcome:
 
 def preload() -> None:
     """Import what the programs import, once, before processes are forked."""
+    import anyaccel.emulator.activation
     import anyaccel.runtime.pipeline
     import anyaccel.scripts.script  # noqa: F401
 

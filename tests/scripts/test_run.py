@@ -100,10 +100,10 @@ def test_arguments_path_and_exit_status_are_the_scripts_own(run_cli: RunCli, tmp
     assert f"{script}:10: no compute capability is like this device's, and (0, 0) was answered" in done.stderr
 
 
-def test_an_error_is_shown_from_the_scripts_line_on(run_cli: RunCli, tmp_path: Path) -> None:
+def test_an_error_is_shown_from_the_scripts_line_on(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch\n\ngraph = torch.cuda.CUDAGraph()\n")
-    done = run_cli("run", str(script), "--device=virtual:mlu")
+    done = run_cli_forked("run", str(script), "--device=virtual:mlu")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith(f'Traceback (most recent call last):\n  File "{script}", line 3, in <module>')
@@ -111,18 +111,18 @@ def test_an_error_is_shown_from_the_scripts_line_on(run_cli: RunCli, tmp_path: P
     assert "hint: " in done.stderr
 
 
-def test_a_device_that_is_not_there_is_named_with_its_line(run_cli: RunCli, tmp_path: Path) -> None:
+def test_a_device_that_is_not_there_is_named_with_its_line(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text('import torch\ntorch.zeros(2, device="cuda:1")\n')
-    done = run_cli("run", "--device", "virtual:xpu", str(script))
+    done = run_cli_forked("run", "--device", "virtual:xpu", str(script))
     assert done.returncode == 1
     assert f"{script}:2: zeros asks for cuda:1, and from xpu:0 on there is no such device" in done.stderr
 
 
-def test_the_host_is_a_device_too(run_cli: RunCli, tmp_path: Path) -> None:
+def test_the_host_is_a_device_too(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text('import torch\nprint(torch.ones(3).cuda().device, torch.Generator("cuda").device)\n')
-    done = run_cli("run", "--device", "cpu", str(script))
+    done = run_cli_forked("run", "--device", "cpu", str(script))
     assert (done.returncode, done.stdout) == (0, "cpu cpu\n"), done.stderr
 
 
@@ -145,8 +145,8 @@ def test_an_interruption_ends_it_with_130(run_cli: RunCli, tmp_path: Path) -> No
         (["run", "--device", "virtual:nueron", __file__], "nueron"),
     ],
 )
-def test_a_wrong_call_is_said_to_be_wrong(run_cli: RunCli, call: list[str], words: str) -> None:
-    done = run_cli(*call)
+def test_a_wrong_call_is_said_to_be_wrong(run_cli_forked: RunCli, call: list[str], words: str) -> None:
+    done = run_cli_forked(*call)
     assert done.returncode == 2
     assert words in done.stderr
     assert "hint: " in done.stderr

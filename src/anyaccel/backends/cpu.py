@@ -22,7 +22,7 @@ from anyaccel.backends.sources import (
 )
 from anyaccel.errors import NotMeasurableError
 
-_OUR_CONVOLUTIONS = "benchmarks/results/convolutions_cpu.json"
+_OUR_LAYERS = "benchmarks/results/host_layers_cpu.json"
 
 SHEET = Sheet(
     name="cpu",
@@ -97,10 +97,10 @@ SHEET = Sheet(
     ),
     speedups=(
         Speedup(
-            name="winograd",
+            name="host_layers",
             gain=1.3,
             says="Convolutions of 3 by 3 out of matrix products took half to two thirds of the time of torch's own.",
-            source=_OUR_CONVOLUTIONS,
+            source=_OUR_LAYERS,
             evidence="hardware",
         ),
     ),

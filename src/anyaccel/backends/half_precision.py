@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import platform
 import time
-from pathlib import Path
 
-__all__ = ["CACHE_VARIABLE", "find_cache_folder", "measure_half_precision"]
+from anyaccel.backends.cache_folder import keep_fact, read_fact
 
-CACHE_VARIABLE = "ANYACCEL_CACHE"
+__all__ = ["measure_half_precision"]
+
 _SIZE = 256
 _ROUNDS = 3
 _PATIENCE_S = 0.25
 """A type that needs longer than this for one round has lost already."""
-
-
-def find_cache_folder() -> Path:
-    """The folder for what is kept between runs: `ANYACCEL_CACHE`, or one in the user's own cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "anyaccel"
 
 
 @functools.cache
@@ -36,13 +25,12 @@ def measure_half_precision() -> dict[str, float]:
     import torch
 
     key = f"{platform.machine()} {platform.processor()} torch {torch.__version__} threads {torch.get_num_threads()}"
-    path = find_cache_folder() / "half_precision.json"
-    kept = _read(path)
-    if isinstance(kept.get(key), dict):
-        return {str(name): float(share) for name, share in kept[key].items()}
+    kept = read_fact("half_precision.json", key)
+    if isinstance(kept, dict):
+        return {str(name): float(share) for name, share in kept.items()}
     full = _time("float32")
     shares = {name: round(_time(name) / full, 3) for name in ("bfloat16", "float16")}
-    _keep(path, {**kept, key: shares})
+    keep_fact("half_precision.json", key, shares)
     return shares
 
 
@@ -63,22 +51,3 @@ def _time(dtype: str) -> float:
             if best > _PATIENCE_S:
                 break
     return best
-
-
-def _read(path: Path) -> dict[str, dict[str, float]]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _keep(path: Path, content: dict[str, dict[str, float]]) -> None:
-    """Write whole or not at all; a folder that cannot be written costs the measurement at the next start."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(path)
-    except OSError:
-        return

@@ -140,10 +140,10 @@ class Quantisation(Claim):
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup(Claim):
-    """A way to be faster that gives the same picture to rounding."""
+    """A way to be faster."""
 
     name: str
-    """`capture`, `channels_last`, `compile`, `group_norm`, `gelu`."""
+    """`capture`, `channels_last`, `compile`, `group_norm`, `gelu`, `float8`."""
     gain: float
     """How many times as fast what it is for becomes, as it was measured or is expected."""
 

@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from anyaccel.bench.work import VARIANTS, Work
+from anyaccel.bench.work import FAST, OURS, STOCK, VARIANTS, Work
 from anyaccel.errors import NotMeasurableError, UsageError
 
 __all__ = ["run_bench", "run_together"]
 
 Tell = Callable[[str], None]
-_WARM = 4
+_WARM = 3
 """Pictures before any is measured: the first compiles, the next are recorded."""
 
 
@@ -80,21 +80,19 @@ class _Variant:
                     file.close()
 
 
-def run_bench(
-    work: Work, *, variants: Sequence[str] = VARIANTS, rounds: int = 5, tell: Tell = lambda words: None
-) -> dict[str, Any]:
+def run_bench(work: Work, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
     """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times."""
-    [row] = run_together([work], variants=variants, rounds=rounds, tell=tell)
+    [row] = run_together([work], rounds=rounds, tell=tell)
     if "error" in row:
         raise NotMeasurableError(row["error"], hint=row["hint"])
     return row
 
 
 def run_together(
-    works: Sequence[Work], *, variants: Sequence[str] = VARIANTS, rounds: int = 5, tell: Tell = lambda words: None
+    works: Sequence[Work], *, rounds: int = 5, tell: Tell = lambda words: None
 ) -> Iterator[dict[str, Any]]:
     """Rows for several works that warm up side by side, where that saves time, and are measured one after another."""
-    unknown = [name for name in variants if name not in VARIANTS]
+    unknown = [name for work in works for name in work.variants if name not in VARIANTS]
     if unknown or rounds < 1:
         raise UsageError(f"there is no variant {unknown} or no round to run", hint=f"variants: {', '.join(VARIANTS)}")
     with ExitStack() as stack:
@@ -103,26 +101,27 @@ def run_together(
         for number, work in enumerate(works):
             own = folder / str(number)
             own.mkdir()
-            made = [_Variant(name, work, own, _WARM) for name in variants]
-            for variant in made:
+            made = []
+            for name in work.variants:
+                variant = _Variant(name, work, own, _WARM)
                 stack.callback(variant.close)
                 variant.begin()
+                made.append(variant)
                 if len(works) == 1:  # nothing to save: what comes first is not disturbed by what comes next
-                    tell(f"{work.title or work.model}: {variant.name}, first pictures")
-                    _hear(variant)
+                    _hear(variant, work, tell)
             started.append((work, made, own))
         if len(works) > 1:
             for work, made, _ in started:
                 for variant in made:
-                    tell(f"{work.title or work.model}: {variant.name}, first pictures")
-                    _hear(variant)
+                    _hear(variant, work, tell)
         for work, made, own in started:
             yield _measure(work, made, own, rounds, tell)
             for variant in made:
                 variant.close()
 
 
-def _hear(variant: _Variant) -> None:
+def _hear(variant: _Variant, work: Work, tell: Tell) -> None:
+    tell(f"{work.title or work.model}: {variant.name}, first pictures")
     try:
         variant.row |= variant.hear()
     except NotMeasurableError as error:
@@ -132,20 +131,28 @@ def _hear(variant: _Variant) -> None:
 def _measure(work: Work, variants: list[_Variant], folder: Path, rounds: int, tell: Tell) -> dict[str, Any]:
     head = {"title": work.title or work.model, "model": work.model, "call": work.call, "dtype": work.dtype,
             "random_weights": work.random, "rounds": rounds, "floor_s": work.floor_s}  # fmt: skip
-    broken = next((variant for variant in variants if "error" in variant.row), None)
-    if broken is not None:
-        return head | {"error": broken.row["error"], "hint": broken.row["hint"]}
+    broken = [variant for variant in variants if "error" in variant.row]
+    if broken and broken[0].name != FAST:
+        return head | {"error": broken[0].row["error"], "hint": broken[0].row["hint"]}
+    going = [variant for variant in variants if variant not in broken]
     for turn in range(rounds):
         tell(f"{head['title']}: round {turn + 1} of {rounds}")
-        first = turn % len(variants)
-        for variant in variants[first:] + variants[:first]:
+        first = turn % len(going)
+        for variant in going[first:] + going[:first]:
             variant.seconds.append(variant.ask("go")["seconds"])
-    rows = {variant.name: _summarize(variant, folder, variants[0].name) for variant in variants}
-    ours = rows.get("anyaccel", {}).get("median_s")
-    ratios = {
-        f"against {name}": round(row["median_s"] / ours, 3) for name, row in rows.items() if ours and name != "anyaccel"
-    }
-    return head | {"variants": rows} | ratios
+    rows = {variant.name: _summarize(variant, folder, going[0].name) for variant in going}
+    rows |= {variant.name: variant.row for variant in broken}
+    return head | {"variants": rows} | _compare(rows, folder)
+
+
+def _compare(rows: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """How many times as fast ours is as each stock one, and fast as exact."""
+    ours, fast = (rows.get(name, {}).get("median_s") for name in (OURS, FAST))
+    found = {f"against {name}": round(rows[name]["median_s"] / ours, 3) for name in STOCK if ours and name in rows}
+    if ours and fast:
+        psnr = measure_psnr(folder / f"{FAST}.npy", folder / f"{OURS}.npy")
+        found |= {"fast against exact": round(ours / fast, 3), "fast_psnr_db": psnr}
+    return found
 
 
 def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any]:

@@ -19,14 +19,20 @@ def describe_bench(rows: list[dict[str, Any]]) -> Iterator[str]:
         if "error" in row:
             yield f"  {row['error']}"
             continue
-        longest = max(variant["median_s"] for variant in row["variants"].values())
+        longest = max(variant["median_s"] for variant in row["variants"].values() if "median_s" in variant)
         for name, variant in row["variants"].items():
+            if "error" in variant:
+                yield f"  {variant['error']}"
+                continue
             bar = "█" * max(1, round(_ROOM * variant["median_s"] / longest))
             yield f"  {name:16} {_seconds(variant['median_s']):>9}  {bar:{_ROOM}} {'; '.join(_more(variant))}"
         if row["floor_s"]:
             yield f"  {'floor':16} {_seconds(row['floor_s']):>9}"
         for name in (key for key in row if key.startswith("against ")):
             yield f"  anyaccel is {row[name]:.2f} times as fast as {name.removeprefix('against ')}"
+        if "fast against exact" in row:
+            psnr = "the same picture" if row["fast_psnr_db"] is None else f"{row['fast_psnr_db']:.1f} dB from it"
+            yield f"  speed='fast' is {row['fast against exact']:.2f} times as fast as exact, and {psnr}"
 
 
 def _more(variant: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device import open_device
-from anyaccel.bench.work import Work
+from anyaccel.bench.work import FAST, OURS, Work
 from anyaccel.explanation.described_model import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.build import build_components
@@ -27,8 +28,9 @@ def make_pipeline(work: Work, variant: str) -> Any:
     device = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     plain = _make_random(work, device) if work.random else _load(work)
     dtype = getattr(torch, work.dtype) if work.dtype else None
-    if variant == "anyaccel":
-        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.wishes)
+    if variant in (OURS, FAST):
+        more = {"speed": "fast"} if variant == FAST else {}
+        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.wishes, **more)
     else:
         pipe = plain.to(device, dtype) if dtype else plain.to(device)
     if variant == "stock compiled":
@@ -60,9 +62,9 @@ def _make_random(work: Work, device: torch.device) -> Any:
     if work.scheduler:
         made["scheduler"] = getattr(library, work.scheduler)()
     kind = getattr(library, folder.pipeline)
-    expected, optional = kind._get_signature_keys(kind)
-    missing = dict.fromkeys((expected - set(made)) - {"self"})
-    switches = {name: False for name in ("requires_safety_checker", "add_watermarker") if name in optional}
+    taken = inspect.signature(kind.__init__).parameters
+    missing = {name: None for name, one in taken.items() if one.default is one.empty and name not in (*made, "self")}
+    switches = {name: False for name in ("requires_safety_checker", "add_watermarker") if name in taken}
     return kind(**made, **missing, **switches)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["STOCK", "VARIANTS", "Work"]
+__all__ = ["FAST", "OURS", "STOCK", "USUAL", "VARIANTS", "Work"]
 
 STOCK = ("stock eager", "stock compiled")
-VARIANTS = (*STOCK, "anyaccel")
+OURS, FAST = "anyaccel", "anyaccel fast"
+VARIANTS = (*STOCK, OURS, FAST)
+USUAL = (*STOCK, OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Work:
     """Another scheduler's class, with its defaults."""
     wishes: dict[str, Any] = field(default_factory=dict)
     """For anyaccel alone."""
+    variants: tuple[str, ...] = USUAL
     floor_s: float | None = None
     """What the device's arithmetic allows, where somebody counted."""
 
@@ -42,4 +45,5 @@ class Work:
     def from_dict(cls, kept: dict[str, Any]) -> Work:
         """From what `to_dict` gave, through JSON."""
         made = cls(**kept)
-        return replace(made, embeds={name: tuple(shape) for name, shape in made.embeds.items()})
+        embeds = {name: tuple(shape) for name, shape in made.embeds.items()}
+        return replace(made, embeds=embeds, variants=tuple(made.variants))

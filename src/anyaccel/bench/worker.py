@@ -56,6 +56,7 @@ class _Worker:
 
     def finish(self) -> dict[str, Any]:
         """The peak of memory, where the time goes, and what was planned."""
+        from anyaccel.bench.work import FAST, OURS
         from anyaccel.errors import NotMeasurableError
 
         found: dict[str, Any] = {}
@@ -63,10 +64,17 @@ class _Worker:
             self.opened.driver.reset_peak_memory(self.opened.index)
             self.picture()
             found["peak_bytes"] = self.opened.driver.max_memory(self.opened.index)
-        if self.variant == "anyaccel":
+            found["held_bytes"] = self._count_held()
+        if self.variant in (OURS, FAST):
             found["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in self.pipe.plan.decisions()}
             found["profile"] = self._profile()
         return found
+
+    def _count_held(self) -> int | None:
+        """All that the process has of the device, with what recordings and caches hold; None where nobody tells."""
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return int(self.torch.accelerator.max_memory_reserved(self.opened.index))
+        return None
 
     def _profile(self) -> dict[str, Any] | None:
         """The device's kernels in one picture; None where torch's profiler knows nothing of the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,7 @@ def bench_models(
         int, typer.Option("--pictures", help="How many pictures anyaccel is told to expect: compiling depends on it.")
     ] = 1000,
     rounds: Annotated[int, typer.Option("--rounds", help="Pictures that are timed for each variant.")] = 5,
+    fast: Annotated[bool, typer.Option("--fast", help='anyaccel with speed="fast" beside it.')] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, with plans and profiles.")] = False,
 ) -> None:
     """Make the same picture in stock diffusers, in stock diffusers compiled, and in anyaccel, in turns.
@@ -53,7 +55,8 @@ def bench_models(
     rows = []
     try:
         for work in _list_works(models, device, dtype or opened.sheet.default_dtypes.order[0], call, pictures):
-            rows.append(run_bench(work, variants=(*_AGAINST[against], "anyaccel"), rounds=rounds, tell=display.begin))
+            variants = (*_AGAINST[against], "anyaccel", *(["anyaccel fast"] if fast else []))
+            rows.append(run_bench(replace(work, variants=variants), rounds=rounds, tell=display.begin))
     finally:
         display.clear()
     if as_json:
@@ -66,13 +69,15 @@ def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[st
     """The models as works; one that is not there is refused before any is run."""
     from anyaccel.backends.portable import dtype_name
     from anyaccel.bench.work import Work
-    from anyaccel.embedded.model import NAME
+    from anyaccel.embedded.model import CALL_DEFAULTS, NAME
     from anyaccel.pictures.named_model import name_model
 
-    told = {"pictures": pictures}
+    told, type_name = {"pictures": pictures}, dtype_name(dtype)
+    named = {model: name_model(model) for model in models or [NAME]}
     return [
         Work(
-            model=name_model(model).source, title=model, device=device, dtype=dtype_name(dtype), call=call, wishes=told
+            model=one.source, title=model, device=device, dtype=type_name, wishes=told,
+            call={**(CALL_DEFAULTS if one.kind == "embedded" else {}), **call},
         )
-        for model in (models or [NAME])
-    ]
+        for model, one in named.items()
+    ]  # fmt: skip

@@ -28,6 +28,7 @@ def generate_pictures(
     negative: Annotated[Text, typer.Option("--negative", help="What the pictures shall not show.")] = None,
     guidance: Annotated[float | None, typer.Option("--guidance", help="How closely to follow the prompt.")] = None,
     dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
+    speed: Annotated[Text, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = None,
     output: Annotated[
         Text, typer.Option("--output", "-o", metavar="PATH|-", help="A file (png, jpg, webp), a folder/, or stdout.")
     ] = None,
@@ -59,6 +60,7 @@ def generate_pictures(
             negative=negative,
             guidance=guidance,
             dtype=dtype,
+            speed=speed,
             output=output,
             grid=grid,
             force=force,

@@ -33,7 +33,13 @@ def make_jobs(options: Options, prompts: Sequence[str], origins: Sequence[Origin
     if not prompts and options.explain:
         prompts = [""]  # a plan needs no prompt
     order = make_order(
-        prompts, options.model, options.device or "auto", options.seed, dtype=options.dtype, **options.read_call()
+        prompts,
+        options.model,
+        options.device or "auto",
+        options.seed,
+        dtype=options.dtype,
+        speed=options.speed or "exact",
+        **options.read_call(),
     )
     return [Job(order=order)]
 
@@ -47,7 +53,7 @@ def _repeat(options: Options, origin: Origin) -> Job:
         changed["dtype"] = None  # what was best there may be a hundred times slower here
     if options.model is not None:
         changed |= {"model": options.model, "revision": None}
-    given = {"seed": options.seed, "dtype": options.dtype}
+    given = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed}
     changed |= {name: value for name, value in given.items() if value is not None}
     try:
         order = make_order(**(recorded | changed | options.read_call()))

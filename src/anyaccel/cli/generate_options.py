@@ -40,6 +40,7 @@ class Options:
     negative: str | None = None
     guidance: float | None = None
     dtype: str | None = None
+    speed: str | None = None
     output: str | None = None
     grid: bool = False
     force: bool = False

@@ -20,6 +20,7 @@ from anyaccel.cli.devices import show_devices
 from anyaccel.cli.explain import explain_model
 from anyaccel.cli.generate import generate_pictures
 from anyaccel.cli.run import CONTEXT, run_program
+from anyaccel.cli.serve import serve_models
 from anyaccel.cli.warm import warm_model
 from anyaccel.errors import AnyaccelError
 
@@ -41,6 +42,7 @@ app.command("devices")(show_devices)
 app.command("explain")(explain_model)
 app.command("generate")(generate_pictures)
 app.command("run", context_settings=CONTEXT)(run_program)
+app.command("serve")(serve_models)
 app.command("warm")(warm_model)
 
 

@@ -14,6 +14,20 @@ from anyaccel.errors import UsageError
 __all__ = ["warm_model"]
 
 
+class _Loading:
+    """Tells the terminal what is loaded."""
+
+    def __init__(self, display: Display, model: str) -> None:
+        self.display, self.model = display, model
+
+    def on_component(self, done: int, total: int, name: str) -> None:
+        """One more is loaded."""
+        self.display.begin(f"loading {self.model}: {name}, {done + 1} of {total}" if name else f"placing {self.model}")
+
+    def on_step(self, done: int, total: int | None) -> None:
+        """Pictures have a bar of their own."""
+
+
 def warm_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or `embedded`.")],
     sizes: Annotated[
@@ -33,11 +47,13 @@ def warm_model(
     try:
         from anyaccel.errors import NotMeasurableError
         from anyaccel.pictures.named_model import name_model
+        from anyaccel.pictures.progress import counting_components
         from anyaccel.runtime.artefacts import list_entries
         from anyaccel.runtime.loading import DiffusionPipeline
 
         before = {entry.name for entry in list_entries()}
-        pipe = DiffusionPipeline.from_pretrained(name_model(model).source)
+        with counting_components(_Loading(display, model)):
+            pipe = DiffusionPipeline.from_pretrained(name_model(model).source)
         pipe.to(device, compile=True, pictures=pictures, **({"dtype": dtype} if dtype else {}))
         pipe.set_progress_bar_config(disable=True)
         compiling = pipe.plan.compiling

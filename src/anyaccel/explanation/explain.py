@@ -32,11 +32,14 @@ from anyaccel.planning.memory import (
 )
 from anyaccel.planning.met_limits import find_met_limits
 from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.planning.speed import choose_compiling
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.planning.workspace import read_workspace
 from anyaccel.runtime.admission import check_size
+from anyaccel.runtime.host_layers import measure_gain
 from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts
+from anyaccel.runtime.quantize import has_torchao
 from anyaccel.tracing.build import FullSize, build_pipeline
 from anyaccel.tracing.measure import Measurement
 from anyaccel.tracing.model_folder import ModelFolder
@@ -104,6 +107,8 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
         device=target.name,
         virtual=target.virtual,
         half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
+        has_torchao=has_torchao(),
+        host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
         environment=os.environ,
     )
 
@@ -118,6 +123,7 @@ class _Asking:
         self.traced = Traced()
         self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
         self.facts = read_facts(self.full.pipe)
+        self.plan = replace(plan, compiling=choose_compiling(target.sheet, self.facts, wishes))
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
         check_size(self.full.pipe, {"width": width, "height": height} if self.takes_size else {})
         side = find_default_side(self.full.pipe)
@@ -157,7 +163,10 @@ class _Asking:
     def rules(self, batch: int) -> list[MemoryRule]:
         """The ways to run so many images, the cheapest first."""
         at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
-        return list_pipeline_rules(self.full.pipe, batch, at_once, self.wishes, unified_memory=unified)
+        filters = self.plan.host_layers.value
+        return list_pipeline_rules(
+            self.full.pipe, batch, at_once, self.wishes, unified_memory=unified, second_filters=filters
+        )
 
     def measure(self, size: tuple[int, int]) -> Measurement:
         """What measures calls of one size."""

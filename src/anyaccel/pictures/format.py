@@ -27,10 +27,13 @@ _QUALITY = 95
 _LARGEST_FILE = 2**30
 
 
-def encode_picture(image: Image.Image, suffix: str, origins: Sequence[Origin]) -> bytes:
-    """The bytes of a picture's file, with the origin of each picture that is on it; the same for the same picture."""
+def encode_picture(image: Image.Image, suffix: str, origins: Sequence[Origin], quality: int = _QUALITY) -> bytes:
+    """The bytes of a picture's file, with the origin of each picture that is on it; the same for the same picture.
+
+    The quality, from 0 to 100, is that of JPEG and WebP; a PNG loses nothing.
+    """
     kind = SUFFIXES[suffix.lower()]
-    options = _png_options(origins) if kind == "PNG" else _exif_options(origins, kind)
+    options = _png_options(origins) if kind == "PNG" else {**_exif_options(origins, kind), "quality": quality}
     if kind != "PNG" and image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     stream = io.BytesIO()
@@ -71,7 +74,7 @@ def _exif_options(origins: Sequence[Origin], kind: str) -> dict[str, Any]:
     exif[_SOFTWARE] = _software(origins)
     exif[_COMMENT] = _describe(origins).encode("utf-16-le")  # the one field for words that is not ASCII alone
     exif[_EXIF_FOLDER] = {_USER_COMMENT: _ASCII + write_document(origins).encode("ascii")}
-    return {"exif": exif, "quality": _QUALITY} | ({"subsampling": 0} if kind == "JPEG" else {})
+    return {"exif": exif} | ({"subsampling": 0} if kind == "JPEG" else {})
 
 
 def read_origins(path: str | os.PathLike[str]) -> tuple[Origin, ...]:

@@ -98,20 +98,22 @@ def generate(
     seed: int | Sequence[int] | None = None,
     *,
     dtype: str | torch.dtype | None = None,
+    speed: str = "exact",
     revision: str | None = None,
     **call: Any,
 ) -> Result:
     """Make pictures: `anyaccel.generate("a red apple", seed=7)`; of several prompts, one of each.
 
     The model is the embedded one, a hub id (at a `revision`) or a folder; the last one is kept for the next call. The
-    device is whatever `pipe.to` takes. Every other keyword goes to the pipeline's call, by diffusers' names:
-    `num_inference_steps`, `guidance_scale`, `negative_prompt`, `height`, `width`, `num_images_per_prompt`.
+    device is whatever `pipe.to` takes, `speed` is `exact`, `fast` or `draft`. Any other keyword goes to the pipeline's
+    call, by diffusers' names: `num_inference_steps`, `guidance_scale`, `negative_prompt`, `height`, `width`,
+    `num_images_per_prompt`.
 
     A number as the seed is the first image's, and the next image of the same prompt has the number after it; every
     prompt begins with it anew. A list gives each image its own. Without one it is drawn, and `Result.seeds` tells it.
     Images are made one by one, so that each is the same, to the last bit, as if it had been made alone.
     """
-    order = make_order(prompt, model, device, seed, dtype=dtype, revision=revision, **call)
+    order = make_order(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
     with LOCK:
         loaded = load_model(order)
         pictures = [make_picture(loaded, text, number, order.call) for text, number in order.pictures]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from anyaccel.pictures.order import Order
     from anyaccel.pictures.progress import Listener
 
-__all__ = ["LOCK", "LoadedModel", "load_model", "release_model"]
+__all__ = ["LOCK", "LoadedModel", "load_afresh", "load_model", "release_model"]
 
 _MUCH_SLOWER = 4
 """So many times float32's time are too many to wait for on a virtual device."""
@@ -51,7 +51,7 @@ def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
         # That the device is not here is said before diffusers is imported, which takes seconds.
         opened = resolve_device(order.device, Wishes(dtype=order.dtype))
         spared = _spare_host(opened, order.dtype)
-        wishes = Wishes(dtype=spared.value if spared else order.dtype)
+        wishes = Wishes(dtype=spared.value if spared else order.dtype, speed=order.speed)
         digest = None if model.kind == "hub" else find_revision(model)  # a folder may have changed since the last time
         key = (model, digest, opened.sheet.name, opened.index, wishes)
         kept = _KEPT.get(key)
@@ -63,6 +63,17 @@ def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
         seconds = time.perf_counter() - start
         _KEPT[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
         return _KEPT[key]
+
+
+def load_afresh(order: Order, wishes: Wishes, listener: Listener | None = None) -> LoadedModel:
+    """Load an order's model onto its device, for one who keeps it himself; his wishes come before the order's."""
+    opened = resolve_device(order.device, wishes)
+    spared = _spare_host(opened, wishes.dtype)
+    wishes = replace(wishes, dtype=spared.value) if spared else wishes
+    start = time.perf_counter()
+    pipe = _load(order.model, opened, wishes, spared, listener)
+    seconds = time.perf_counter() - start
+    return LoadedModel(pipe=pipe, model=order.model, revision=find_revision(order.model), load_s=seconds)
 
 
 def release_model() -> None:

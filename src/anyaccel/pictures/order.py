@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
 from anyaccel.pictures.named_model import NamedModel, name_model
+from anyaccel.planning.wishes import check_speed
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,8 @@ class Order:
     device: str | int | torch.device = "auto"
     dtype: str | None = None
     """None takes the device's best."""
+    speed: str = "exact"
+    """`fast` and `draft` change the picture a little, and more."""
 
 
 def make_order(
@@ -51,6 +54,7 @@ def make_order(
     seed: int | Sequence[int] | None = None,
     *,
     dtype: str | torch.dtype | None = None,
+    speed: str = "exact",
     revision: str | None = None,
     **call: Any,
 ) -> Order:
@@ -75,7 +79,8 @@ def make_order(
     each = [text for text in prompts for _ in range(per_prompt)]
     pictures = tuple(zip(each, seeds, strict=True))
     kind = None if dtype is None else _read_dtype(dtype)
-    return Order(model=named, pictures=pictures, call=call, device=device, dtype=kind)
+    check_speed(speed)
+    return Order(model=named, pictures=pictures, call=call, device=device, dtype=kind, speed=speed)
 
 
 def _plain(value: Any) -> Any:

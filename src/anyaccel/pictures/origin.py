@@ -41,6 +41,8 @@ class Origin:
     """`neuron:0`."""
     virtual: bool
     """Whether the device was a virtual one, so that nothing here is about hardware."""
+    speed: str = "exact"
+    """How much of the picture's exactness was given up for speed."""
     negative_prompt: str | None = None
     steps: int | None = None
     guidance: float | None = None
@@ -83,6 +85,7 @@ class Origin:
             "device": self.device_kind,
             "seed": self.seed,
             "dtype": self.dtype,
+            **({"speed": self.speed} if self.speed != "exact" else {}),
             **{name: value for name, value in own.items() if value is not None},
             **{name: _unpack(value) for name, value in self.call.items()},
         }
@@ -182,6 +185,7 @@ def describe_origin(origin: Origin) -> str:
         "Model": origin.model,
         "Model hash": origin.revision,
         "Type": origin.dtype,
+        "Speed": origin.speed if origin.speed != "exact" else None,
         "Device": f"{origin.device} (virtual)" if origin.virtual else origin.device,
         "Version": f"anyaccel {origin.versions.get('anyaccel', '')}".rstrip(),
     }
@@ -198,7 +202,7 @@ def find_differences(then: Origin, now: Origin) -> list[str]:
         before, after = then.versions.get(package, "none"), now.versions.get(package, "none")
         if before != after:
             found.append(f"{package} was {before}, and is {after}")
-    for name in ("model", "revision", "pipeline", "scheduler", "dtype"):
+    for name in ("model", "revision", "pipeline", "scheduler", "dtype", "speed"):
         before, after = getattr(then, name), getattr(now, name)
         if before != after:
             found.append(f"the {name} was {before or 'not known'}, and is {after or 'not known'}")

@@ -19,7 +19,7 @@ from anyaccel.pictures.origin import Origin, record_call
 from anyaccel.pictures.progress import Listener, counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.pipeline import plain_class
-from anyaccel.runtime.placement import find_components
+from anyaccel.runtime.placement import find_components, find_wishes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -70,6 +70,7 @@ def foresee_origin(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[st
         width=0,
         height=0,
         dtype=plan.dtype.value,
+        speed=find_wishes(pipe).speed,
         device=plan.device,
         virtual=plan.virtual,
         negative_prompt=call.get("negative_prompt"),

@@ -80,6 +80,8 @@ class Forecast:
     fits: bool
     capacity_bytes: int
     peak_bytes: int
+    recorded_peak_bytes: int
+    """The peak once what denoising asks of the device was recorded, which is done only where this fits too."""
     phases: tuple[tuple[str, int], ...]
     """The peak of each phase: `load`, `encode`, `denoise`, `decode`."""
     components: tuple[tuple[str, int], ...]
@@ -101,6 +103,7 @@ class Forecast:
         return {
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
+            "recorded_peak_bytes": self.recorded_peak_bytes,
             "capacity_bytes": self.capacity_bytes,
             "phases": dict(self.phases),
             "components": dict(self.components),
@@ -122,16 +125,23 @@ def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[
 
 
 def list_rules(
-    images: int, wishes: Wishes, residences: tuple[Residence, ...], *, has_parts: bool = True
+    images: int,
+    wishes: Wishes,
+    residences: tuple[Residence, ...],
+    *,
+    has_parts: bool = True,
+    second_filters: bool = False,
 ) -> Iterator[MemoryRule]:
     """Every way to run a call, the cheapest in time first; what the user pinned is in all of them.
 
     A batch is split before layers are moved one by one: that costs a little of a batch's speed, and layers that come
-    and go at every step cost most of it.
+    and go at every step cost most of it. Where filters would be kept in a second form, that is given up first.
     """
     ways = _list_ways(wishes, has_parts)
     if wishes.memory is not None:
         residences = (_as_residence(wishes.memory),)
+    if second_filters and residences[0] == "resident":
+        yield MemoryRule("resident", replace(ways[0], second_filters=True), wishes.images_per_call)
     whole: list[Residence] = [residence for residence in residences if residence != "layer"] or ["layer"]
     for residence in whole:
         for way in ways:
@@ -164,8 +174,11 @@ def _halve(images: int) -> Iterator[int]:
         yield images
 
 
-def predict(footprint: Footprint, residence: Residence) -> dict[str, int]:
-    """The bytes at the peak of each phase: `load`, and those in which models run."""
+def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
+    """The bytes at the peak of each phase: `load`, and those in which models run.
+
+    Once denoising is `recorded`, what it holds at its peak is held in all phases, for the next picture.
+    """
     loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, footprint.always_there)
     peaks = {"load": loaded}
     there: set[str] = set(footprint.always_there)
@@ -182,6 +195,9 @@ def predict(footprint: Footprint, residence: Residence) -> dict[str, int]:
             weights = loaded
         need = weights + passing.held_bytes + footprint.fixed_bytes
         peaks[passing.phase] = max(peaks.get(passing.phase, 0), need)
+    if recorded:
+        held = max((one.held_bytes for one in footprint.passings if one.phase == "denoise"), default=0)
+        peaks = {name: peak if name == "denoise" else peak + held for name, peak in peaks.items()}
     return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
 
 
@@ -294,6 +310,7 @@ def make_forecast(
         fits=rule is not None,
         capacity_bytes=capacity_bytes,
         peak_bytes=max(peaks.values()),
+        recorded_peak_bytes=max(predict(footprint, (rule or listed[0]).residence, recorded=True).values()),
         phases=tuple(peaks.items()),
         components=tuple((model.name, model.weights_bytes) for model in footprint.models),
         images=images,

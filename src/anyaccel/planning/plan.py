@@ -24,9 +24,10 @@ from anyaccel.planning.speed import (
     choose_channels_last,
     choose_compiling,
     choose_fusions,
+    choose_host_layers,
     choose_prompts_kept,
-    choose_winograd,
 )
+from anyaccel.planning.speed_level import Reuse, choose_quantized, choose_reuse
 from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
 __all__ = ["NO_MEMORY", "Plan", "make_plan"]
@@ -64,7 +65,9 @@ class Plan:
     channels_last: Decision[bool]
     fusions: Decision[tuple[str, ...]]
     capture: Decision[bool]
-    winograd: Decision[bool]
+    host_layers: Decision[bool]
+    quantized: Decision[str]
+    reuse: Decision[Reuse | None]
     prompts_kept: Decision[int]
     prime: Decision[bool]
     watch: Decision[bool]
@@ -108,6 +111,8 @@ def make_plan(
     device: str,
     virtual: bool = False,
     half_precision_cost: Mapping[str, float] | None = None,
+    host_layers_gain: float | None = None,
+    has_torchao: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Decide everything about one pipeline on one device."""
@@ -134,7 +139,9 @@ def make_plan(
         channels_last=choose_channels_last(sheet, wishes),
         fusions=choose_fusions(sheet, wishes),
         capture=choose_capture(sheet, wishes),
-        winograd=choose_winograd(sheet, wishes),
+        quantized=choose_quantized(sheet, wishes, dtype.value, has_torchao=has_torchao),
+        reuse=choose_reuse(wishes),
+        host_layers=choose_host_layers(sheet, wishes, dtype.value, host_layers_gain),
         prompts_kept=choose_prompts_kept(wishes),
         prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),

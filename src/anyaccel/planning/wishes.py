@@ -7,11 +7,13 @@ from typing import Any
 
 from anyaccel.errors import UsageError, nearest
 
-__all__ = ["FLOATING_BYTES", "RESIDENCES", "Wishes", "check_residence", "read_wishes"]
+__all__ = ["FLOATING_BYTES", "RESIDENCES", "SPEEDS", "Wishes", "check_residence", "check_speed", "read_wishes"]
 
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The types that a pipeline can run in, with the bytes of a number."""
 RESIDENCES = ("resident", "component", "layer", "phase")
+
+SPEEDS = ("exact", "fast", "draft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Wishes:
     those of the phase, read from disk; None takes the first that fits."""
     vae_tiling: bool | None = None
     """Whether the autoencoder takes its images one by one and large ones in tiles; None where it must."""
+    speed: str = "exact"
+    """`exact` for the same picture to rounding, `fast` and `draft` for what changes it a little, and more."""
     compile: str | bool = "auto"
     """Whether models are compiled: `auto` once that pays for the pictures to come, True at once, False never."""
     pictures: int | None = None
@@ -45,8 +49,8 @@ class Wishes:
     """Whether compiled models keep pictures in memory channels last; None where that pays."""
     fuse: bool | None = None
     """Whether compiled models use fused operations; None where that pays."""
-    winograd: bool = False
-    """Whether the host does convolutions by Winograd's algorithm: faster, and more memory for the filters."""
+    host_layers: bool | None = None
+    """Whether the host does convolutions and products in ways of ours; None where a short trial shows that it pays."""
     keep_prompts: bool = True
     """Whether what encoders made of a prompt is kept for the next call with the same."""
     watch: bool = True
@@ -78,6 +82,12 @@ def check_residence(memory: str | None, *, unified_memory: bool) -> None:
         )
 
 
+def check_speed(speed: str) -> None:
+    """Raise if a level is none."""
+    if speed not in SPEEDS:
+        raise UsageError(f"speed is one of {', '.join(SPEEDS)}, not {speed!r}", hint=nearest(str(speed), list(SPEEDS)))
+
+
 def _check(wishes: Wishes) -> None:
     slicing = wishes.attention_slicing
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
@@ -96,6 +106,7 @@ def _check(wishes: Wishes) -> None:
         raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {wishes.memory!r}", hint="leave it out")
     if wishes.compile not in ("auto", True, False):
         raise UsageError(f"compile is 'auto', True or False, not {wishes.compile!r}", hint="leave it out")
+    check_speed(wishes.speed)
     if wishes.schedule not in (None, "host", "device"):
         raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")
 

@@ -10,7 +10,7 @@ from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.runtime.placement import Placement
 from anyaccel.runtime.request import Request
 
-__all__ = ["admit", "check_size"]
+__all__ = ["admit", "check_size", "find_multiple"]
 
 
 def admit(pipe: Any, placement: Placement, request: Request) -> None:
@@ -46,7 +46,7 @@ def _check_generators(request: Request) -> None:
 
 def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
     """Raise if `height` or `width` is none that the pipeline takes; one that is None is left to it."""
-    multiple = _find_multiple(pipe)
+    multiple = find_multiple(pipe)
     for name in ("height", "width"):
         value = arguments.get(name)
         if value is None:
@@ -61,7 +61,7 @@ def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _find_multiple(pipe: Any) -> int | None:
+def find_multiple(pipe: Any) -> int | None:
     """What a size must be a multiple of: the factor by which the autoencoder shrinks; None where it is not known."""
     factor = getattr(pipe, "vae_scale_factor", None)
     return factor if isinstance(factor, int) and factor > 0 else None

@@ -23,7 +23,7 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
         "shape": shape,
         "dtype": plan.dtype.value,
         "how": f"{plan.compiling.value.region}; {plan.compile.value}",
-        "with": f"fusions {plan.fusions}; channels last {plan.channels_last}",
+        "with": f"fusions {plan.fusions}; channels last {plan.channels_last}; in {plan.quantized}",
         "device": placement.opened.driver.device_name(placement.opened.index),
         **find_versions(),
     }

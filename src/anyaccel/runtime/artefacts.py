@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from anyaccel.backends.half_precision import find_cache_folder
+from anyaccel.backends.cache_folder import find_cache_folder
 from anyaccel.errors import UsageError
 
 __all__ = [
@@ -210,6 +210,8 @@ def prune_entries(*, older_than_days: float | None = None, versions: dict[str, s
             if folder.name.startswith(".making-") and not everything:
                 continue  # another process may be at it
             freed += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            if folder.is_file():  # something that nobody here wrote
+                folder.unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
             count += 1
     return count, freed

@@ -46,7 +46,10 @@ class Boundary:
 
     def serves(self, plan: Plan, device: torch.device) -> bool:
         """Whether it is on its model, and does there what a plan says; memory and speed are no matter of its."""
-        others = {name: getattr(plan, name) for name in ("memory", "forecast", "capture", "compiled", "buckets")}
+        others = {
+            name: getattr(plan, name)
+            for name in ("memory", "forecast", "capture", "reuse", "quantized", "compiled", "buckets")
+        }
         same = self.plan is plan or replace(self.plan, **others) == plan
         return same and self.device == device and bool(self.handles)
 

@@ -58,9 +58,9 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
             placement.running = False
 
     try:
-        results = run_within_memory(pipe, placement, request, run)
+        results = [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, run)
     except DoesNotFitError as error:
-        if not fall_back_in_type(pipe, placement, error):
+        if placement.shared or not fall_back_in_type(pipe, placement, error):
             raise
         draws.rewind()
         smaller = find_placement(pipe)
@@ -193,6 +193,11 @@ class _Run:
 
     def _mend(self, broken: list[str]) -> Any:
         """Find where it broke, try that model once more in float32, and give up with its name if that fails too."""
+        if self.placement.shared:
+            raise NotFiniteError(
+                f"the picture is not finite: {broken[0]} gave numbers that are not, on {self.placement.plan.device}",
+                hint="others use the model now; by itself the call would be tried in float32",
+            )
         with trace_first_break(self.components) as found:
             self._once()
         module, step = found[0] if found else (broken[0], 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.half_precision import find_cache_folder
+from anyaccel.backends.cache_folder import find_cache_folder
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision

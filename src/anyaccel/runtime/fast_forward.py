@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["FastForward", "Recorder", "can_stand_in", "find_fast_forward", "fingerprint", "release"]
+from anyaccel.runtime.snapshot import Snapshot
+from anyaccel.runtime.step_reuse import find_steps
+
+__all__ = ["FastForward", "Recorder", "can_stand_in", "find_fast_forward", "is_free", "release"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,12 +32,8 @@ _WARM = 2
 """Runs of a shape before it is recorded: libraries choose their kernels and make their workspaces in them."""
 _MOST_SHAPES = 8
 """Recordings that one model keeps; a call with ever new shapes runs without."""
-_BOUND = 0.75
-"""A model is bound by launching where the host is busy for this share of a run."""
 _SAME = 2e-2
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
-_OURS = ("forward", "_anyaccel_boundary")
-"""What is put on models here, and changes with plans."""
 
 
 @dataclass
@@ -58,23 +57,22 @@ class FastForward:
         run: Callable[..., Any] | None = None,
         record: Recorder | None = None,
         wait: Wait = lambda: None,
-        *,
-        always: bool = False,
     ) -> None:
-        self.module, self.run, self.record, self.wait, self.always = (
-            module,
-            run or _plain_forward(module),
-            record,
-            wait,
-            always,
-        )
+        self.module, self.run, self.record, self.wait = module, run or _plain_forward(module), record, wait
         self.compiled = run is not None
         self.shapes: dict[Any, _Shape] = {}
-        self.mark: int | None = None
+        self.recorded_of: Snapshot | None = None
         self.told = ""
         """What was found, in words, for the plan."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, or what it was at an earlier step where the plan says so."""
+        steps = None if torch.compiler.is_compiling() else find_steps()
+        if steps is None:
+            return self._answer(*args, **kwargs)
+        return steps.answer(id(self), self._answer, args, kwargs)
+
+    def _answer(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output: replayed where its shape is recorded."""
         if self.record is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.run(*args, **kwargs)
@@ -95,10 +93,9 @@ class FastForward:
 
     def renew(self) -> None:
         """Forget all recordings if the model is no longer what was recorded: other weights, adapters, processors."""
-        mark = fingerprint(self.module)
-        if mark != self.mark:
+        if self.recorded_of is None or not self.recorded_of.holds():
             self.forget()
-            self.mark = mark
+            self.recorded_of = Snapshot(self.module)
 
     def forget(self) -> None:
         """Let go of all recordings, and of the memory that they hold."""
@@ -120,20 +117,17 @@ class FastForward:
         return found
 
     def _look(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
-        """One run that is timed: whether the host's launching takes longer than the device's work."""
-        before = fingerprint(self.module)
+        """One run that is timed, and looked at for what the model keeps: such a one is not recorded."""
+        before = Snapshot(self.module)
         self.wait()
         start = time.perf_counter()
         output = self.run(*args, **kwargs)
         launched = time.perf_counter()
         self.wait()
         done = time.perf_counter()
-        share = (launched - start) / max(done - start, 1e-9)
         figures = f"the host launches for {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
-        if fingerprint(self.module) != before:
+        if not before.holds():
             shape.refused = "the model keeps something from one run to the next"
-        elif share < _BOUND and not self.always:
-            shape.refused = f"{figures}, so that a recording would save nothing"
         self.told = shape.refused or figures
         return output
 
@@ -205,23 +199,15 @@ def _is_same(made: Any, expected: Any) -> bool:
     return True
 
 
-def fingerprint(module: torch.nn.Module) -> int:
-    """A number that changes where a model's weights lie elsewhere, or an attribute of one of its layers is another."""
-    seen = []
-    for part in module.modules():
-        inside = vars(part)
-        seen.append(hash(tuple(id(value) for name, value in inside.items() if name not in _OURS)))
-        seen.extend(parameter.data_ptr() for parameter in inside["_parameters"].values() if parameter is not None)
-        scaling = inside.get("scaling")
-        if isinstance(scaling, dict):  # how strong adapters are is kept in a dictionary
-            seen.append(hash(tuple(scaling.items())))
-            seen.append(hash(tuple(inside.get("_active_adapter") or ())))
-    return hash(tuple(seen))
+def is_free(module: torch.nn.Module) -> bool:
+    """Whether nothing stands in for a forward; what was copied or unpickled has its class's own."""
+    found = vars(module).get("forward")
+    return found is None or getattr(found, "__func__", None) is type(module).forward
 
 
 def can_stand_in(module: torch.nn.Module) -> bool:
     """Whether nothing else stands in for the forward of a model or of its layers: offloading, caches, casts."""
-    if "forward" in vars(module) and not isinstance(vars(module)["forward"], FastForward):
+    if not is_free(module) and not isinstance(vars(module)["forward"], FastForward):
         return False
     return not any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules())
 

@@ -49,6 +49,8 @@ _MOST_A_PIXEL = 16 * 2**10
 _USUAL_SIDE = 1024
 _TINY = 4096
 """A model whose weights are this part of the memory does not fill it with one picture."""
+_MOST_A_FILTER = 5
+"""What a filter takes with its second form, in filters."""
 _USUAL_FRAMES = 96
 _HEADS, _PIXELS_A_TOKEN = 24, 64
 _NO_SHAPE = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
@@ -115,7 +117,13 @@ def _list_residences(pipe: Any, unified_memory: bool) -> tuple[Residence, ...]:
 
 
 def list_pipeline_rules(
-    pipe: Any, images: int, at_once: int | None, wishes: Wishes, *, unified_memory: bool
+    pipe: Any,
+    images: int,
+    at_once: int | None,
+    wishes: Wishes,
+    *,
+    unified_memory: bool,
+    second_filters: bool = False,
 ) -> list[MemoryRule]:
     """The ways in which a pipeline could make so many images, the cheapest first.
 
@@ -124,7 +132,10 @@ def list_pipeline_rules(
     whole = at_once is not None and at_once >= images
     wishes = replace(wishes, images_per_call=None if whole else at_once)
     residences = _list_residences(pipe, unified_memory)
-    return list(dict.fromkeys(list_rules(1 if whole else images, wishes, residences, has_parts=has_parts(pipe))))
+    rules = list_rules(
+        1 if whole else images, wishes, residences, has_parts=has_parts(pipe), second_filters=second_filters
+    )
+    return list(dict.fromkeys(rules))
 
 
 def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[MemoryRule]:
@@ -132,8 +143,15 @@ def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[Memory
     wishes = placement.wishes
     if placement.offloaded_by_user:  # where the weights are was decided
         wishes = replace(wishes, memory=placement.residence)
-    at_once, unified = placement.plan.images_per_call.value, placement.opened.sheet.unified_memory
-    return list_pipeline_rules(pipe, images, at_once, wishes, unified_memory=unified)
+    plan = placement.plan
+    return list_pipeline_rules(
+        pipe,
+        images,
+        plan.images_per_call.value,
+        wishes,
+        unified_memory=placement.opened.sheet.unified_memory,
+        second_filters=plan.host_layers.value,
+    )
 
 
 def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
@@ -230,6 +248,7 @@ def _is_sure(pipe: Any, placement: Placement, request: Request, capacity: int) -
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element
+    weights *= _MOST_A_FILTER if plan.host_layers.value else 1
     width, height = request.arguments.get("width"), request.arguments.get("height")
     side = find_default_side(pipe)
     pixels = (width if isinstance(width, int) else side) * (height if isinstance(height, int) else side)

@@ -27,6 +27,7 @@ from anyaccel.runtime.placement import (
     is_being_offloaded,
 )
 from anyaccel.runtime.prompts import keep_prompts
+from anyaccel.runtime.quantize import check_not_quantized
 from anyaccel.runtime.recovery import weights_at_home
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.warmup import warm_up
@@ -66,6 +67,14 @@ class Portable:
     def plan(self) -> Plan:
         """What was decided for this pipeline on its device, and why; `print(pipe.plan)`."""
         return _placement_of(self).plan
+
+    @property
+    def _execution_device(self) -> Any:
+        """Where models run: diffusers looks through all of their layers for hooks, several times a picture."""
+        placement = find_placement(self)
+        if placement is None or placement.residence != "resident" or placement.offloaded_by_user:
+            return super()._execution_device  # type: ignore[misc]
+        return placement.device
 
     def progress_bar(self, *args: Any, **kwargs: Any) -> Any:
         """The pipeline's own progress bar, or its share of one where several calls make one batch."""
@@ -229,6 +238,7 @@ def portable_class(kind: Any) -> type:
 def _with_weights(method: Any) -> Any:
     @functools.wraps(method)
     def touch_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_not_quantized(self, method.__name__)
         with weights_at_home(self):
             return method(self, *args, **kwargs)
 

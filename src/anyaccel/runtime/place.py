@@ -26,6 +26,7 @@ from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.runtime.boundary import set_boundaries
+from anyaccel.runtime.host_layers import measure_gain
 from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement import (
     Placement,
@@ -36,6 +37,7 @@ from anyaccel.runtime.placement import (
     keep_placement,
     read_facts,
 )
+from anyaccel.runtime.quantize import check_not_quantized, has_torchao
 from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
@@ -111,6 +113,8 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
         device=f"{opened.sheet.name}:{opened.index}",
         virtual=find_device(opened.sheet.name).virtual,
         half_precision_cost=measured,
+        has_torchao=has_torchao(),
+        host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
         environment=os.environ,
     )
 
@@ -132,6 +136,11 @@ def place_pipeline(
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, wishes)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
+    if before is None or (plan.quantized.value, plan.dtype.value) != (
+        before.plan.quantized.value,
+        before.plan.dtype.value,
+    ):
+        check_not_quantized(pipe, "placing it so")
     _execute(plan, opened)
     slow_down(pipe, before)
     if before is not None and before.residence != "resident" and not before.offloaded_by_user:

@@ -80,6 +80,8 @@ class Placement:
     """Where the weights go as long as no size is known."""
     prompts: Prompts | None = None
     """What encoders made of prompts."""
+    shared: bool = False
+    """Whether the models are shared with other pipelines that run at the same time, and so are left as they are."""
     speed: Speed | None = None
     """What was done for speed, and how long pictures took."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
@@ -135,8 +137,10 @@ def is_being_offloaded(pipe: Any) -> bool:
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a pipeline without what belongs to this process."""
-    return {name: value for name, value in state.items() if name != _KEY}
+    """The state of a pipeline without what belongs to this process; what was wished for goes with it."""
+    kept = {name: value for name, value in state.items() if name != _KEY}
+    placement = state.get(_KEY)
+    return {**kept, _WISHES: placement.wishes} if isinstance(placement, Placement) else kept
 
 
 def find_components(pipe: Any) -> dict[str, Any]:

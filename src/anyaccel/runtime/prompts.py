@@ -11,13 +11,32 @@ from typing import Any
 
 import torch
 
-from anyaccel.runtime.fast_forward import fingerprint
 from anyaccel.runtime.placement import find_components, find_placement
+from anyaccel.runtime.snapshot import Snapshot
 from anyaccel.tracing.shell import map_tensors
 
 __all__ = ["Prompts", "keep_prompts"]
 
 _PLAIN = (str, int, float, bool, type(None), torch.device, torch.dtype)
+
+
+class _Encoder:
+    """An encoder or a tokenizer, and how to tell that it changed: adapters, new words, other weights."""
+
+    def __init__(self, part: Any) -> None:
+        self.part, self.words = part, _count_words(part)
+        self.snapshot = Snapshot(part) if isinstance(part, torch.nn.Module) else None
+
+    def is_still(self, part: Any) -> bool:
+        same = part is self.part and _count_words(part) == self.words
+        return same and (self.snapshot is None or self.snapshot.holds())
+
+
+def _count_words(part: Any) -> int:
+    """Of a tokenizer its words, of a model how often its weights were written."""
+    if isinstance(part, torch.nn.Module):
+        return sum(0 if one.is_inference() else one._version for one in part.parameters())
+    return len(part) if hasattr(part, "__len__") else 0
 
 
 @dataclass
@@ -27,6 +46,17 @@ class Prompts:
     most: int
     seen: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
     kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    encoders: list[_Encoder] = field(default_factory=list)
+    """What it was encoded by."""
+
+    def renew(self, pipe: Any) -> None:
+        """Forget everything if an encoder or a tokenizer is another, or was changed since."""
+        parts = [part for name, part in find_components(pipe).items() if "encoder" in name or "token" in name]
+        if len(parts) == len(self.encoders) and all(map(_Encoder.is_still, self.encoders, parts)):
+            return
+        self.seen.clear()
+        self.kept.clear()
+        self.encoders = [_Encoder(part) for part in parts]
 
     def find(self, key: Hashable, device: torch.device) -> Any:
         """What is kept for a key, on the device; None where nothing is."""
@@ -61,6 +91,7 @@ def keep_prompts(encode: Any) -> Any:
             return encode(self, *args, **kwargs)
         if placement.prompts is None:
             placement.prompts = Prompts(placement.plan.prompts_kept.value)
+        placement.prompts.renew(self)
         found = placement.prompts.find(key, placement.device)
         if found is None:
             found = encode(self, *args, **kwargs)
@@ -81,9 +112,7 @@ def _key(pipe: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs:
     values = tuple((name, _plain(value)) for name, value in sorted(given.items()))
     if any(value is _plain for _, value in values):
         return None
-    return values, tuple(
-        _state(part) for name, part in find_components(pipe).items() if "encoder" in name or "token" in name
-    )
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -92,10 +121,3 @@ def _plain(value: Any) -> Any:
         parts = tuple(_plain(item) for item in value)
         return _plain if any(part is _plain for part in parts) else (type(value).__name__, parts)
     return (type(value).__name__, value) if isinstance(value, _PLAIN) else _plain
-
-
-def _state(part: Any) -> Hashable:
-    """What changes where an encoder or a tokenizer is another, or was changed: adapters, new words, other weights."""
-    if isinstance(part, torch.nn.Module):
-        return fingerprint(part), sum(parameter._version for parameter in part.parameters())
-    return id(part), len(part) if hasattr(part, "__len__") else 0

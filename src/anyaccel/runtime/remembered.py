@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anyaccel.backends.half_precision import find_cache_folder
+from anyaccel.backends.cache_folder import find_cache_folder
 from anyaccel.planning.footprint import Way
 from anyaccel.planning.memory import MemoryRule
 

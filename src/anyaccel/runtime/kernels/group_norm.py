@@ -3,7 +3,8 @@
 
 Compilers reduce over groups of channels slowly where neighbours in memory are of different groups. Here each program
 reads whole pixels: one pass for the mean and the spread of every channel, a small one that joins channels to groups,
-and one that applies them. Sums are of float32 and of differences, so that nothing cancels.
+and one that applies them. In a small picture each group is done by one program. Sums are of float32 and of differences,
+so that nothing cancels.
 """
 
 from __future__ import annotations
@@ -21,6 +22,45 @@ _PROGRAMS = 512
 _PARTS = 128
 """The most parts of a small picture, so that joining them is one look."""
 _SMALL = 128 * 128
+_ALONE = 16 * 16
+"""The most pixels of a picture whose groups are done by one program each."""
+
+
+@triton.jit
+def _normalize_alone(
+    picture, weight, bias, result, pixels, channels, epsilon,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """One group of one picture from its first number to its last."""
+    image, group = tl.program_id(0), tl.program_id(1)
+    inner = tl.arange(0, SIZE)
+    inside = inner < WIDTH
+    column = group * WIDTH + inner
+    start = image.to(tl.int64) * pixels * channels
+    pivot = tl.load(picture + start + group * WIDTH).to(tl.float32)
+    total = tl.zeros((ROWS, SIZE), dtype=tl.float32)
+    squares = tl.zeros((ROWS, SIZE), dtype=tl.float32)
+    for first in range(0, pixels, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < pixels)[:, None] & inside[None, :]
+        values = tl.load(picture + start + row[:, None] * channels + column[None, :], mask=mask, other=0.0)
+        apart = tl.where(mask, values.to(tl.float32) - pivot, 0.0)
+        total += apart
+        squares += apart * apart
+    count = pixels * WIDTH
+    away = tl.sum(tl.sum(total, axis=1), axis=0) / count
+    variance = tl.maximum(tl.sum(tl.sum(squares, axis=1), axis=0) / count - away * away, 0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) / tl.sqrt(variance + epsilon)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32) - (pivot + away) * factor
+    for first in range(0, pixels, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < pixels)[:, None] & inside[None, :]
+        place = start + row[:, None] * channels + column[None, :]
+        values = tl.load(picture + place, mask=mask, other=0.0).to(tl.float32)
+        values = values * factor[None, :] + shift[None, :]
+        if SILU:
+            values = values / (1.0 + tl.exp(-values))
+        tl.store(result + place, values.to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -119,6 +159,17 @@ def normalize_groups(
     picture = picture.contiguous(memory_format=torch.channels_last)
     images, channels = picture.shape[0], picture.shape[1]
     pixels = picture.shape[2] * picture.shape[3]
+    width = channels // groups
+    result = torch.empty_like(picture)
+    run = torch.library.wrap_triton
+    if pixels <= _ALONE:
+        size = triton.next_power_of_2(width)
+        rows = min(_TILE // size, triton.next_power_of_2(pixels))
+        run(_normalize_alone)[(images, groups)](
+            picture, weight, bias, result, pixels, channels, epsilon,
+            WIDTH=width, SIZE=size, ROWS=rows, SILU=silu, num_warps=max(1, min(16, rows * size // 256)),
+        )  # fmt: skip
+        return result
     columns = triton.next_power_of_2(channels)
     rows = max(1, _TILE // columns)
     blocks = triton.cdiv(pixels, rows)
@@ -126,12 +177,9 @@ def normalize_groups(
     parts = triton.cdiv(blocks, tiles)
     measured = torch.empty((images, parts, 2, channels), device=picture.device, dtype=torch.float32)
     factors = torch.empty((images, 2, channels), device=picture.device, dtype=torch.float32)
-    result = torch.empty_like(picture)
-    run = torch.library.wrap_triton
     run(_measure_channels)[(images, parts)](
         picture, measured, pixels, channels, tiles, ROWS=rows, COLUMNS=columns, num_warps=8
     )
-    width = channels // groups
     run(_join_groups)[(images, groups)](
         measured, weight, bias, factors, pixels, channels, parts, tiles * rows, epsilon,
         WIDTH=width, PARTS=min(_PARTS, triton.next_power_of_2(parts)), SIZE=triton.next_power_of_2(width), num_warps=4,

@@ -1,0 +1,61 @@
+"""A picture of benchmarks/results/speed_cuda.json for the documentation: docs/pictures/speed.svg.
+
+python -m benchmarks.plot_speed
+"""
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SOURCE, TARGET = HERE / "results" / "speed_cuda.json", HERE.parent / "docs" / "pictures" / "speed.svg"
+COLOURS = {"stock eager": "#b8bec9", "stock compiled": "#7d8797", "anyaccel": "#1f6feb", "anyaccel fast": "#79b8ff"}
+LEFT, BAR, GAP, WIDTH, ROOM = 270, 15, 26, 900, 500
+
+
+def draw(report: dict[str, Any]) -> str:
+    """Bars for each case, as shares of stock eager's time, with seconds and the floor as a line."""
+    lines: list[str] = []
+    top = 52
+    for row in report["rows"]:
+        variants = {name: one for name, one in row["variants"].items() if "median_s" in one}
+        longest = variants["stock eager"]["median_s"]
+        begin = top
+        for name, one in variants.items():
+            length = ROOM * one["median_s"] / longest
+            ratio = f", {row['against stock compiled']:.2f} times as fast" if name == "anyaccel" else ""
+            lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" fill="{COLOURS[name]}"/>')
+            text = f"{one['median_s']:.3f} s{ratio}"
+            lines.append(f'<text x="{LEFT + length + 6:.1f}" y="{top + 11}" class="small">{text}</text>')
+            top += BAR
+        middle = (begin + top) / 2 + 3
+        lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{escape(row["title"])}</text>')
+        floor = LEFT + ROOM * row["floor_s"] / longest
+        ends = f'x1="{floor:.1f}" x2="{floor:.1f}" y1="{begin - 4}" y2="{top + 2}"'
+        lines.append(f'<line {ends} stroke="#d1242f" stroke-width="2"/>')
+        top += GAP
+    legend = "".join(
+        f'<rect x="{LEFT + 140 * place}" y="14" width="12" height="12" fill="{colour}"/>'
+        f'<text x="{LEFT + 140 * place + 18}" y="24">{name}</text>'
+        for place, (name, colour) in enumerate(COLOURS.items())
+    )
+    head = f"{escape(report['device'])}, bfloat16, one picture; times as fast: as stock compiled; red: the floor"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 8}"'
+        ' font-family="sans-serif" font-size="13">'
+        "<style>.small{font-size:11px}text{fill:#24292f}</style>"
+        f'<rect width="{WIDTH}" height="{top + 8}" fill="#ffffff"/>'
+        f'{legend}<text x="{LEFT}" y="42" class="small">{head}</text>{"".join(lines)}</svg>\n'
+    )
+
+
+def main() -> None:
+    """Read, draw and write."""
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(draw(json.loads(SOURCE.read_text())))
+    print(TARGET.name)
+
+
+if __name__ == "__main__":
+    main()

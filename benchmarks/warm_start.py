@@ -1,0 +1,76 @@
+"""The first picture of a new process, with nothing kept and with what an earlier process compiled.
+
+    python -m benchmarks.warm_start cuda [--cases klein sd15] [--together]
+
+Writes benchmarks/results/warm_start_DEVICE.json. Each case runs twice, in a process of its own each time, with a cache
+folder that is empty at first; `--together` starts all cases at once, the first time and the second.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import anyaccel
+from anyaccel.backends.cache_folder import CACHE_VARIABLE
+from anyaccel.backends.device import this_machine
+from anyaccel.bench.bench import run_together
+from anyaccel.bench.work import OURS, Work
+from benchmarks.provenance import read_commit
+from benchmarks.speed import CASES, list_works
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def measure(works: list[Work]) -> dict[str, Any]:
+    """The first picture's seconds of each work, or why there is none."""
+    rows = run_together(works, rounds=1, tell=lambda words: print(words, file=sys.stderr))
+    return {
+        row["title"]: row["variants"][OURS]["first_picture_s"] if "variants" in row else row["error"] for row in rows
+    }
+
+
+def compare(groups: list[list[Work]]) -> list[dict[str, Any]]:
+    """Each work with an empty folder and with a filled one."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="anyaccel-warm-") as folder:
+        os.environ[CACHE_VARIABLE] = folder
+        for group in groups:
+            empty, filled = measure(group), measure(group)
+            for title, seconds in empty.items():
+                row: dict[str, Any] = {"title": title, "empty_s": seconds, "filled_s": filled[title]}
+                if isinstance(seconds, float) and isinstance(filled[title], float):
+                    row["share"] = round(filled[title] / seconds, 3)
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device")
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    works = [replace(work, variants=(OURS,)) for work in list_works(asked.cases, asked.device, {})]
+    opened, machine = anyaccel.open_device(asked.device), this_machine()
+    report = {
+        "what": "the first picture of a new process, compiled as a whole: with nothing kept, and with all kept",
+        "device": opened.driver.device_name(opened.index), "together": asked.together,
+        "date": datetime.now(timezone.utc).date().isoformat(), "commit": asked.commit or read_commit(),
+        "versions": dict(machine.versions), "rows": compare([works] if asked.together else [[one] for one in works]),
+    }  # fmt: skip
+    asked.out.mkdir(exist_ok=True)
+    (asked.out / f"warm_start_{opened.sheet.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

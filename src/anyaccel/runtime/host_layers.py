@@ -1,0 +1,210 @@
+"""Layers as the host does them fastest: the same numbers, in the order in which its matrix products read them.
+
+Convolutions of 3 × 3 are done by Winograd's algorithm, those of 1 × 1 are matrix products, and the weights of products
+lie in memory so that nothing is turned around at every call. What an encoded prompt is projected to is kept for all
+steps. Models keep their layers, shapes and names.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+import time
+import weakref
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, TypeAlias
+
+import psutil
+import torch
+from torch.nn import functional
+
+from anyaccel.backends.cache_folder import keep_fact, read_fact
+from anyaccel.runtime.fast_forward import is_free
+from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
+
+__all__ = ["install", "is_installed", "measure_gain", "remove", "serves"]
+
+_State: TypeAlias = tuple[int, int]
+"""Where a tensor lies, and how often it was written."""
+
+
+@dataclass
+class _Filters:
+    """The second form of one layer's filters: beside the layer, so that no copy and no pickle carries it."""
+
+    state: _State
+    sample: torch.Tensor
+    """Some of the weight's numbers: what writes past torch's count of writes changes them too."""
+    tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_FILTERS: weakref.WeakKeyDictionary[torch.nn.Module, _Filters] = weakref.WeakKeyDictionary()
+_PROJECTED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any, torch.Tensor]] = weakref.WeakKeyDictionary()
+_OF_PROMPTS = ("attn2.to_k", "attn2.to_v")
+"""What diffusers calls the layers that an encoded prompt goes through at every step."""
+_ROUNDS, _LOOK_S, _BUSY = 8, 0.05, 40.0
+"""How often a trial is repeated, how long the host is looked at before, and the share of it in percent that others have
+where a trial would tell of them."""
+_SMALL = 64
+"""A matrix with a side shorter than this is left as it is."""
+
+
+def serves(module: torch.nn.Module) -> bool:
+    """Whether a layer is a convolution that can be done so: 3 × 3, or 1 × 1, which is a matrix product as it is."""
+    if type(module) is not torch.nn.Conv2d or module.groups != 1 or module.padding_mode != "zeros":
+        return False
+    if module.stride != (1, 1) or module.dilation != (1, 1):
+        return False
+    return (module.kernel_size, module.padding) in (((3, 3), (1, 1)), ((1, 1), (0, 0)))
+
+
+def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
+    """The forward of a convolution; named so that what is pickled or copied finds the class's own again."""
+    weight, bias = self.weight, self.bias
+    if torch.is_grad_enabled() or picture.dtype != torch.float32 or weight.dtype != torch.float32 or picture.dim() != 4:
+        return _convolve_plainly(self, picture)
+    if self.kernel_size == (1, 1):
+        return functional.linear(picture.permute(0, 2, 3, 1), weight[:, :, 0, 0], bias).permute(0, 3, 1, 2)
+    tile = choose_tile(picture.shape, weight.shape)
+    if not tile:
+        return _convolve_plainly(self, picture)
+    kept = _FILTERS.get(self)
+    if kept is None or kept.state != _read_state(weight):
+        kept = _FILTERS[self] = _Filters(_read_state(weight), _sample(weight))
+    if tile not in kept.tiles:
+        kept.tiles[tile] = transform_filters(weight, tile)
+    return convolve(picture, kept.tiles[tile], bias, tile)
+
+
+def _read_state(tensor: torch.Tensor) -> _State:
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach()[:: max(1, weight.shape[0] // 8), :: max(1, weight.shape[1] // 8)].clone()
+
+
+def _convolve_plainly(layer: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = layer._conv_forward(picture, layer.weight, layer.bias)
+    return made
+
+
+def project_once(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    """The forward of what an encoded prompt goes through in attention: the same at every step, so done at the first."""
+    once = not torch.is_grad_enabled() and not rows.is_inference() and not self.weight.is_inference()
+    state = (_read_state(rows), _read_state(self.weight)) if once else None
+    kept = _PROJECTED.get(self)
+    if once and kept is not None and kept[0]() is rows and kept[1] == state:
+        return kept[2]
+    made = functional.linear(rows, self.weight, self.bias)
+    if once:
+        _PROJECTED[self] = (weakref.ref(rows), state, made)
+    return made
+
+
+project_once.__name__ = "forward"
+
+
+def install(module: torch.nn.Module, *, second_filters: bool = True) -> None:
+    """Let every layer of a model that can be done so be done so; filters that were changed are done again.
+
+    Without `second_filters`, which take up to four times the memory of the first ones, weights are laid out alone.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            _turn(part)
+            _PROJECTED.pop(part, None)  # of the last call's prompt
+            if type(part) is torch.nn.Linear and name.endswith(_OF_PROMPTS) and is_free(part):
+                vars(part)["forward"] = MethodType(project_once, part)
+        elif isinstance(part, torch.nn.Conv2d):
+            _install_convolution(part, second_filters)
+
+
+def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> None:
+    if layer.kernel_size == (1, 1):
+        _turn(layer)
+    elif not serves(layer) and not layer.weight.is_contiguous(memory_format=torch.channels_last):
+        layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+    if not serves(layer) or not (is_free(layer) or is_installed(layer)):
+        return
+    if not second_filters:
+        _let_go(layer)
+        return
+    kept = _FILTERS.get(layer)
+    if kept is not None and not torch.equal(kept.sample, _sample(layer.weight)):
+        del _FILTERS[layer]
+    vars(layer)["forward"] = MethodType(forward, layer)
+
+
+def _turn(layer: torch.nn.Linear | torch.nn.Conv2d) -> None:
+    """Let a weight (out, in) lie in memory as (in, out), which is how a product reads it; its shape stays."""
+    weight = layer.weight.data
+    if type(weight) is not torch.Tensor or min(weight.shape[:2]) < _SMALL or weight.dtype != torch.float32:
+        return
+    if weight.stride(0) != 1:
+        layer.weight.data = weight.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def is_installed(module: torch.nn.Module) -> bool:
+    """Whether a layer is done so."""
+    return getattr(vars(module).get("forward"), "__func__", None) in (forward, project_once)
+
+
+def remove(module: torch.nn.Module) -> None:
+    """Let all layers of a model be as torch does them."""
+    for part in module.modules():
+        _let_go(part)
+        if isinstance(part, torch.nn.Linear | torch.nn.Conv2d) and type(part.weight.data) is torch.Tensor:
+            part.weight.data = part.weight.data.contiguous()
+
+
+def _let_go(layer: torch.nn.Module) -> None:
+    if is_installed(layer):
+        del vars(layer)["forward"]
+    _FILTERS.pop(layer, None)
+    _PROJECTED.pop(layer, None)
+
+
+@functools.cache
+def measure_gain() -> float | None:
+    """How many times as fast this host is so, tried once and kept; None while others keep the host busy."""
+    key = f"{platform.machine()} {platform.processor()} torch {torch.__version__} threads {torch.get_num_threads()}"
+    kept = read_fact("host_layers.json", key)
+    if isinstance(kept, float):
+        return kept
+    psutil.cpu_percent()
+    if psutil.cpu_percent(interval=_LOOK_S) > _BUSY:
+        return None
+    gain = round(_try_out(), 3)
+    keep_fact("host_layers.json", key, gain)
+    return gain
+
+
+@torch.no_grad()
+def _try_out() -> float:
+    """A convolution and a product as denoisers have them, in turns; the least that each took."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    picture, weight, bias = draw(2, 160, 16, 16), draw(160, 160, 3, 3), draw(160)
+    rows, matrix = draw(512, 160), draw(640, 160)
+    turned, filters = matrix.t().contiguous().t(), transform_filters(weight, 4)
+    last = picture.contiguous(memory_format=torch.channels_last)
+
+    def plain() -> Any:
+        return functional.conv2d(picture, weight, bias, padding=1), functional.linear(rows, matrix)
+
+    def ours() -> Any:
+        return convolve(last, filters, bias, 4), functional.linear(rows, turned)
+
+    best = {plain: math.inf, ours: math.inf}
+    for _ in range(_ROUNDS):
+        for function in best:
+            start = time.perf_counter()
+            function()
+            best[function] = min(best[function], time.perf_counter() - start)
+    return best[plain] / best[ours]

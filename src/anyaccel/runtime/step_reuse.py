@@ -1,0 +1,116 @@
+"""Step reuse: at some steps a denoiser's last answer is taken again, as the plan says.
+
+Steps are told by the scheduler: every call of its `step` ends one. A denoiser that is called more than once a step, as
+for guidance in two calls, has an answer for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from anyaccel.planning.speed_level import Reuse
+
+__all__ = ["Steps", "counting_steps", "find_steps"]
+
+Run = Callable[..., Any]
+_NOW = threading.local()
+
+
+class Steps:
+    """Where a call is among its steps, and what its denoisers answered last."""
+
+    def __init__(self, pipe: Any, rule: Reuse) -> None:
+        self.pipe, self.scheduler, self.rule = pipe, pipe.scheduler, rule
+        self.step, self.run, self.reused = 0, 0, 0
+        self._turns: dict[int, int] = {}
+        self._answers: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def answer(self, who: int, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a denoiser answers: by running it, or as it did the last time that it was asked in this turn."""
+        turn = self._turns[who] = self._turns.get(who, -1) + 1
+        shape = tree_map(lambda leaf: leaf.shape if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
+        kept = self._answers.get((who, turn))
+        if kept is not None and kept[0] == shape and not self.rule.is_run(self.step, self._count()):
+            self.reused += 1
+            return tree_map(_copy, kept[1])
+        made = run(*args, **kwargs)
+        self.run += 1
+        self._answers[who, turn] = (shape, tree_map(_copy, made))
+        return made
+
+    def next(self) -> None:
+        """A step is done."""
+        self.step += 1
+        self._turns.clear()
+
+    def _count(self) -> int:
+        """The steps of this call: pipelines that begin with a picture leave the first ones of a schedule out."""
+        told = getattr(self.pipe, "_num_timesteps", None)
+        if isinstance(told, int) and told > 0:
+            return told
+        timesteps = getattr(self.scheduler, "timesteps", None)
+        begin = getattr(self.scheduler, "begin_index", None) or 0
+        return len(timesteps) - begin if timesteps is not None else 0
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def find_steps() -> Steps | None:
+    """The steps of the call that this thread runs; None where every one is run."""
+    return getattr(_NOW, "steps", None)
+
+
+@contextmanager
+def counting_steps(pipe: Any, rule: Reuse | None) -> Iterator[Steps | None]:
+    """While the block runs, every `step` of the pipeline's scheduler is counted; None where there is none to count.
+
+    This is a matter of one thread and one call: another pipeline with the same models runs all of its own steps.
+    """
+    scheduler: Any = getattr(pipe, "scheduler", None)
+    outside = find_steps()
+    if rule is None or not hasattr(scheduler, "step") or not hasattr(scheduler, "set_timesteps"):
+        _NOW.steps = None
+        try:
+            yield None
+        finally:
+            _NOW.steps = outside
+        return
+    steps = _NOW.steps = Steps(pipe, rule)
+    before = vars(scheduler).get("step")
+    scheduler.step = _Counted(scheduler, steps)
+    try:
+        yield steps
+    finally:
+        _NOW.steps = outside
+        if before is None:
+            del scheduler.step
+        else:
+            scheduler.step = before
+
+
+class _Counted:
+    """A scheduler's `step` that counts."""
+
+    def __init__(self, scheduler: Any, steps: Steps) -> None:
+        self.step, self.steps = scheduler.step, steps
+        functools.update_wrapper(self, self.step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.step(*args, **kwargs)
+        self.steps.next()
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Some pipelines copy their scheduler for a second stream: its steps are its own, and are not counted.
+        copied = memo.get(id(self.steps.scheduler), self.steps.scheduler)
+        return MethodType(type(copied).step, copied)

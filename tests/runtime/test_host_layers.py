@@ -1,0 +1,238 @@
+"""Layers as the host does them fastest: the same numbers, and layers that stay what they are."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.nn import functional
+
+from anyaccel.recipes import recipes
+from anyaccel.runtime import host_layers
+from anyaccel.runtime.pipeline import place
+
+
+def convolution(**options: Any) -> torch.nn.Conv2d:
+    return torch.nn.Conv2d(64, 64, **{"kernel_size": 3, "padding": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (convolution(), True),
+        (convolution(kernel_size=1, padding=0), True),
+        (convolution(stride=2), False),
+        (convolution(padding=0), False),
+        (convolution(groups=2), False),
+        (convolution(dilation=2, padding=2), False),
+        (convolution(padding_mode="reflect"), False),
+        (torch.nn.Linear(3, 3), False),
+    ],
+)
+def test_which_layers_it_is_for(module: torch.nn.Module, expected: bool) -> None:
+    assert host_layers.serves(module) is expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_layer_stays_a_layer(kernel: int) -> None:
+    layer = convolution(kernel_size=kernel, padding=kernel // 2)
+    picture = torch.randn(2, 64, 32, 32)
+    plain = layer(picture)
+    host_layers.install(layer)
+    torch.testing.assert_close(layer(picture), plain, rtol=1e-4, atol=1e-4)
+    layer.weight.mul_(2)
+    host_layers.install(layer)
+    doubled = functional.conv2d(picture, layer.weight, layer.bias, padding=kernel // 2)
+    torch.testing.assert_close(layer(picture), doubled, rtol=1e-4, atol=1e-4)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(other(picture), layer(picture), rtol=1e-4, atol=1e-4)
+        other.weight.zero_()
+        host_layers.install(other)
+        assert layer.bias is not None
+        assert (other(picture) - layer.bias.view(1, -1, 1, 1)).abs().max() < 1e-5, "its own weight, not the first one's"
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    assert half(picture.to(torch.bfloat16)).dtype is torch.bfloat16
+    host_layers.remove(layer)
+    assert "forward" not in vars(layer)
+    assert layer not in host_layers._FILTERS
+
+
+def test_gradients_go_the_usual_way() -> None:
+    layer = convolution()
+    host_layers.install(layer)
+    layer(torch.randn(2, 64, 32, 32)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def draw(pipe: Any, steps: int = 4) -> Any:
+    return pipe(**{**recipes()["stable-diffusion"].call(), "num_inference_steps": steps}).images
+
+
+def test_a_pipeline_makes_the_same_picture() -> None:
+    recipe = recipes()["stable-diffusion"]
+    expected = draw(recipe.make())
+    pipe = place(recipe.make(), "cpu", dtype="float32", host_layers=True)
+    draw(pipe, steps=2)
+    assert not any(host_layers.is_installed(part) for part in pipe.unet.modules()), "too few steps to pay"
+    assert abs(draw(pipe) - expected).max() < 1e-4
+    assert pipe.plan.host_layers.value
+    assert any(host_layers.is_installed(part) for part in pipe.unet.modules())
+    pipe.to("cpu", host_layers=False)
+    assert not any(host_layers.is_installed(part) for part in pipe.unet.modules())
+
+
+@torch.no_grad()
+def test_weights_lie_as_products_read_them(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(96, 128)
+    rows = torch.randn(5, 96)
+    plain, before = layer(rows), layer.weight.clone()
+    host_layers.install(layer)
+    assert layer.weight.stride() == (1, 128)
+    assert torch.equal(layer.weight, before)
+    torch.testing.assert_close(layer(rows), plain)
+    host_layers.remove(layer)
+    assert layer.weight.is_contiguous()
+    small = torch.nn.Linear(8, 128)
+    host_layers.install(small)
+    assert small.weight.is_contiguous()
+
+
+def test_a_pipeline_can_be_saved_meanwhile(tmp_path: Path) -> None:
+    recipe = recipes()["stable-diffusion"]
+    pipe = place(recipe.make(), "cpu", dtype="float32", host_layers=True)
+    made = draw(pipe)
+    pipe.save_pretrained(tmp_path)
+    again = place(type(pipe).from_pretrained(tmp_path), "cpu", dtype="float32", host_layers=True)
+    assert (draw(again) == made).all()
+
+
+@torch.no_grad()
+def test_without_memory_for_a_second_form_weights_are_laid_out_alone() -> None:
+    first, second = convolution(), torch.nn.Linear(64, 64)
+    layers = torch.nn.Sequential(first, second)
+    host_layers.install(layers)
+    assert host_layers.is_installed(first)
+    host_layers.install(layers, second_filters=False)
+    assert not host_layers.is_installed(first)
+    assert second.weight.stride() == (1, 64)
+
+
+def test_a_trial_says_whether_it_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval=None: 0.0)
+    host_layers.measure_gain.cache_clear()
+    gain = host_layers.measure_gain()
+    assert gain is not None
+    assert 0.01 < gain < 100
+    monkeypatch.setattr(host_layers, "_try_out", lambda: pytest.fail("it was tried before"))
+    host_layers.measure_gain.cache_clear()
+    assert host_layers.measure_gain() == gain
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    assert pipe.plan.host_layers.value is (gain >= 1.1)
+    assert f"{gain:.2f} times as fast" in pipe.plan.host_layers.reason
+    host_layers.measure_gain.cache_clear()
+
+
+def test_there_is_no_trial_while_others_keep_the_host_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval=None: 90.0)
+    host_layers.measure_gain.cache_clear()
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    assert not pipe.plan.host_layers.value
+    assert "busy" in pipe.plan.host_layers.reason
+    host_layers.measure_gain.cache_clear()
+
+
+@torch.no_grad()
+def test_a_prompt_is_projected_once() -> None:
+    model = torch.nn.ModuleDict({"attn2": torch.nn.ModuleDict({"to_k": torch.nn.Linear(64, 64)})})
+    layer: Any = model["attn2"]["to_k"]  # type: ignore[index]
+    host_layers.install(model)
+    prompt = torch.randn(2, 7, 64)
+    first = layer(prompt)
+    assert layer(prompt) is first
+    other = torch.randn(2, 7, 64)
+    torch.testing.assert_close(layer(other), functional.linear(other, layer.weight, layer.bias))
+    prompt.mul_(2)
+    torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
+    layer.weight.mul_(2)
+    torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        copied.weight.zero_()
+        torch.testing.assert_close(copied(prompt), layer.bias.expand(2, 7, 64))
+    host_layers.remove(model)
+    assert "forward" not in vars(layer)
+
+
+def wide_unet() -> Any:
+    import diffusers
+
+    library: Any = diffusers
+    torch.manual_seed(0)
+    return library.UNet2DModel(
+        block_out_channels=(64, 64), layers_per_block=1, norm_num_groups=8, sample_size=32, in_channels=3,
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
+    ).eval()  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["written", "behind torch's back", "another", "a copy"])
+def test_filters_that_changed_are_done_again(how: str) -> None:
+    unet = wide_unet()
+    picture = torch.randn(1, 3, 32, 32)
+    host_layers.install(unet)
+    first = unet(picture, 5).sample
+    changed = copy.deepcopy(unet) if how == "a copy" else unet
+    for part in changed.modules():
+        if isinstance(part, torch.nn.Conv2d) and part.kernel_size == (3, 3):
+            if how == "behind torch's back":
+                part.weight.data.mul_(0.8)
+            elif how == "another":
+                part.weight = torch.nn.Parameter(part.weight * 0.8)
+            else:
+                part.weight.mul_(0.8)
+    if how == "behind torch's back":
+        host_layers.install(changed)  # as every call of a pipeline does
+    made = changed(picture, 5).sample
+    plain = copy.deepcopy(changed)
+    host_layers.remove(plain)
+    torch.testing.assert_close(made, plain(picture, 5).sample, rtol=1e-3, atol=1e-3)
+    assert (made - first).abs().max() > 1e-2
+    if how == "a copy":
+        torch.testing.assert_close(unet(picture, 5).sample, first)
+
+
+def test_a_pickle_does_not_carry_the_second_form() -> None:
+    unet = wide_unet()
+    before = len(pickle.dumps(unet))
+    host_layers.install(unet)
+    with torch.no_grad():
+        unet(torch.randn(1, 3, 32, 32), 5)
+    assert len(pickle.dumps(unet)) < before * 1.1
+
+
+def test_short_calls_see_weights_that_changed() -> None:
+    recipe = recipes()["stable-diffusion"]
+    pipe = place(recipe.make(), "cpu", dtype="float32", host_layers=True)
+    draw(pipe)
+    with torch.no_grad():
+        for part in pipe.unet.modules():
+            if isinstance(part, torch.nn.Conv2d):
+                part.weight.mul_(0.9)
+    short = draw(pipe, steps=2)
+    pipe.to("cpu", host_layers=False)
+    assert abs(draw(pipe, steps=2) - short).max() < 1e-4
+
+
+def test_inference_mode() -> None:
+    recipe = recipes()["stable-diffusion"]
+    expected = draw(place(recipe.make(), "cpu", dtype="float32", host_layers=False))
+    with torch.inference_mode():
+        pipe = place(recipe.make(), "cpu", dtype="float32", host_layers=True)
+        made = [draw(pipe) for _ in range(3)]
+    for one in made:
+        assert abs(one - expected).max() < 1e-4
