@@ -1,0 +1,225 @@
+"""Requests that come at random: step batching beside one request at a time and batches of whole requests.
+
+    python -m benchmarks.serving cuda --json benchmarks/results/serving_cuda.json
+    python -m benchmarks.serving cpu --tiny --seconds 5
+
+A model of Stable Diffusion 1.5's shape with random weights, 512 x 512, guidance, without the text encoder, compiled
+once and used by all three in turn. What a device can do is measured with a queue that never empties; then requests
+come by Poisson's law at 50, 80 and 95 % of what batches of whole requests can do. Latency is from a request's coming to
+its picture on the host. Each row is written as soon as it is there.
+"""
+
+import argparse
+import json
+import queue
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anyaccel.bench.pipelines import make_call, make_pipeline
+from anyaccel.bench.work import OURS, Work
+from anyaccel.server.shared import SharedPipeline
+from benchmarks.provenance import describe_run, read_commit
+from benchmarks.speed import CASES
+
+LOADS = (0.5, 0.8, 0.95)
+STEPS, MOST = 30, 8
+TINY = {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 64, "attention_head_dim": 8}
+
+Submit = Callable[[int], "Future[float]"]
+"""Takes a seed; the future is done, with the time, when the picture is on the host."""
+
+
+def make_work(device: str, *, tiny: bool) -> Work:
+    """The model and its call."""
+    wishes: dict[str, Any] = {"watch": False, "compile": not tiny, "pictures": 10_000, "keep_prompts": False}
+    work = replace(CASES["sd15"], device=device, dtype="float32" if tiny else "bfloat16", random=True, wishes=wishes)
+    call = {**work.call, "num_inference_steps": STEPS}
+    if tiny:
+        embeds: dict[str, tuple[int, ...]] = dict.fromkeys(work.embeds, (1, 77, 64))
+        call |= {"height": 32, "width": 32, "num_inference_steps": 4}
+        return replace(work, config=TINY, embeds=embeds, call=call)
+    return replace(work, call=call)
+
+
+def fetch(made: Any) -> float:
+    """The picture on the host, and when it was there."""
+    made.images.float().cpu()
+    return time.perf_counter()
+
+
+@contextmanager
+def one_at_a_time(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
+    """Requests in the order of their coming."""
+    with ThreadPoolExecutor(1) as thread:
+        yield lambda seed: thread.submit(lambda: fetch(pipe(**call, seed=seed)))
+
+
+@contextmanager
+def whole_requests(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
+    """Whatever waits when the device is free goes as one batch, filled up to a size that is ready."""
+    waiting: queue.SimpleQueue[tuple[int, Future[float]] | None] = queue.SimpleQueue()
+    ending = threading.Event()
+
+    def run() -> None:
+        while not ending.is_set():
+            first = waiting.get()
+            if first is None:
+                return
+            batch = [first]
+            while len(batch) < MOST and not waiting.empty():
+                more = waiting.get()
+                if more is None:
+                    ending.set()
+                    break
+                batch.append(more)
+            size = next(size for size in list_sizes() if size >= len(batch))
+            seeds = [seed for seed, _ in batch]
+            seeds += [seeds[-1]] * (size - len(seeds))
+            rows = {name: repeat(value, size) for name, value in call.items()}
+            done = fetch(pipe(**rows, seed=seeds))
+            for _, future in batch:
+                future.set_result(done)
+
+    def submit(seed: int) -> "Future[float]":
+        future: Future[float] = Future()
+        waiting.put((seed, future))
+        return future
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield submit
+    finally:
+        waiting.put(None)
+        thread.join()
+
+
+@contextmanager
+def steps_of_all(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
+    """Each request a call of its own, which meets the others at every step."""
+    shared = SharedPipeline(pipe, most_rows=2 * MOST)
+    joins = shared.warm_up({**call, "seed": 0}, {**call, "seed": 1})
+    assert joins["unet"], joins
+    shared.prepare_rows(MOST)
+    with ThreadPoolExecutor(MOST) as threads:
+        yield lambda seed: threads.submit(lambda: fetch(shared.run({**call, "seed": seed})))
+    print(json.dumps({"rounds": shared.meetings["unet"].seen.sizes}), file=sys.stderr)
+    shared.close()
+
+
+WAYS = {"one at a time": one_at_a_time, "whole requests": whole_requests, "steps": steps_of_all}
+
+
+def list_sizes() -> list[int]:
+    """The sizes of batch that are made ready."""
+    sizes = [1]
+    while sizes[-1] < MOST:
+        sizes.append(min(MOST, 2 * sizes[-1]))
+    return sizes
+
+
+def repeat(value: Any, count: int) -> Any:
+    """An argument for several requests."""
+    return value.repeat_interleave(count, 0) if isinstance(value, torch.Tensor) else value
+
+
+def measure_capacity(submit: Submit, seconds: float) -> float:
+    """Requests a second where there is always one more."""
+    start = time.perf_counter()
+    under_way: list[Future[float]] = [submit(seed) for seed in range(2 * MOST)]
+    done, seed = 0, len(under_way)
+    while True:
+        now = under_way.pop(0).result()
+        done += 1
+        if now - start > seconds and done >= 2 * MOST:
+            break
+        under_way.append(submit(seed))
+        seed += 1
+    rate = done / (now - start)
+    for future in under_way:
+        future.result()
+    return rate
+
+
+def measure_load(submit: Submit, rate: float, seconds: float, seed: int) -> dict[str, float]:
+    """Requests that come by Poisson's law: how many were done a second, and how long they took."""
+    chance = random.Random(seed)
+    came: list[float] = []
+    futures: list[Future[float]] = []
+    start = time.perf_counter()
+    due = start
+    while due - start < seconds:
+        due += chance.expovariate(rate)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        came.append(due)
+        futures.append(submit(len(came)))
+    ends = [future.result() for future in futures]
+    latencies = sorted(end - begun for end, begun in zip(ends, came, strict=True))
+    cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+    return {
+        "requests": len(latencies),
+        "per_s": len(latencies) / (max(ends) - start),
+        "p50_s": cuts[49],
+        "p95_s": cuts[94],
+        "mean_s": statistics.mean(latencies),
+    }
+
+
+def main() -> None:
+    """Measure all three, and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device")
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it works")
+    parser.add_argument("--commit")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    work = make_work(options.device, tiny=options.tiny)
+    pipe = make_pipeline(work, OURS)
+    call = make_call(work, pipe)
+    result: dict[str, Any] = {
+        **describe_run(options.commit or read_commit()),
+        "device": options.device,
+        "work": f"{'a tiny one' if options.tiny else work.model}, {work.dtype}, {work.call}",
+        "rows": [],
+    }
+
+    def keep(row: dict[str, Any]) -> None:
+        result["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    for size in list_sizes():
+        for _ in range(3):  # compiled, timed, recorded
+            rows = {name: repeat(value, size) for name, value in call.items()}
+            pipe(**rows, seed=list(range(size)))
+    capacity: dict[str, float] = {}
+    for name, way in WAYS.items():
+        with way(pipe, call) as submit:
+            capacity[name] = measure_capacity(submit, options.seconds / 2)
+        keep({"way": name, "load": "full", "per_s": capacity[name]})
+    for load in LOADS:
+        rate = load * capacity["whole requests"]
+        for name, way in WAYS.items():
+            if name == "one at a time" and rate > 1.5 * capacity[name]:
+                keep({"way": name, "load": load, "asked_per_s": rate, "skipped": "its queue would grow for ever"})
+                continue
+            with way(pipe, call) as submit:
+                told = measure_load(submit, rate, options.seconds, seed=round(100 * load))
+            keep({"way": name, "load": load, "asked_per_s": rate, **told})
+
+
+if __name__ == "__main__":
+    main()

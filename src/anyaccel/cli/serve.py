@@ -1,0 +1,91 @@
+"""`anyaccel serve [MODEL…]`: OpenAI-compatible pictures from any pipeline on any accelerator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anyaccel.errors import UsageError
+
+__all__ = ["serve_models"]
+
+Text = str | None
+_KEYS = "ANYACCEL_API_KEYS"
+
+
+def serve_models(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL", help="Hub ids or folders, NAME=MODEL; else the embedded one.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    device: Annotated[str, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron.")] = "auto",
+    dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
+    speed: Annotated[str, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = "exact",
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", help=f"Who may ask; also {_KEYS}, with commas.")
+    ] = None,
+    no_key: Annotated[bool, typer.Option("--no-key", help="Let everybody ask, from other machines too.")] = False,
+    max_batch: Annotated[int, typer.Option("--max-batch", min=1, max=256, help="Pictures made at once.")] = 8,
+    max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="Requests that may wait; then 429.")] = 64,
+    max_models: Annotated[int | None, typer.Option("--max-models", min=1, help="In memory; else what fits.")] = None,
+    sizes: Annotated[
+        Text, typer.Option("--sizes", metavar="WxH,…", help="Sizes to make ready; else the model's own.")
+    ] = None,
+    lora: Annotated[list[str] | None, typer.Option("--lora", metavar="NAME=PATH", help="An adapter to serve.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.")
+    ] = None,
+    limit: Annotated[
+        list[str] | None, typer.Option("--limit", metavar="NAME=NUMBER", help="Such as max_steps=50 or deadline_s=60.")
+    ] = None,
+    otlp: Annotated[
+        Text, typer.Option("--otlp", envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="A collector of traces.")
+    ] = None,
+) -> None:
+    """Serve models over HTTP, with OpenAI's API for pictures, jobs that survive a crash, and a page to try it.
+
+    Requests of several clients are made together, step by step, and each gets the picture that it would get alone.
+    """
+    try:
+        from anyaccel.server.serve import check_address, serve
+    except ImportError as error:
+        raise UsageError(f"the service needs {error.name}, which is not installed", hint=_INSTALL) from error
+    from anyaccel.server.settings import Settings, read_limits, read_lora, read_served_names, read_size
+
+    keys = tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
+    check_address(host, keys, without_key=no_key)
+    settings = Settings(
+        models=read_served_names(models or ["embedded"]),
+        data=(data or _find_data()).expanduser().absolute(),
+        device=device,
+        dtype=dtype,
+        speed=speed,
+        host=host,
+        port=port,
+        keys=keys,
+        max_batch=max_batch,
+        max_models=max_models,
+        sizes=tuple(read_size(text) for text in sizes.split(",")) if sizes else (),
+        loras=tuple(read_lora(text) for text in lora or ()),
+        otlp=otlp,
+        limits=read_limits(limit or (), max_queue),
+    )
+    serve(settings, _tell, lambda address: _tell(f"ready: {address}"))
+
+
+_INSTALL = "pip install 'anyaccel[serve]'"
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _find_data() -> Path:
+    from anyaccel.backends.cache_folder import find_cache_folder
+
+    return find_cache_folder() / "serve"

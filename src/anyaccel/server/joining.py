@@ -1,0 +1,121 @@
+"""Joining: the arguments of several calls of one model as those of one call, and its result as theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+__all__ = ["Ticket", "are_alike", "join", "make_ticket", "split"]
+
+_SAME, _SAME_IN_HALF = 1e-4, 3e-2
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """One call's arguments, taken apart."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    rows: int
+    """How many rows of a batch it is."""
+    key: tuple[Any, ...]
+    """What two calls must have in common to be joined."""
+
+    def joins(self, other: Ticket) -> bool:
+        """Whether both can be one call: alike in all but rows and times, and what they share is the same."""
+        if self is other:
+            return True
+        if self.spec != other.spec or self.key != other.key:
+            return False
+        return all(
+            mine is theirs or bool(torch.equal(mine, theirs))
+            for mine, theirs in zip(self.leaves, other.leaves, strict=True)
+            if isinstance(mine, torch.Tensor) and not _has_rows(mine, self.rows) and mine.dim() > 0
+        )
+
+
+def make_ticket(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket | None:
+    """A call's ticket; None where an argument may hold what cannot be joined."""
+    leaves, spec = tree_flatten((args, kwargs))
+    first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
+    if first is None or not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
+        return None
+    rows = first.shape[0]
+    return Ticket(tuple(leaves), spec, rows, tuple(_describe(leaf, rows) for leaf in leaves))
+
+
+def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def _describe(leaf: Any, rows: int) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    if leaf.dim() == 0:
+        return "a number", leaf.dtype, leaf.device  # a time, which each row may have its own of
+    by_rows = _has_rows(leaf, rows)
+    return "rows" if by_rows else "shared", leaf.shape[1:] if by_rows else leaf.shape, leaf.dtype, leaf.device
+
+
+def join(tickets: Sequence[Ticket], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one call in the place of several; with `rows`, filled up to so many by the last row."""
+    first = tickets[0]
+    if len(tickets) == 1 and rows is None:
+        args, kwargs = tree_unflatten(list(first.leaves), first.spec)
+        return args, kwargs
+    missing = 0 if rows is None else rows - sum(ticket.rows for ticket in tickets)
+    leaves = [
+        _join_leaf([ticket.leaves[place] for ticket in tickets], tickets, missing) for place in range(len(first.leaves))
+    ]
+    args, kwargs = tree_unflatten(leaves, first.spec)
+    return args, kwargs
+
+
+def _join_leaf(found: list[Any], tickets: Sequence[Ticket], missing: int) -> Any:
+    if not isinstance(found[0], torch.Tensor):
+        return found[0]
+    if found[0].dim() == 0:
+        rows = [leaf.expand(ticket.rows) for leaf, ticket in zip(found, tickets, strict=True)]
+    elif _has_rows(found[0], tickets[0].rows):
+        rows = list(found)
+    else:
+        return found[0]
+    if missing:
+        rows.append(rows[-1][-1:].expand(missing, *rows[-1].shape[1:]))
+    return torch.cat(rows)
+
+
+def split(result: Any, rows: Sequence[int]) -> list[Any]:
+    """Each call's rows of a result."""
+    if len(rows) == 1 or (len(rows) == 2 and rows[1] == 0):
+        return [result]
+    leaves, spec = tree_flatten(result)
+    total = sum(rows)
+    parts = [
+        torch.split(leaf, list(rows)) if isinstance(leaf, torch.Tensor) and _has_rows(leaf, total) else None
+        for leaf in leaves
+    ]
+    return [
+        tree_unflatten([leaf if part is None else part[number] for leaf, part in zip(leaves, parts, strict=True)], spec)
+        for number in range(len(rows))
+    ]
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two results are the same to rounding in their type."""
+    pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
+    for left, right in pairs:
+        if not isinstance(left, torch.Tensor) or not left.is_floating_point():
+            continue
+        if left.shape != right.shape:
+            return False
+        allowed = _SAME if left.dtype in (torch.float32, torch.float64) else _SAME_IN_HALF
+        scale = right.float().abs().max().clamp_min(1e-6)
+        if not bool(((left.float() - right.float()).abs().max() / scale) <= allowed):
+            return False
+    return True

@@ -1,0 +1,290 @@
+"""The worker: a process apart from the service, which holds the models and makes the pictures.
+
+It ends by itself when the service does: the pipe between them is closed then.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from anyaccel.server.messages import (
+    Beat,
+    Broken,
+    Cancel,
+    Failed,
+    Loading,
+    Made,
+    Preview,
+    Ready,
+    Run,
+    Step,
+    StoppedJob,
+)
+from anyaccel.server.settings import ServedName, Settings
+
+__all__ = ["run_worker"]
+
+_LOG = logging.getLogger(__name__)
+_BEAT_S = 1.0
+_PREVIEW_QUALITY = 80
+
+
+def run_worker(settings: Settings, pipe: Connection) -> None:
+    """Serve until the pipe is closed; the entry of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the service decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _Worker(settings, pipe).run()
+
+
+class _Worker:
+    def __init__(self, settings: Settings, pipe: Connection) -> None:
+        self.settings, self.pipe = settings, pipe
+        self.sending = threading.Lock()
+        self.stops: dict[str, threading.Event] = {}
+        self.threads = ThreadPoolExecutor(settings.max_batch, thread_name_prefix="picture")
+
+    def run(self) -> None:
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
+        try:
+            self._start()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
+            self._send(_describe_start(error))
+            _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
+            os._exit(1)
+        threading.Thread(target=self._beat, daemon=True).start()
+        reader.join()
+
+    def _start(self) -> None:
+        from anyaccel.server.served_model import ServedModel
+        from anyaccel.server.shelf import Shelf
+
+        total = len(self.settings.models)
+
+        def load(served: ServedName) -> ServedModel:
+            self._send(Loading(self.started, total, f"loading {served.name}"))
+            return ServedModel(served, self.settings, _Teller(self, served.name, total))
+
+        self.started = 0
+        self.shelf = Shelf(self.settings, load)
+        facts = []
+        for served in self.settings.models:
+            with self.shelf.using(served.name) as model:
+                facts.append(model.facts())
+            self.started += 1
+            self._send(Loading(self.started, total, f"{served.name} is ready"))
+        self._send(Ready(tuple(facts)))
+
+    def _read(self) -> None:
+        """Take what the service says; where it is gone, so is the worker, whatever it was doing."""
+        while True:
+            try:
+                said = self.pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            if isinstance(said, Run):
+                self._begin(said)
+            elif isinstance(said, Cancel):
+                stop = self.stops.get(said.job)
+                if stop is not None:
+                    stop.set()
+            else:
+                os._exit(0)
+
+    def _begin(self, said: Run) -> None:
+        self.stops[said.job] = threading.Event()
+        try:
+            _Job(self, said).begin()
+        except Exception as error:  # noqa: BLE001 - a job that cannot be read must not end the worker
+            self.stops.pop(said.job, None)
+            self._send(describe_failure(said.job, error))
+
+    def _send(self, message: Any) -> None:
+        with self.sending:
+            try:
+                self.pipe.send(message)
+            except (BrokenPipeError, OSError):
+                os._exit(0)
+
+    def _beat(self) -> None:
+        import psutil
+
+        from anyaccel.errors import NotMeasurableError
+
+        process, before = psutil.Process(), Counter[int]()
+        while True:
+            time.sleep(_BEAT_S)
+            models = dict(self.shelf.models)
+            now = Counter[int]()
+            for model in models.values():
+                shared = model.shared
+                for name, meeting in shared.meetings.items() if shared is not None else ():
+                    if name in model.denoisers:
+                        now.update(dict(meeting.seen.sizes))
+            held = None
+            if self.shelf.opened is not None:
+                try:
+                    held = self.shelf.opened.driver.memory(self.shelf.opened.index).used_bytes
+                except NotMeasurableError:
+                    held = None
+            rounds = {size: count - before[size] for size, count in now.items() if count > before[size]}
+            before = now
+            self._send(Beat(held, process.memory_info().rss, rounds, tuple(models)))
+
+
+class _Teller:
+    """Tells the service how far a model's loading is."""
+
+    def __init__(self, worker: _Worker, name: str, total: int) -> None:
+        self.worker, self.name, self.total = worker, name, total
+
+    def on_component(self, done: int, total: int, name: str) -> None:
+        words = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
+        self.worker._send(Loading(self.worker.started, self.total, words))
+
+    def on_step(self, done: int, total: int | None) -> None:
+        return
+
+
+class _Job:
+    """One job's pictures, each in a thread of its own."""
+
+    def __init__(self, worker: _Worker, said: Run) -> None:
+        from anyaccel.server.work import read_work
+
+        self.worker, self.said, self.work = worker, said, read_work(said.work)
+        self.stop = worker.stops[said.job]
+        self.lock = threading.Lock()
+        self.left = len(self.work.seeds)
+        self.error: Failed | None = None
+
+    def begin(self) -> None:
+        for picture in range(len(self.work.seeds)):
+            self.worker.threads.submit(self._make, picture)
+
+    def _make(self, picture: int) -> None:
+        from anyaccel.server.denoising import StoppedError
+
+        try:
+            if not self.stop.is_set():
+                self._run(picture)
+        except StoppedError:
+            pass  # it is told when all of the job's pictures have stopped
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the job hears of it and the others go on
+            _LOG.debug("anyaccel: %s failed", self.said.job, exc_info=True)
+            with self.lock:
+                self.error = self.error or describe_failure(self.said.job, error)
+            self.stop.set()
+        with self.lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        self.worker.stops.pop(self.said.job, None)
+        if self.error is not None:
+            self.worker._send(self.error)
+        elif self.stop.is_set():
+            self.worker._send(StoppedJob(self.said.job))
+
+    def _run(self, picture: int) -> None:
+        from anyaccel.pictures.format import encode_picture
+        from anyaccel.server.work import SUFFIXES
+
+        start = time.perf_counter()
+        work, job = self.work, self.said.job
+        with self.worker.shelf.using(work.model, self.stop.is_set) as model:
+            image, origin = model.make(work, picture, _read_pictures(self.said.inputs), self._watch(picture))
+        content = encode_picture(image, SUFFIXES[work.output_format], [origin], work.output_compression)
+        seconds = time.perf_counter() - start
+        self.worker._send(Made(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
+
+    def _watch(self, picture: int) -> Any:
+        from anyaccel.server.denoising import Watcher
+
+        job, work, last = self.said.job, self.work, [time.perf_counter()]
+        numbers = iter(range(work.partial_images))
+
+        def on_step(done: int, total: int) -> None:
+            now = time.perf_counter()
+            self.worker._send(Step(job, picture, done, total, now - last[0]))
+            last[0] = now
+
+        def on_preview(image: Any) -> None:
+            stream = io.BytesIO()
+            kind = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[work.output_format]
+            image.save(stream, kind, **({} if kind == "PNG" else {"quality": _PREVIEW_QUALITY}))
+            self.worker._send(Preview(job, picture, next(numbers), stream.getvalue()))
+
+        shares = tuple((place + 1) / (work.partial_images + 1) for place in range(work.partial_images))
+        return Watcher(on_step, on_preview if shares else None, shares, self.stop.is_set)
+
+
+def _read_pictures(inputs: Mapping[str, str]) -> dict[str, Any]:
+    from PIL import Image
+
+    found = {}
+    for name, path in inputs.items():
+        with Image.open(path) as image:
+            found[name] = _read_mask(image) if name == "mask_image" else _read_picture(image)
+    return found
+
+
+def _read_picture(image: Any) -> Any:
+    """In colours, the way up that a camera says, on white where it is transparent."""
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):  # 16 bits, which Pillow would cut off
+        upright = upright.point(lambda value: value / 257).convert("L")
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    white = Image.new("RGBA", upright.size, "white")
+    white.alpha_composite(upright.convert("RGBA"))
+    return white.convert("RGB")
+
+
+def _read_mask(image: Any) -> Any:
+    """White where the picture is to change: as OpenAI has it, where the mask is transparent; else where it is white."""
+    from PIL import ImageOps
+
+    if not image.has_transparency_data:
+        return image.convert("L")
+    return ImageOps.invert(image.convert("RGBA").getchannel("A"))
+
+
+def _describe_start(error: Exception) -> Broken:
+    from anyaccel.errors import AnyaccelError
+
+    if isinstance(error, AnyaccelError):
+        return Broken(error.message, error.hint)
+    return Broken(f"{type(error).__name__}: {error}", "look at the model with `anyaccel check`")
+
+
+def describe_failure(job: str, error: BaseException) -> Failed:
+    """What a client is told of an error."""
+    from anyaccel.backends.out_of_memory import is_out_of_memory
+    from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
+    from anyaccel.server.served_model import RefusedError
+
+    if isinstance(error, RefusedError):
+        return Failed(job, "content_policy_violation", "the model's safety checker refused the picture", 400)
+    words = f"{error.message}; {error.hint}" if isinstance(error, AnyaccelError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
+        return Failed(job, "out_of_memory", words, 507)
+    if isinstance(error, NotFiniteError):
+        return Failed(job, "not_finite", words, 500)
+    if isinstance(error, UsageError):
+        return Failed(job, "invalid_value", words, 400)
+    return Failed(job, "internal_error", words, 500)

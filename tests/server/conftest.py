@@ -1,0 +1,33 @@
+"""One service for the tests that only ask it things."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.live import Live
+
+ALICE, BOB = "alice's key", "bob's key"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pipeline of Stable Diffusion's kind, saved."""
+    from anyaccel.recipes import recipes
+
+    place = tmp_path_factory.mktemp("models") / "tiny"
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A service with the embedded model, two keys and a short queue."""
+    service = Live(
+        tmp_path_factory.mktemp("live"), "--api-key", ALICE, "--api-key", BOB, "--max-queue", "3", "--max-batch", "2",
+        *(f"--limit={limit}" for limit in ("max_steps=400", "max_n=4", "body_s=5", "max_pixels=65536")), key=ALICE,
+    )  # fmt: skip
+    yield service
+    assert service.end() == 0

@@ -1,0 +1,75 @@
+"""Estimates of the end: from what a model says of one step, by the scheduler's own numbers."""
+
+from typing import Any
+
+import diffusers
+import numpy
+import pytest
+import torch
+
+from anyaccel.recipes import recipes
+from anyaccel.runtime.pipeline import place
+from anyaccel.server.denoising import Watcher, estimate_clean, watching_steps
+from anyaccel.server.shared import light_copy
+
+SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
+    ("DDIMScheduler", {}),
+    ("DDIMScheduler", {"prediction_type": "v_prediction"}),
+    ("DDPMScheduler", {}),
+    ("PNDMScheduler", {"skip_prk_steps": True}),
+    ("LCMScheduler", {}),
+    ("EulerDiscreteScheduler", {}),
+    ("EulerDiscreteScheduler", {"prediction_type": "v_prediction"}),
+    ("EulerAncestralDiscreteScheduler", {}),
+    ("HeunDiscreteScheduler", {}),
+    ("DPMSolverMultistepScheduler", {}),
+    ("DPMSolverMultistepScheduler", {"prediction_type": "v_prediction"}),
+    ("UniPCMultistepScheduler", {}),
+    ("DEISMultistepScheduler", {}),
+    ("FlowMatchEulerDiscreteScheduler", {}),
+    ("FlowMatchHeunDiscreteScheduler", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), SCHEDULERS, ids=[f"{name} {config}" for name, config in SCHEDULERS])
+def test_what_a_model_that_knows_would_say_gives_the_end(name: str, config: dict[str, Any]) -> None:
+    scheduler = getattr(diffusers, name)(**config)
+    scheduler.set_timesteps(10)
+    draw = torch.Generator().manual_seed(0)
+    clean, noise = (torch.randn(1, 4, 8, 8, generator=draw) for _ in range(2))
+    timestep = scheduler.timesteps[3]
+    if "FlowMatch" in name:
+        sigma = scheduler.sigmas[3]
+        sample, output = (1 - sigma) * clean + sigma * noise, noise - clean
+    else:
+        sample = scheduler.add_noise(clean, noise, timestep[None])
+        output = noise
+        if config.get("prediction_type") == "v_prediction":
+            share = scheduler.alphas_cumprod[int(timestep)]
+            output = share.sqrt() * noise - (1 - share).sqrt() * clean
+    estimated = estimate_clean(scheduler, output, timestep, sample)
+    assert estimated is not None
+    assert (estimated - clean).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize(
+    "name", ["stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3", "flux", "pixart-alpha", "ddpm"]
+)
+def test_the_last_preview_is_the_picture(name: str) -> None:
+    pipe = place(recipes()[name].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    call = {**recipes()[name].call(), "num_inference_steps": 5, "output_type": "np"}
+    call.pop("generator", None)
+    made: list[Any] = []
+    steps: list[tuple[int, int]] = []
+    copied = light_copy(pipe)
+    expected = numpy.asarray(pipe(**call, seed=3).images)[0]
+    height, width = expected.shape[:2]
+    watcher = Watcher(lambda done, total: steps.append((done, total)), made.append, (0.4, 1.0))
+    with watching_steps(copied, watcher, (width, height)):
+        got = numpy.asarray(copied(**call, seed=3).images)[0]
+    assert numpy.abs(got - expected).max() < 1e-5, "looking on changes nothing"
+    assert steps[-1][0] == steps[-1][1]
+    assert len(made) == 2
+    shown = numpy.asarray(made[-1].convert("RGB" if expected.shape[2] == 3 else "L")).reshape(expected.shape) / 255
+    assert numpy.abs(shown - expected).mean() < 0.03

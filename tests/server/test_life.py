@@ -1,0 +1,131 @@
+"""The life of a service: workers that die or hang, an end in good order, and an end in none."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from anyaccel.errors import UsageError
+from anyaccel.server.serve import check_address
+from anyaccel.server.settings import read_limits, read_lora, read_served_names, read_size
+from tests.server.kills import kill_often
+from tests.server.live import Live
+
+LONG = {"prompt": "a dog", "num_inference_steps": 100, "seed": 1}
+
+
+def test_a_worker_that_dies_or_hangs_is_replaced_and_an_end_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=4")
+    with live.http() as http:
+        first, second = (http.post("/v1/jobs", json=LONG).json()["id"] for _ in range(2))
+        live.wait_state(http, first, "running")
+        os.kill(live.find_worker(), signal.SIGKILL)
+        live.wait_state(http, first, "queued")
+        assert http.get("/readyz").status_code == 503
+        assert live.wait_state(http, first, "running")["attempts"] == 2
+        stuck = live.find_worker()
+        os.kill(stuck, signal.SIGSTOP)
+        failed = live.wait_state(http, first, "failed")
+        assert failed["error"]["code"] == "worker_died", "it was run again once, and not for ever"
+        assert not psutil.pid_exists(stuck)
+        http.post(f"/v1/jobs/{second}/cancel")
+        answers: list[httpx.Response] = []
+        last = {"prompt": "a cat", "num_inference_steps": 8, "seed": 1}
+        live.wait_state(http, second, "cancelled")
+        asking = threading.Thread(target=lambda: answers.append(http.post("/v1/images/generations", json=last)))
+        with live.http() as other:
+            asking.start()
+            while not any(one["state"] == "running" for one in other.get("/v1/jobs").json()["data"]):
+                time.sleep(0.02)
+            worker = live.find_worker()
+            live.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            late = other.post("/v1/jobs", json=LONG)
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "not_ready")
+            asking.join(60)
+        assert answers[0].status_code == 200
+        assert len(answers[0].json()["data"]) == 1
+    assert live.end() == 0
+    assert not psutil.pid_exists(worker)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
+    told, states = kill_often(5, tmp_path, seed=4)
+    assert told.wrong == []
+    assert len(told.accepted) > 2
+    assert set(states) <= {"done", "failed"}
+
+
+def run(*options: str, **environment: str) -> Any:
+    command = [sys.executable, "-m", "anyaccel", "serve", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_what_cannot_be_served_is_said_and_ends(tmp_path: Path) -> None:
+    missing = run(str(tmp_path / "none"), "--port", "0", "--data", str(tmp_path / "data"))
+    assert (missing.returncode, "Traceback" in missing.stderr) == (3, False)
+    assert "cannot start" in missing.stderr
+    open_to_all = run("--host", "0.0.0.0", "--data", str(tmp_path / "data"), ANYACCEL_API_KEYS="")
+    assert open_to_all.returncode == 2
+    assert "no key" in open_to_all.stderr
+
+
+def test_settings_of_the_command_line() -> None:
+    limits = read_limits(["max_steps=5", "deadline_s=1.5"], 7)
+    assert (limits.max_steps, limits.deadline_s, limits.max_queue) == (5, 1.5, 7)
+    for text, words in (("steps=5", "no limit"), ("max_steps=many", "is a number"), ("max_n=-1", "is a number")):
+        with pytest.raises(UsageError, match=words):
+            read_limits([text], 7)
+    (one, other) = read_served_names(["embedded", "big=org/name"])
+    assert (one.name, one.model, other.name, other.model) == ("embedded", "embedded", "big", "org/name")
+    with pytest.raises(UsageError, match="one name"):
+        read_served_names(["a=x", "a=y"])
+    assert (read_size("512x768"), read_size("64")) == ((512, 768), (64, 64))
+    for text in ("", "x", "0x8", "8x", "-8x8", "1e3x8", "99999x8"):
+        with pytest.raises(UsageError, match="no size"):
+            read_size(text)
+    with pytest.raises(UsageError, match="no adapter"):
+        read_lora("ink")
+
+
+def test_addresses_that_others_reach_want_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.2", "example.org"):
+        with pytest.raises(UsageError, match="no key is wanted"):
+            check_address(host, (), without_key=False)
+        check_address(host, ("key",), without_key=False)
+        check_address(host, (), without_key=True)
+    for host in ("127.0.0.1", "localhost", "::1", "127.8.8.8"):
+        check_address(host, (), without_key=False)
+
+
+def test_a_request_has_a_deadline_and_a_kill_loses_nothing(tmp_path: Path) -> None:
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=6", "--limit", "max_steps=1000")
+    with live.http() as http:
+        time.sleep(6)  # a deadline counts from the service's start at the earliest
+        waiting = http.post("/v1/jobs", json={**LONG, "num_inference_steps": 1000}).json()["id"]
+        live.wait_state(http, waiting, "running")
+        late = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1000})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded"), "while it waited"
+        assert live.wait_state(http, waiting, "failed")["error"]["code"] == "deadline_exceeded"
+        short = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1})
+        assert short.status_code == 200
+        jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": 8}).json()["id"] for _ in range(3)]
+        live.wait_state(http, jobs[0], "running")
+    live.end(signal.SIGKILL)
+    again = Live(tmp_path, "--max-batch", "1")
+    with again.http() as http:
+        for job in jobs:
+            assert again.wait_state(http, job, "done")["images"][0]["seed"] == LONG["seed"]
+        assert len(http.get("/v1/jobs").json()["data"]) == 6, "none twice"
+    assert again.end() == 0

@@ -1,0 +1,166 @@
+"""Calls that meet at a model: joined step by step, each picture is the one that it would have been alone."""
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from anyaccel.recipes import recipes
+from anyaccel.runtime.pipeline import place
+from anyaccel.server.joining import join, make_ticket, split
+from anyaccel.server.shared import SharedPipeline
+
+
+def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:
+    call = {**recipes()[name].call(), "num_inference_steps": steps}
+    return {**call, "generator": torch.Generator().manual_seed(seed)}
+
+
+def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
+    """Let so many calls wait for one another before their first step: from then on each waits for all by itself."""
+    meeting, first, seen = shared.meetings[model], threading.Barrier(calls), set[int]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        who = threading.get_ident()
+        if who not in seen:
+            seen.add(who)
+            with shared.rendezvous.changed:
+                shared.rendezvous.where[who] = meeting  # on the way there: the others will not begin without it
+                shared.rendezvous.changed.notify_all()
+            first.wait(60)
+        return meeting(*args, **kwargs)
+
+    meeting.module.forward = forward
+
+
+def pixels(made: Any) -> Any:
+    return numpy.asarray(made.images if hasattr(made, "images") else made.frames)
+
+
+@pytest.mark.parametrize(
+    "name", ["stable-diffusion", "flux", "stable-diffusion-3", "pixart-alpha", "stable-diffusion-xl"]
+)
+def test_each_picture_is_what_it_would_be_alone(name: str) -> None:
+    pipe = place(recipes()[name].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    asked = [(0, 6), (1, 4), (2, 8), (3, 6)]
+    denoiser = "unet" if hasattr(pipe, "unet") else "transformer"
+    runs: Counter[int] = Counter()
+    alone: list[Any] = []
+    counting = getattr(pipe, denoiser).register_forward_hook(lambda *_: runs.update([len(alone)]))
+    for seed, steps in asked:
+        alone.append(pixels(pipe(**make_call(name, seed, steps))))
+    counting.remove()
+    shared = SharedPipeline(pipe, patience_s=60.0)
+    joins = shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2))
+    assert joins[denoiser], joins
+    begin_together(shared, denoiser, len(asked))
+    with ThreadPoolExecutor(len(asked)) as threads:
+        made = list(threads.map(lambda one: pixels(shared.run(make_call(name, *one))), asked))
+    for one, other in zip(made, alone, strict=True):
+        assert numpy.abs(one - other).max() < 1e-4
+    seen = shared.meetings[denoiser].seen
+    under_way = Counter(sum(count > past for count in runs.values()) for past in range(max(runs.values())))
+    assert seen.sizes == under_way, "whoever was under way took part in every round"
+    shared.close()
+    assert numpy.abs(pixels(pipe(**make_call(name, *asked[0]))) - alone[0]).max() < 1e-5
+    assert "forward" not in vars(getattr(pipe, denoiser))
+
+
+def test_one_that_fails_leaves_and_the_others_go_on() -> None:
+    name = "stable-diffusion"
+    pipe = place(recipes()[name].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    alone = pixels(pipe(**make_call(name, 1, 6)))
+    shared = SharedPipeline(pipe, patience_s=5.0)
+    shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2))
+
+    def stop(pipe: Any, step: int, timestep: Any, values: Any) -> Any:
+        if step == 1:
+            raise RuntimeError("a client that went away")
+        return values
+
+    with ThreadPoolExecutor(2) as threads:
+        failing = threads.submit(shared.run, {**make_call(name, 0, 6), "callback_on_step_end": stop})
+        going = threads.submit(shared.run, make_call(name, 1, 6))
+        with pytest.raises(RuntimeError, match="went away"):
+            failing.result(60)
+        assert numpy.abs(pixels(going.result(60)) - alone).max() < 1e-4
+    assert not shared.rendezvous.where
+
+
+def test_a_round_that_fails_as_one_is_run_call_by_call() -> None:
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    shared = SharedPipeline(pipe, patience_s=60.0)
+    shared.warm_up(make_call("stable-diffusion", 8, 2), make_call("stable-diffusion", 9, 2))
+    begin_together(shared, "unet", 2)
+    meeting = shared.meetings["unet"]
+    plain, rows = meeting.run, []
+
+    def run(sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(sample))
+        if len(sample) > 2:
+            raise torch.OutOfMemoryError("too many")
+        return plain(sample, *args, **kwargs)
+
+    meeting.run = run
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda seed: shared.run(make_call("stable-diffusion", seed, 4)), (0, 1)))
+    assert len(made) == 2
+    assert max(rows) == 4, "they were tried as one"
+
+
+def test_whoever_is_not_taking_part_runs_as_ever() -> None:
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    expected = pixels(pipe(**make_call("stable-diffusion", 0, 2)))
+    SharedPipeline(pipe, patience_s=60.0)
+    assert numpy.abs(pixels(pipe(**make_call("stable-diffusion", 0, 2))) - expected).max() < 1e-5
+
+
+def test_arguments_are_joined_row_by_row() -> None:
+    shared = torch.arange(6).view(2, 3)
+
+    def ticket(rows: int, time: float, **more: Any) -> Any:
+        return make_ticket((torch.full((rows, 5), time), torch.tensor(time)), {"ids": shared.clone(), **more})
+
+    first, second = ticket(1, 1.0), ticket(3, 2.0)
+    assert first.joins(second)
+    (values, times), kwargs = join([first, second])
+    assert values.shape == (4, 5)
+    assert times.tolist() == [1.0, 2.0, 2.0, 2.0]
+    assert torch.equal(kwargs["ids"], shared)
+    one, other = split((values, {"a": values + 1}), [1, 3])
+    assert one[0].shape == (1, 5)
+    assert other[1]["a"].shape == (3, 5)
+    assert not first.joins(ticket(1, 1.0, scale=2)), "another argument"
+    assert not ticket(1, 1.0, scale=1).joins(ticket(1, 1.0, scale=2))
+    assert make_ticket((object(),), {}) is None
+    other_ids = make_ticket((torch.zeros(1, 5), torch.tensor(0.0)), {"ids": shared + 1})
+    assert other_ids is not None
+    assert not first.joins(other_ids), "what they share is not the same"
+
+
+def test_nobody_waits_for_one_that_is_elsewhere() -> None:
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    shared = SharedPipeline(pipe, patience_s=60.0)
+    shared.warm_up(make_call("stable-diffusion", 8, 2), make_call("stable-diffusion", 9, 2))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with shared.rendezvous.taking_part():
+            inside.set()
+            go_on.wait(60)
+
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(wait)
+        inside.wait(10)
+        shared.run(make_call("stable-diffusion", 0, 4))
+        go_on.set()
+        slow.result(10)
