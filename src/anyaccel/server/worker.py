@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from anyaccel.server.host_memory import share_one_heap
 from anyaccel.server.messages import (
     Beat,
     Broken,
@@ -43,6 +44,7 @@ def run_worker(settings: Settings, pipe: Connection) -> None:
     """Serve until the pipe is closed; the entry of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the service decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    share_one_heap()
     _Worker(settings, pipe).run()
 
 
