@@ -34,7 +34,7 @@ def test_a_picture_is_the_one_that_the_library_makes(live: Live, tmp_path: Any) 
     assert made.data is not None
     assert [picture.seed for picture in made.data] == [7, 8]  # type: ignore[attr-defined]
     assert (made.size, made.output_format) == ("128x128", "png")
-    here = anyaccel.generate("a red apple", device="cpu", seed=7, num_images_per_prompt=2)
+    here = anyaccel.generate("a red apple", device="cpu", dtype="float32", seed=7, num_images_per_prompt=2)
     for there, image in zip(made.data, here.images, strict=True):
         assert differ(read(there.b64_json), image) <= 1
     file = tmp_path / "picture.png"
@@ -229,7 +229,7 @@ def test_the_queue_is_bounded_and_many_clients_get_their_own_pictures(live: Live
         prompts = ["a red apple", "a cat", "a rocket"]
         made = list(threads.map(lambda text: live.openai().images.generate(prompt=text, extra_body=asked), prompts))
     for text, one in zip(prompts, made, strict=True):
-        here = anyaccel.generate(text, device="cpu", seed=5, num_inference_steps=4)
+        here = anyaccel.generate(text, device="cpu", dtype="float32", seed=5, num_inference_steps=4)
         assert one.data is not None
         assert differ(read(one.data[0].b64_json), here.images[0]) <= 1
 

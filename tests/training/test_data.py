@@ -114,13 +114,17 @@ def test_the_evaluation_counts_what_the_judge_says(composer: Composer, tokenizer
     assert len(missed) >= 11
 
 
-@pytest.mark.skipif(not FONT.is_file(), reason="needs the font: apt install fonts-noto-color-emoji")
+needs_font = pytest.mark.skipif(not FONT.is_file(), reason="needs the font: apt install fonts-noto-color-emoji")
+
+
+@needs_font
 def test_the_list_of_things_can_be_made_again() -> None:
     pytest.importorskip("emoji", reason="needs the extra: pip install 'anyaccel[training]'")
     listed = list_things(lambda glyph: draw_glyph(glyph) is not None)
     assert [(thing.glyph, thing.names) for thing in listed] == [(thing.glyph, thing.names) for thing in THINGS]
 
 
+@needs_font
 def test_colours_are_those_of_the_glyphs() -> None:
     colours = {thing.name: name_colour(glyph) for thing in THINGS if (glyph := draw_glyph(thing.glyph)) is not None}
     assert colours["rose"] == "red"
