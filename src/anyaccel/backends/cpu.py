@@ -129,6 +129,7 @@ SHEET = Sheet(
     distributed=Distributed(
         says="gloo is torch's backend for the CPU.", source=TORCH_DISTRIBUTED, evidence="documented", backend="gloo"
     ),
+    ray_resource="CPU",
     requirements=(
         VersionIs(
             subject="torch",

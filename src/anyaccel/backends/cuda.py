@@ -272,6 +272,7 @@ CUDA = Sheet(
         says="nccl is torch's backend for CUDA.", source=TORCH_DISTRIBUTED, evidence="documented", backend="nccl"
     ),
     visible_devices="CUDA_VISIBLE_DEVICES",
+    ray_resource="GPU",
     requirements=(
         SystemIs(
             systems=("Linux", "Windows"),
@@ -388,6 +389,7 @@ ROCM = replace(
         ),
     ),
     visible_devices="ROCR_VISIBLE_DEVICES",
+    ray_resource="GPU",
     requirements=(
         SystemIs(
             systems=("Linux", "Windows"),

@@ -287,6 +287,7 @@ SHEET = Sheet(
         ),
     ),
     visible_devices="HABANA_VISIBLE_MODULES",
+    ray_resource="HPU",
     requirements=(
         SystemIs(
             systems=("Linux",),

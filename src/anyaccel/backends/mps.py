@@ -303,6 +303,7 @@ SHEET = Sheet(
         evidence="documented",
         backend="gloo",
     ),
+    ray_resource="GPU",
     variables=(
         Variable(
             name="PYTORCH_ENABLE_MPS_FALLBACK",

@@ -218,6 +218,7 @@ SHEET = Sheet(
         ),
     ),
     visible_devices="NEURON_RT_VISIBLE_CORES",
+    ray_resource="neuron_cores",
     requirements=(
         SystemIs(
             systems=("Linux",),

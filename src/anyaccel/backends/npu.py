@@ -219,6 +219,7 @@ SHEET = Sheet(
         ),
     ),
     visible_devices="ASCEND_RT_VISIBLE_DEVICES",
+    ray_resource="NPU",
     requirements=(
         SystemIs(
             systems=("Linux",),

@@ -239,6 +239,7 @@ SHEET = Sheet(
         ),
     ),
     visible_devices="ZE_AFFINITY_MASK",
+    ray_resource="GPU",
     requirements=(
         SystemIs(
             systems=("Linux", "Windows"),

@@ -1,0 +1,1 @@
+"""Many devices and many machines: rows of prompts over workers, here or on Ray."""

@@ -1,0 +1,133 @@
+"""The rows of a batch: a prompt and any parameter of the pipeline's call on each line of a JSONL file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import UsageError, nearest
+
+__all__ = ["Row", "check_parameters", "read_rows"]
+
+_LARGEST_SEED = 2**64 - 1
+_NOT_TAKEN = {
+    "generator": "give the row a seed",
+    "num_images_per_prompt": "write the row as often as there shall be pictures, each with its seed",
+    "output_type": "a batch writes pictures",
+    "return_dict": "a batch writes pictures",
+    "callback_on_step_end": "a file holds no function",
+}
+_MOST_TOLD = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One picture that is to be made."""
+
+    number: int
+    """Its line, the first being 1; blank lines count."""
+    prompt: str
+    seed: int
+    call: Mapping[str, Any] = field(default_factory=dict)
+    """The other parameters of the pipeline's call."""
+
+    @property
+    def shape(self) -> str:
+        """What rows must have in common to be made in one call."""
+        return json.dumps(self.call, sort_keys=True)
+
+
+def read_rows(source: str) -> tuple[list[Row], str]:
+    """The rows of a file, `-` being stdin, and a digest of it; says what is wrong with the first lines that are.
+
+    A row without a seed gets one that its line and its prompt decide, so that a second start means the same picture.
+    """
+    content = _read(source)
+    rows, wrong = [], []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_read_row(number, line))
+        except ValueError as error:
+            wrong.append(f"line {number}: {error}")
+    if wrong:
+        more = f"\n… and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
+        told = "\n".join(wrong[:_MOST_TOLD]) + more
+        raise UsageError(
+            f"{source} has rows that cannot be read:\n{told}", hint='a row is {"prompt": "a red apple", "seed": 7}'
+        )
+    if not rows:
+        raise UsageError(f"{source} has no row", hint='a row is {"prompt": "a red apple", "seed": 7}')
+    return rows, hashlib.sha256(content).hexdigest()
+
+
+def check_parameters(rows: Iterable[Row], known: Iterable[str], pipeline: str) -> None:
+    """Raise if a row has a parameter that the pipeline does not take."""
+    names = list(known)
+    for row in rows:
+        for name in row.call:
+            if name not in names:
+                raise UsageError(
+                    f"line {row.number}: {pipeline} takes no {name}", hint=f"leave it out; {nearest(name, names)}"
+                )
+
+
+def _read(source: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if source == "-" else Path(source).expanduser().read_bytes()
+    except OSError as error:
+        raise UsageError(f"{source} cannot be read: {error.strerror}", hint="give a JSONL file, a row a line") from error
+
+
+def _read_row(number: int, line: bytes) -> Row:
+    try:
+        found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("it is no object with a prompt")
+    prompt = found.pop("prompt", None)
+    if not isinstance(prompt, str):
+        raise ValueError(f"its prompt is a text, not {json.dumps(prompt)[:60]}" if prompt else "it has no prompt")
+    _check_text(prompt)
+    for name, way in _NOT_TAKEN.items():
+        if name in found:
+            raise ValueError(f"{name} is not taken here: {way}")
+    seed = found.pop("seed", None)
+    if seed is None:
+        seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"its seed is a whole number from 0 to 2**64 - 1, not {json.dumps(seed)[:60]}")
+    _check_numbers(found)
+    return Row(number=number, prompt=prompt, seed=seed, call=found)
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("its prompt has half characters") from error
+
+
+def _check_numbers(call: Mapping[str, Any]) -> None:
+    for name, value in call.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is larger than any number")
+        if name in ("height", "width", "num_inference_steps") and value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is a whole number from 1 up, not {json.dumps(value)[:60]}")
