@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from anyaccel.errors import UsageError
-from anyaccel.pictures.call import pick_image
+from anyaccel.pictures.call import pick_images
 from anyaccel.recipes import recipes
 from anyaccel.runtime.loading import DiffusionPipeline
 from anyaccel.server.denoising import StoppedError, Watcher
@@ -55,7 +55,7 @@ def alone(folder: Path, seed: int = 7, **call: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     pipe.to("cpu", dtype="float32")
     made = pipe(prompt="a cat", seed=seed, num_inference_steps=4, width=SIZE, height=SIZE, **call)
-    return pixels(pick_image(pipe, made))
+    return pixels(pick_images(pipe, made)[0])
 
 
 def test_its_tasks_are_those_that_run(model: ServedModel, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from anyaccel.cli.interruption import Interruption
 from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.pictures.quiet import quieten_libraries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +89,7 @@ class GenerateWork:
                 f'note: this makes {self.total} pictures; for one of several words, quote them: "{quoted}"'
             )
         self.display.begin("starting")
-        _quieten_libraries()
+        quieten_libraries()
         from anyaccel.cli.generate_jobs import make_jobs
 
         for job in make_jobs(options, prompts, origins):
@@ -230,11 +230,3 @@ def _print_json(document: object) -> None:
 def _write_to_stdout(content: bytes) -> None:
     sys.stdout.buffer.write(content)
     sys.stdout.buffer.flush()
-
-
-def _quieten_libraries() -> None:
-    """What libraries say to their developers is left out, unless the user asked for it by `-W` or a variable."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # half precision on a host that has none

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from anyaccel.cli.batch import make_batch
 from anyaccel.cli.bench import bench_models
 from anyaccel.cli.cache import cache_app
 from anyaccel.cli.chart import show_chart
@@ -34,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("batch")(make_batch)
 app.command("bench")(bench_models)
 app.add_typer(cache_app, name="cache")
 app.command("chart")(show_chart)

@@ -39,11 +39,11 @@ class Display:
         """So many steps are done."""
         self._update(self._words, done, total)
 
-    def count(self, done: int, total: int, words: str) -> None:
+    def count(self, done: int, total: int, words: str, *, joint: str = "the last: ") -> None:
         """So much of something long is done; where there is no bar, every tenth of it is a line."""
         if not self.live and done * 10 // total > self._tenths:
             self._tenths = done * 10 // total
-            print(f"{done} of {total} done, the last: {words}", file=sys.stderr, flush=True)
+            print(f"{done} of {total} done, {joint}{words}", file=sys.stderr, flush=True)
         self._update(f"{self._words}: {words}", done, total)
 
     def warn_of_end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -37,7 +38,7 @@ class Row:
     call: Mapping[str, Any] = field(default_factory=dict)
     """The other parameters of the pipeline's call."""
 
-    @property
+    @functools.cached_property
     def shape(self) -> str:
         """What rows must have in common to be made in one call."""
         return json.dumps(self.call, sort_keys=True)
@@ -83,7 +84,9 @@ def _read(source: str) -> bytes:
     try:
         return sys.stdin.buffer.read() if source == "-" else Path(source).expanduser().read_bytes()
     except OSError as error:
-        raise UsageError(f"{source} cannot be read: {error.strerror}", hint="give a JSONL file, a row a line") from error
+        raise UsageError(
+            f"{source} cannot be read: {error.strerror}", hint="give a JSONL file, a row a line"
+        ) from error
 
 
 def _read_row(number: int, line: bytes) -> Row:
@@ -128,6 +131,7 @@ def _check_numbers(call: Mapping[str, Any]) -> None:
     for name, value in call.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} is larger than any number")
-        if name in ("height", "width", "num_inference_steps") and value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is a whole number from 1 up, not {json.dumps(value)[:60]}")
+        if name not in ("height", "width", "num_inference_steps") or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is a whole number from 1 up, not {json.dumps(value)[:60]}")

@@ -13,7 +13,7 @@ from PIL import Image
 from anyaccel.errors import UsageError, nearest
 from anyaccel.runtime.pipeline import plain_class
 
-__all__ = ["check_picture_call", "find_default", "find_missing_picture", "pick_image"]
+__all__ = ["check_picture_call", "find_default", "find_missing_picture", "list_parameters", "pick_images"]
 
 _IMAGES = ("images", "image")
 """What pipelines call the pictures in their results."""
@@ -82,10 +82,16 @@ def find_missing_picture(pipe: Any, call: Mapping[str, Any]) -> str | None:
     return next((name for name in _PICTURES if name in parameters and call.get(name) is None), None)
 
 
-def pick_image(pipe: Any, output: Any) -> Image.Image:
-    """The one picture in a pipeline's result."""
+def list_parameters(pipe: Any) -> list[str]:
+    """The names of the arguments that a pipeline's call takes."""
+    return list(_parameters(pipe))
+
+
+def pick_images(pipe: Any, output: Any, wanted: int = 1) -> list[Image.Image]:
+    """The pictures in a pipeline's result, of which there are as many as were asked for."""
     images = next((value for name in _IMAGES if (value := getattr(output, name, None)) is not None), None)
-    if isinstance(images, list) and len(images) == 1 and isinstance(images[0], Image.Image):
-        return images[0]
+    if isinstance(images, list) and len(images) == wanted and all(isinstance(one, Image.Image) for one in images):
+        return images
     count = f"{len(images)} things" if isinstance(images, list) else type(images).__name__
-    raise UsageError(f"{plain_class(pipe).__name__} gave {count} in place of one picture", hint=_BESIDES)
+    pictures = "one picture" if wanted == 1 else f"{wanted} pictures"
+    raise UsageError(f"{plain_class(pipe).__name__} gave {count} in place of {pictures}", hint=_BESIDES)

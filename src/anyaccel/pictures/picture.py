@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 
 from anyaccel.backends.device import this_machine
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.pictures.call import check_picture_call, find_default, find_missing_picture, pick_image
+from anyaccel.pictures.call import check_picture_call, find_default, find_missing_picture, pick_images
 from anyaccel.pictures.kept_model import LoadedModel
 from anyaccel.pictures.origin import Origin, record_call
 from anyaccel.pictures.progress import Listener, counting_steps
@@ -24,7 +24,7 @@ from anyaccel.runtime.placement import find_components, find_wishes
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Picture", "foresee_origin", "make_picture"]
+__all__ = ["Picture", "foresee_origin", "make_picture", "make_pictures"]
 
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 _NO_MEMORY = "allocate memory"
@@ -44,15 +44,33 @@ def make_picture(
     loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: Listener | None = None
 ) -> Picture:
     """Make one picture. Each is a call of its own: in a batch it would not be the same to the last bit."""
-    pipe = loaded.pipe
+    return make_pictures(loaded, [prompt], [seed], call, listener)[0]
+
+
+def make_pictures(
+    loaded: LoadedModel,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    call: Mapping[str, Any],
+    listener: Listener | None = None,
+) -> list[Picture]:
+    """Make a picture of each prompt in one call; each is the one that it would be alone, to rounding."""
+    pipe, count = loaded.pipe, len(prompts)
     check_picture_call(pipe, call)
+    asked = {"prompt": prompts[0], "seed": seeds[0], **call}
+    if count > 1:
+        texts = {name: [text] * count for name, text in call.items() if "prompt" in name and isinstance(text, str)}
+        asked = {**asked, "prompt": list(prompts), "seed": list(seeds), **texts}
     start = time.perf_counter()
     with counting_steps(pipe, listener), _explaining(pipe, call):
-        output = pipe(prompt=prompt, seed=seed, **call)
-    image = pick_image(pipe, output)
-    seconds = time.perf_counter() - start
-    origin = replace(foresee_origin(loaded, prompt, seed, call), width=image.width, height=image.height)
-    return Picture(image=image, origin=origin, plan=pipe.plan, seconds=seconds)
+        output = pipe(**asked)
+    images = pick_images(pipe, output, count)
+    seconds = (time.perf_counter() - start) / count
+    made = []
+    for image, prompt, seed in zip(images, prompts, seeds, strict=True):
+        origin = replace(foresee_origin(loaded, prompt, seed, call), width=image.width, height=image.height)
+        made.append(Picture(image=image, origin=origin, plan=pipe.plan, seconds=seconds))
+    return made
 
 
 def foresee_origin(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> Origin:

@@ -13,7 +13,7 @@ from PIL import Image
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
-from anyaccel.pictures.call import check_picture_call, find_default, pick_image
+from anyaccel.pictures.call import check_picture_call, find_default, pick_images
 from anyaccel.pictures.kept_model import LoadedModel, load_afresh
 from anyaccel.pictures.order import make_order
 from anyaccel.pictures.origin import Origin
@@ -109,7 +109,7 @@ class ServedModel:
             output = self._run_alone(pipe, seeded, work, watcher, size)
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             raise RefusedError
-        image = pick_image(pipe, output)
+        image = pick_images(pipe, output)[0]
         recorded = {name: value for name, value in call.items() if not isinstance(value, Image.Image)}
         origin = foresee_origin(self.loaded, work.prompt, work.seeds[picture], recorded)
         left_out = tuple(name for name in call if name not in recorded)

@@ -1,0 +1,93 @@
+"""`anyaccel batch INPUT.jsonl --out DIR`: a picture of every row, over all devices, and on again where it stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anyaccel.cli.progress import Display
+
+if TYPE_CHECKING:
+    from anyaccel.cluster.maker import Facts
+
+__all__ = ["make_batch"]
+
+Text = str | None
+_INTERRUPTED = 130
+
+
+def make_batch(
+    source: Annotated[str, typer.Argument(metavar="INPUT.jsonl", help="A row a line; - is stdin.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="For pictures and the manifest.")],
+    model: Annotated[Text, typer.Option("--model", "-m", help="A hub id or a folder; else the embedded one.")] = None,
+    device: Annotated[str, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron:2.")] = "auto",
+    workers: Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Else one a device.")] = None,
+    ray: Annotated[Text, typer.Option("--ray", metavar="ADDRESS|auto", help="Let Ray's machines work.")] = None,
+    dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
+    speed: Annotated[str, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = "exact",
+    rows_a_call: Annotated[
+        int | None, typer.Option("--rows-a-call", min=1, max=256, help="Rows of one shape made at once; else decided.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Make a picture of every row: {"prompt": "a red apple", "seed": 7, "num_inference_steps": 8}.
+
+    The same command goes on where it was stopped. Ends with 0 if every row has its picture, with 1 if rows failed.
+    """
+    from anyaccel.cluster.job import Job, run_job
+    from anyaccel.cluster.maker import Settings
+
+    settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
+    show = _Show()
+    try:
+        summary = run_job(Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray), show)
+    except KeyboardInterrupt:
+        show.display.clear()
+        show.display.say(f"interrupted: {show.over} of {show.rows} rows are over; the same command goes on from there")
+        raise typer.Exit(_INTERRUPTED) from None
+    finally:
+        show.display.clear()
+    manifest = out / "manifest.jsonl"
+    if as_json:
+        print(json.dumps({**asdict(summary), "manifest": str(manifest)}, indent=2))
+    else:
+        failed = f", {summary.failed} failed" if summary.failed else ""
+        earlier = f" ({summary.done - summary.made} of them before)" if summary.done > summary.made else ""
+        print(f"{summary.done} of {summary.rows} pictures{earlier}{failed}: {manifest}")
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+class _Show:
+    """Shows how far a batch is."""
+
+    def __init__(self) -> None:
+        self.display = Display()
+        self.rows = self.over = 0
+        self.display.begin("starting")
+
+    def on_start(self, rows: int, open_rows: int) -> None:
+        """So many rows, of which so many are yet to be made."""
+        self.rows, self.over = rows, rows - open_rows
+        before = f", {self.over} of which are over" if self.over else ""
+        self.display.say(f"{rows} row{'s' * (rows > 1)}{before}")
+        self.display.begin("loading the model" if open_rows else "")
+
+    def on_ready(self, worker: int, facts: Facts) -> None:
+        """A worker has its model."""
+        virtual = ", virtual: nothing here is about hardware" if facts.virtual else ""
+        self.display.say(f"worker {worker}: {facts.pipeline} on {facts.device} in {facts.dtype}{virtual}")
+        self.display.begin("rows")
+
+    def on_row(self, over: int, rows: int, failed: int, words: str) -> None:
+        """So many rows are over."""
+        self.over = over
+        self.display.count(over, rows, f"{words}, {failed} failed" if failed else words, joint="")
+
+    def on_trouble(self, words: str) -> None:
+        """Something went wrong, and the rest goes on."""
+        self.display.say(f"warning: {words}")

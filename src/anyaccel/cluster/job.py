@@ -1,0 +1,103 @@
+"""A batch from its command to its end: what is wrong is said first, then workers are found, here or on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from anyaccel.cluster.batch import Batch, Listener, Summary
+from anyaccel.cluster.crew import Crew, LocalCrew
+from anyaccel.cluster.maker import Settings
+from anyaccel.cluster.manifest import Folder
+from anyaccel.cluster.places import Places, check_workers, find_places, share_threads
+from anyaccel.cluster.rows import read_rows
+from anyaccel.errors import UsageError
+
+__all__ = ["Job", "run_job"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What was asked for."""
+
+    source: str
+    """The file with the rows."""
+    out: Path
+    settings: Settings
+    workers: int | None = None
+    """None is one a device."""
+    ray: str | None = None
+    """The address of a Ray cluster; None works on this machine alone."""
+
+
+def run_job(job: Job, listener: Listener) -> Summary:
+    """Make a picture of every row that has none yet."""
+    from anyaccel.pictures.named_model import name_model
+    from anyaccel.planning.wishes import check_speed
+
+    rows, digest = read_rows(job.source)
+    named = name_model(job.settings.model)
+    check_speed(job.settings.speed)
+    crew, workers, places = _find_crew(job)
+    run = {
+        "input": digest,
+        "rows": len(rows),
+        "model": named.name,
+        "device": f"virtual:{places.name}" if places.virtual else places.name,
+        "asked_dtype": job.settings.dtype,
+        "speed": job.settings.speed,
+    }
+    with Folder(job.out, run) as folder:
+        return Batch(folder, rows, crew, workers, listener).run()
+
+
+def _find_crew(job: Job) -> tuple[Crew, Sequence[Settings], Places]:
+    return _find_local(job) if job.ray is None else _find_on_ray(job, job.ray)
+
+
+def _find_local(job: Job) -> tuple[Crew, Sequence[Settings], Places]:
+    places = find_places(job.settings.device)
+    count = check_workers(places, job.workers)
+    shared = replace(job.settings, device=places.device, threads=share_threads(places, count))
+    if places.on_host:
+        return LocalCrew(), [shared] * count, places
+    indices = range(count) if places.index is None else [places.index]
+    return LocalCrew(), [replace(shared, index=index) for index in indices], places
+
+
+def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Places]:
+    """Workers wherever the cluster has such devices; which one of a machine's is Ray's to say."""
+    from anyaccel.backends.device import sheet
+    from anyaccel.cluster.ray_cluster import check_places, count_places, join, resources_for
+    from anyaccel.cluster.ray_crew import RayCrew
+
+    if job.settings.device == "auto":
+        raise UsageError("a cluster's devices are not known here", hint="name the device that it has: --device hpu")
+    places = find_places_on_ray(job.settings.device)
+    join(address)
+    found = sheet(places.name)
+    count = job.workers or count_places(found, places.virtual)
+    check_places(found, places.virtual, max(count, 1))
+    workers = [replace(job.settings, device=places.device, index=_index_of(places, number)) for number in range(count)]
+    return RayCrew(resources_for(found, places.virtual)), workers, places
+
+
+def find_places_on_ray(device: str) -> Places:
+    """What a device's name says by itself; whether it is there, the cluster knows."""
+    from anyaccel.backends.device import sheet
+    from anyaccel.emulator.activation import parse_request
+
+    virtual = device.startswith("virtual:")
+    if virtual:
+        name, count, _, _ = parse_request(device.removeprefix("virtual:"))
+        return Places(device=device, name=name, count=count, on_host=False, virtual=True)
+    if ":" in device:
+        raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")
+    found = sheet(device)
+    return Places(device=found.name, name=found.name, count=0, on_host=found.torch_name == "cpu")
+
+
+def _index_of(places: Places, number: int) -> int | None:
+    """Of virtual devices each worker has its own; of real ones a worker sees the one that it was given."""
+    return number % places.count if places.virtual else None

@@ -1,0 +1,175 @@
+"""What a worker does, wherever it runs: one model on one device, which makes the pictures of rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anyaccel.cluster.rows import Row
+from anyaccel.errors import AnyaccelError
+
+__all__ = ["Facts", "Made", "Maker", "Refused", "Settings"]
+
+_VIRTUAL = "virtual:"
+_ROWS_A_CALL = 8
+_LONGEST_ERROR = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a worker needs to know."""
+
+    model: str | None = None
+    """A hub id or a folder; None is the embedded one."""
+    device: str = "auto"
+    index: int | None = None
+    """Which of the devices of that name; None leaves it to the process."""
+    dtype: str | None = None
+    speed: str = "exact"
+    rows_a_call: int | None = None
+    """How many rows of one shape are made at once; None decides."""
+    host_layers: bool | None = None
+    """Whether the host does its layers in ways of ours; the first worker decides for all, so that all round alike."""
+    threads: int | None = None
+    """How many of the host's threads it may use; None leaves it to the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a worker found when it had loaded its model."""
+
+    pipeline: str
+    parameters: tuple[str, ...]
+    """What the pipeline's call takes."""
+    revision: str | None
+    device: str
+    virtual: bool
+    dtype: str
+    host_layers: bool
+    rows_a_call: int
+    load_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A picture, as the bytes of its file."""
+
+    row: int
+    content: bytes
+    device: str
+    dtype: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A row that failed, and why."""
+
+    row: int
+    error: str
+
+
+class _Silence:
+    """Hears of components and steps, and shows none."""
+
+    def on_component(self, done: int, total: int, name: str) -> None:
+        return
+
+    def on_step(self, done: int, total: int | None) -> None:
+        return
+
+
+class Maker:
+    """A model on its device."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the model; this is where torch is imported."""
+        from anyaccel.pictures.quiet import quieten_libraries, share_no_lock
+
+        quieten_libraries()
+        share_no_lock()
+        import torch
+
+        from anyaccel.pictures.call import list_parameters
+        from anyaccel.pictures.kept_model import load_afresh
+        from anyaccel.pictures.order import make_order
+        from anyaccel.planning.wishes import Wishes
+
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self.order = make_order(
+            "", settings.model, _name_device(settings), 0, dtype=settings.dtype, speed=settings.speed
+        )
+        wishes = Wishes(dtype=self.order.dtype, speed=settings.speed, host_layers=settings.host_layers)
+        self.loaded = load_afresh(self.order, wishes, _Silence())
+        self.loaded.pipe.set_progress_bar_config(disable=True)
+        plan = self.loaded.pipe.plan
+        self.facts = Facts(
+            pipeline=type(self.loaded.pipe).__name__,
+            parameters=tuple(list_parameters(self.loaded.pipe)),
+            revision=self.loaded.revision,
+            device=plan.device,
+            virtual=plan.virtual,
+            dtype=plan.dtype.value,
+            host_layers=plan.host_layers.value,
+            rows_a_call=settings.rows_a_call or _choose_rows_a_call(self.loaded.pipe),
+            load_s=round(self.loaded.load_s, 3),
+        )
+
+    def make(self, rows: Sequence[Row]) -> list[Made | Refused]:
+        """The pictures of rows of one shape; where they cannot be made at once, each is made by itself."""
+        try:
+            return self._make(rows)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is that row's, and the others go on
+            if len(rows) == 1:
+                return [Refused(row=rows[0].number, error=_describe(error))]
+        return [outcome for row in rows for outcome in self.make([row])]
+
+    def _make(self, rows: Sequence[Row]) -> list[Made | Refused]:
+        from anyaccel.pictures.format import encode_picture
+        from anyaccel.pictures.picture import make_pictures
+
+        start = time.perf_counter()
+        call = {**self.order.call, **rows[0].call}
+        pictures = make_pictures(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
+        contents = [encode_picture(picture.image, ".png", [picture.origin]) for picture in pictures]
+        seconds = round((time.perf_counter() - start) / len(rows), 4)
+        facts = self.facts
+        return [
+            Made(row=row.number, content=content, device=facts.device, dtype=facts.dtype, seconds=seconds)
+            for row, content in zip(rows, contents, strict=True)
+        ]
+
+
+def _name_device(settings: Settings) -> str:
+    """The device of this worker; a virtual one is started, with as many as were asked for."""
+    if settings.index is None:
+        return settings.device
+    from anyaccel.planning.wishes import Wishes
+    from anyaccel.runtime.place import resolve_device
+
+    opened = resolve_device(settings.device, Wishes(dtype=settings.dtype))
+    return f"{opened.sheet.name}:{settings.index}"
+
+
+def _choose_rows_a_call(pipe: Any) -> int:
+    """One on the host, which gains nothing by more and loses that each picture is, to the bit, the one made alone."""
+    from anyaccel.runtime.placement import find_placement
+
+    placement, plan = find_placement(pipe), pipe.plan
+    if plan.virtual or placement is None or placement.opened.sheet.torch_name == "cpu":
+        return 1
+    most = plan.images_per_call.value
+    return min(_ROWS_A_CALL, most) if most else _ROWS_A_CALL
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, AnyaccelError):
+        return _shorten(f"{error.message} (hint: {error.hint})")
+    return _shorten(f"{type(error).__name__}: {error}")
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_ERROR]

@@ -1,0 +1,93 @@
+"""Where the workers of a batch stand: one a device, or several on the host's cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from dataclasses import dataclass
+
+from anyaccel.errors import UsageError
+
+__all__ = ["Places", "check_workers", "find_places", "share_threads"]
+
+_VIRTUAL = "virtual:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The devices of a name on this machine."""
+
+    device: str
+    """As workers are told."""
+    name: str
+    """The sheet's: `hpu`."""
+    count: int
+    """How many workers can have one of their own."""
+    on_host: bool
+    """Whether they are cores."""
+    index: int | None = None
+    """The one that was named."""
+    virtual: bool = False
+
+
+def find_places(device: str) -> Places:
+    """Look at the devices here in a process that ends: some belong to the first process that looks at them."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        found: Places | Exception = pool.apply(_look, (device,))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _look(device: str) -> Places | Exception:
+    try:
+        return _find_places(device)
+    except Exception as error:  # noqa: BLE001 - it crosses to the process that asked, and is raised there
+        return error
+
+
+def _find_places(device: str) -> Places:
+    from anyaccel.backends.device import DEVICE_VARIABLE, find_device, open_device
+
+    if device == "auto":
+        device = os.environ.get(DEVICE_VARIABLE) or "auto"
+    if device.startswith(_VIRTUAL):
+        from anyaccel.emulator.activation import parse_request
+
+        name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL))
+        return Places(device=device, name=name, count=count, on_host=False, virtual=True)
+    opened = open_device(device)
+    name = opened.sheet.name
+    index = opened.index if ":" in device else None
+    if opened.sheet.torch_name == "cpu":
+        return Places(device=name, name=name, count=_count_cores(), on_host=True)
+    return Places(
+        device=name, name=name, count=1 if index is not None else find_device(name).count, on_host=False, index=index
+    )
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_workers(places: Places, wanted: int | None) -> int:
+    """How many workers there are: as many as were asked for, else one a device."""
+    if wanted is None:
+        return 1 if places.on_host else places.count
+    if wanted > places.count:
+        raise UsageError(
+            f"{wanted} workers were asked for, and there {_are(places)}",
+            hint=f"take --workers {places.count} or fewer; with --ray other machines bring theirs",
+        )
+    return wanted
+
+
+def share_threads(places: Places, workers: int) -> int | None:
+    """How many of the host's threads each worker has; None leaves them to it."""
+    return max(1, _count_cores() // workers) if workers > 1 else None
+
+
+def _are(places: Places) -> str:
+    what = "cores" if places.on_host else f"{places.name} devices"
+    return f"is 1 {what[:-1]}" if places.count == 1 else f"are {places.count} {what}"

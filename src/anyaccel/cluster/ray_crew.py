@@ -1,0 +1,106 @@
+"""A crew of Ray actors: the same worker inside, on whichever machine has a device free."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyaccel.cluster.crew import Broken, Event, Finished, Lost, Ready
+from anyaccel.cluster.maker import Facts, Made, Maker, Refused, Settings
+from anyaccel.cluster.rows import Row
+from anyaccel.errors import AnyaccelError
+
+__all__ = ["RayCrew"]
+
+_PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
+"""What workers on other machines find in their environment as it is here."""
+
+
+class _Actor:
+    """What Ray runs; an error on loading is an answer, so that it is told from a death."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def load(self) -> Facts | AnyaccelError:
+        try:
+            self.maker = Maker(self.settings)
+        except AnyaccelError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the leader tells it
+            return AnyaccelError(
+                f"{type(error).__name__}: {error}", hint="does `anyaccel generate` work with the same?"
+            )
+        return self.maker.facts
+
+    def make(self, rows: list[Row]) -> list[Made | Refused]:
+        return self.maker.make(rows)
+
+
+@dataclass
+class _Worker:
+    actor: Any
+    answers: deque[Any] = field(default_factory=deque)
+    """What it will say, in turn."""
+
+
+class RayCrew:
+    """Actors of the cluster that was joined; `options` are what each of them takes of it."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        import ray
+
+        self._ray = ray
+        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        self._actor = ray.remote(_Actor).options(
+            **options, max_restarts=0, runtime_env={"env_vars": passed_on} if passed_on else None
+        )
+        self._workers: dict[int, _Worker] = {}
+
+    def start(self, worker: int, settings: Settings) -> None:
+        """Ask for an actor; it waits until the cluster has room."""
+        actor: Any = self._actor.remote(settings)
+        self._workers[worker] = _Worker(actor, deque([actor.load.remote()]))
+
+    def give(self, worker: int, rows: Sequence[Row]) -> None:
+        """Ask an actor, which does things in turn."""
+        found = self._workers.get(worker)
+        if found is not None:
+            found.answers.append(found.actor.make.remote(list(rows)))
+
+    def wait(self, seconds: float) -> list[Event]:
+        """Look at the next answer of each."""
+        awaited = {found.answers[0]: worker for worker, found in self._workers.items() if found.answers}
+        if not awaited:
+            return []
+        there, _ = self._ray.wait(list(awaited), num_returns=1, timeout=seconds)
+        return [self._read(awaited[answer]) for answer in there]
+
+    def stop(self) -> None:
+        """Kill all."""
+        for found in self._workers.values():
+            self._ray.kill(found.actor)
+        self._workers.clear()
+
+    def _read(self, worker: int) -> Event:
+        found = self._workers[worker]
+        try:
+            said = self._ray.get(found.answers.popleft())
+        except self._ray.exceptions.RayError as error:
+            del self._workers[worker]
+            return Lost(worker, _describe(error))
+        if isinstance(said, Facts):
+            return Ready(worker, said)
+        if isinstance(said, AnyaccelError):
+            del self._workers[worker]
+            self._ray.kill(found.actor)
+            return Broken(worker, said)
+        return Finished(worker, said)
+
+
+def _describe(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,0 +1,166 @@
+"""A batch while its workers are killed every few seconds and its leader twice: every row has its picture, and one.
+
+    python -m tests.cluster.batch_kills --rows 1000
+    python -m tests.cluster.batch_kills --rows 1000 --ray
+
+Each picture must be, to the byte, the one that a process makes that makes nothing but these rows in turn. With --ray
+there are two nodes on this machine, and one of them is killed too, and replaced.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["TwoNodes", "check_pictures", "find_workers", "start_batch", "write_rows"]
+
+WORDS = ("a red apple", "a cat", "a rocket", "a green tree", "a fox", "a bird", "a boat", "a house")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class TwoNodes:
+    """A Ray cluster of two nodes on this machine, each with one core: two raylets."""
+
+    def __init__(self) -> None:
+        os.environ.update(ENVIRONMENT)
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        self.second = self.cluster.add_node(num_cpus=1)
+        self.address = str(self.cluster.address)
+
+    def replace_second(self) -> None:
+        """Kill a node with -9, and add another."""
+        self.cluster.remove_node(self.second, allow_graceful=False)
+        self.second = self.cluster.add_node(num_cpus=1)
+
+    def end(self) -> None:
+        """End both."""
+        self.cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+def write_rows(path: Path, count: int, steps: int = 2) -> Path:
+    """So many rows, each another."""
+    rows = [{"prompt": WORDS[n % len(WORDS)], "seed": n, "num_inference_steps": steps} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def start_batch(rows: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    """`anyaccel batch` in a process of its own, in float32."""
+    command = [sys.executable, "-m", "anyaccel", "batch", str(rows), "--out", str(out), "--dtype", "float32", *options]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def find_workers(leader: int, on_ray: bool) -> list[psutil.Process]:
+    """The processes that work for a leader."""
+    if on_ray:
+        return [
+            one
+            for one in psutil.process_iter(["cmdline"])
+            if "".join(one.info["cmdline"] or ()).startswith("ray::_Actor")
+        ]
+    try:
+        children = psutil.Process(leader).children()
+        return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
+    except psutil.Error:
+        return []
+
+
+def read_manifest(out: Path) -> list[dict[str, Any]]:
+    """Its lines."""
+    path = out / "manifest.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_pictures(out: Path, alone: Path, rows: int) -> list[str]:
+    """What is wrong: a row without a line or with two, a picture that is not the one made alone."""
+    lines, wrong = read_manifest(out), []
+    if sorted(line["row"] for line in lines) != list(range(1, rows + 1)):
+        wrong.append(f"{len(lines)} lines for {rows} rows")
+    pictures = sorted(path.name for path in (out / "pictures").glob("*"))
+    if pictures != sorted(path.name for path in (alone / "pictures").iterdir()):
+        wrong.append(f"{len(pictures)} files for {rows} rows")
+    for line in lines:
+        if "error" in line:
+            wrong.append(f"row {line['row']}: {line['error']}")
+        elif (out / line["path"]).read_bytes() != (alone / line["path"]).read_bytes():
+            wrong.append(f"row {line['row']}: another picture")
+    return wrong
+
+
+def end_with_kills(
+    start: Callable[[], subprocess.Popen[str]],
+    out: Path,
+    rows: int,
+    every_s: float,
+    on_ray: bool,
+    between: Callable[[int], None] = lambda kills: None,
+) -> dict[str, int]:
+    """Run a batch to its end, however often: a random worker is killed every so often, the leader at 1/3 and 2/3."""
+    chance, leader, kills, starts = random.Random(0), start(), 0, 1
+    leaders = [rows // 3, 2 * rows // 3]
+    while leader.poll() is None:
+        time.sleep(every_s)
+        workers = find_workers(leader.pid, on_ray)
+        if workers and leader.poll() is None:
+            chance.choice(workers).kill()
+            kills += 1
+            between(kills)
+        if leaders and len(read_manifest(out)) >= leaders[0] and leader.poll() is None:
+            leaders.pop(0)
+            leader.send_signal(signal.SIGKILL)
+            leader.communicate()
+            leader, starts = start(), starts + 1
+        print(f"\r{len(read_manifest(out))} of {rows}, {kills} kills, {starts} starts ", end="", file=sys.stderr)
+    _, errors = leader.communicate()
+    assert leader.returncode == 0, errors
+    return {"rows": rows, "workers_killed": kills, "leaders_killed": starts - 1}
+
+
+def main() -> None:
+    """Kill, count, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--every", type=float, default=6.0)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--alone", type=Path, help="A folder of an earlier run of the same rows, made alone.")
+    options = parser.parse_args()
+    nodes = TwoNodes() if options.ray else None
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        rows = write_rows(place / "rows.jsonl", options.rows)
+        alone = options.alone or place / "alone"
+        first = start_batch(rows, alone)
+        _, errors = first.communicate()
+        assert first.returncode == 0, errors
+        more = ["--workers", "2", *(["--ray", nodes.address, "--device", "cpu"] if nodes else [])]
+
+        def kill_node(kills: int) -> None:
+            if nodes and kills % 10 == 5:
+                nodes.replace_second()
+
+        out, began = place / "out", time.monotonic()
+        found = end_with_kills(
+            lambda: start_batch(rows, out, *more), out, options.rows, options.every, bool(nodes), kill_node
+        )
+        wrong = check_pictures(out, alone, options.rows)
+        print(json.dumps({**found, "seconds": round(time.monotonic() - began), "wrong": wrong[:10]}))
+    if nodes:
+        nodes.end()
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

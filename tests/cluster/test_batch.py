@@ -1,0 +1,191 @@
+"""`anyaccel batch` as users run it: real workers, real deaths, real Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.batch_kills import (
+    ENVIRONMENT,
+    TwoNodes,
+    check_pictures,
+    find_workers,
+    read_manifest,
+    start_batch,
+    write_rows,
+)
+
+ROWS = 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny pipeline of Stable Diffusion's kind, saved."""
+    from anyaccel.recipes import recipes
+
+    place = tmp_path_factory.mktemp("models") / "tiny"
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
+    """The rows, and their pictures as a single worker makes them."""
+    place = tmp_path_factory.mktemp("alone")
+    done = start_batch(write_rows(place / "rows.jsonl", ROWS), place / "out", "--model", model)
+    out, errors = done.communicate(timeout=120)
+    assert done.returncode == 0, errors
+    assert out == f"{ROWS} of {ROWS} pictures: {place / 'out' / 'manifest.jsonl'}\n"
+    assert "worker 0: StableDiffusionPipeline on cpu:0 in float32" in errors
+    assert "a minute" in errors
+    return place
+
+
+def wait_for(out: Path, lines: int) -> None:
+    end = time.monotonic() + 90
+    while len(read_manifest(out)) < lines:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_pictures_are_those_of_the_library(alone: Path, model: str) -> None:
+    import anyaccel
+    from anyaccel.pictures.format import read_origins
+
+    line = read_manifest(alone / "out")[4]
+    assert {"row", "prompt", "seed", "num_inference_steps", "path", "sha256", "device", "seconds"} <= set(line)
+    (origin,) = read_origins(alone / "out" / line["path"])
+    assert (origin.prompt, origin.seed, origin.steps) == (line["prompt"], line["seed"], 2)
+    from PIL import Image, ImageChops
+
+    here = anyaccel.generate(**{**origin.arguments(), "model": model})
+    with Image.open(alone / "out" / line["path"]) as made:
+        extrema: Any = ImageChops.difference(made, here[0]).getextrema()
+    assert max(high for _, high in extrema) <= 1
+
+
+def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str) -> None:
+    rows, out = alone / "rows.jsonl", tmp_path / "out"
+    leader = start_batch(rows, out, "--model", model, "--workers", "2")
+    wait_for(out, 3)
+    find_workers(leader.pid, on_ray=False)[0].kill()
+    wait_for(out, 8)
+    workers = find_workers(leader.pid, on_ray=False)
+    leader.send_signal(signal.SIGKILL)
+    leader.communicate()
+    for worker in workers:
+        worker.wait(30)  # they end with it
+    made = len(read_manifest(out))
+    assert made < ROWS
+    again = start_batch(rows, out, "--model", model, "--workers", "2", "--json")
+    told, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    summary = json.loads(told)
+    assert (summary["rows"], summary["done"], summary["failed"]) == (ROWS, ROWS, 0)
+    assert ROWS - summary["made"] >= made
+    assert check_pictures(out, alone / "out", ROWS) == []
+
+
+def test_an_interruption_is_told_and_the_folder_goes_on(tmp_path: Path, alone: Path, model: str) -> None:
+    out = tmp_path / "out"
+    leader = start_batch(alone / "rows.jsonl", out, "--model", model)
+    wait_for(out, 2)
+    leader.send_signal(signal.SIGINT)
+    _, errors = leader.communicate(timeout=60)
+    assert leader.returncode == 130
+    assert f"of {ROWS} rows are over; the same command goes on from there" in errors
+    assert "Traceback" not in errors
+    assert "leaked" not in errors
+
+
+def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model: str) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text(
+        '{"prompt": "a cat", "num_inference_steps": 1}\n'
+        '{"prompt": "a cat", "num_inference_steps": 1, "width": 17}\n'
+        '{"prompt": "a cat", "num_inference_steps": 1, "guidance_scale": "much"}\n'
+        '{"prompt": "a dog", "num_inference_steps": 1}\n'
+    )
+    done = start_batch(rows, out, "--model", model)
+    told, errors = done.communicate(timeout=120)
+    assert done.returncode == 1, errors
+    assert told.startswith("2 of 4 pictures, 2 failed")
+    failed = {line["row"]: line["error"] for line in read_manifest(out) if "error" in line}
+    assert set(failed) == {2, 3}
+    assert "width is a multiple of" in failed[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ("{", [], "line 1: it is no JSON"),
+        ('{"prompt": "x"}', ["--workers", "999"], "999 workers were asked for, and there "),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu:2", "--workers", "3"], "there are 2 hpu devices"),
+        ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
+        ('{"prompt": "x"}', ["--speed", "warp"], "speed is one of"),
+        ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "no Ray cluster answers at 127.0.0.1:9"),
+        ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "the device that it has"),
+        ('{"prompt": "x", "sedd": 3}', [], "takes no sedd"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_work(tmp_path: Path, content: str, options: list[str], words: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "anyaccel", "batch", str(rows), "--out", str(tmp_path / "out"), *options],
+        capture_output=True, text=True, timeout=100, env={**os.environ, **ENVIRONMENT}, check=False,
+    )  # fmt: skip
+    assert done.returncode in (1, 2, 3), done.stderr
+    assert words in done.stderr
+    assert "hint: " in done.stderr
+    assert not list((tmp_path / "out").glob("pictures/*"))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    """Two raylets."""
+    found = TwoNodes()
+    yield found
+    found.end()
+
+
+def test_on_ray_workers_and_nodes_may_die(tmp_path: Path, alone: Path, model: str, nodes: TwoNodes) -> None:
+    out = tmp_path / "out"
+    options = ["--model", model, "--ray", nodes.address, "--device", "cpu", "--workers", "2"]
+    leader = start_batch(alone / "rows.jsonl", out, *options)
+    wait_for(out, 2)
+    find_workers(leader.pid, on_ray=True)[0].kill()
+    wait_for(out, 5)
+    nodes.replace_second()
+    _, errors = leader.communicate(timeout=200)
+    assert leader.returncode == 0, errors
+    assert "another takes its place" in errors
+    assert check_pictures(out, alone / "out", ROWS) == []
+
+
+def test_each_worker_has_a_virtual_device_of_its_own(tmp_path: Path, model: str) -> None:
+    check_own_devices(tmp_path, model, 2)
+
+
+@pytest.mark.slow
+def test_eight_workers_on_a_virtual_server(tmp_path: Path, model: str) -> None:
+    check_own_devices(tmp_path, model, 8)
+
+
+def check_own_devices(folder: Path, model: str, count: int) -> None:
+    rows, out = write_rows(folder / "rows.jsonl", 40 * count), folder / "out"
+    done = start_batch(rows, out, "--model", model, "--device", f"virtual:hpu:{count}")
+    told, errors = done.communicate(timeout=400)
+    assert done.returncode == 0, errors
+    assert told.startswith(f"{40 * count} of {40 * count} pictures")
+    by_worker = {(line["worker"], line["device"]) for line in read_manifest(out)}
+    assert by_worker == {(number, f"hpu:{number}") for number in range(count)}
+    assert errors.count("virtual: nothing here is about hardware") == count
