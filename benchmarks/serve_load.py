@@ -32,15 +32,16 @@ __all__ = ["Load", "measure"]
 
 FLAT = 0.05
 PROMPTS = ("a red apple", "a cat", "a rocket on a light blue background", "a green tree", "a fox and a dog", "a bird")
-PAUSE_S = 0.5
 
 
 class Load(threading.Thread):
     """One client, who does whatever comes to his mind."""
 
-    def __init__(self, address: str, number: int, ending: threading.Event, seen: Counter[str]) -> None:
+    def __init__(
+        self, address: str, number: int, ending: threading.Event, seen: Counter[str], pause_s: float = 0.5
+    ) -> None:
         super().__init__(daemon=True)
-        self.chance, self.ending, self.seen = random.Random(number), ending, seen
+        self.chance, self.ending, self.seen, self.pause_s = random.Random(number), ending, seen, pause_s
         self.http = httpx.Client(base_url=address, timeout=60)
         stream = io.BytesIO()
         Image.new("RGB", (128, 128), "orange").save(stream, "PNG")
@@ -55,7 +56,7 @@ class Load(threading.Thread):
         with self.http:
             while not self.ending.is_set():
                 self.do(first.pop() if first else self.chance.choice(doings))
-                self.ending.wait(0 if first else self.chance.random() * 2 * PAUSE_S)
+                self.ending.wait(0 if first else self.chance.random() * 2 * self.pause_s)
 
     def do(self, doing: Callable[[], str]) -> None:
         """Do it, and count what came of it."""
@@ -116,14 +117,14 @@ class Load(threading.Thread):
         return str(self.http.get("/metrics").status_code)
 
 
-def measure(seconds: float, data: Path, clients: int = 3) -> dict[str, Any]:
+def measure(seconds: float, data: Path, clients: int = 3, pause_s: float = 0.5) -> dict[str, Any]:
     """Load for so long, and what came of it."""
     live = Live(data, "--max-batch", "4")
     ending, seen = threading.Event(), Counter[str]()
     readings: list[tuple[float, int, int]] = []
     try:
         service, worker = psutil.Process(live.process.pid), psutil.Process(live.find_worker())
-        loads = [Load(live.address, number, ending, seen) for number in range(clients)]
+        loads = [Load(live.address, number, ending, seen, pause_s) for number in range(clients)]
         for load in loads:
             load.start()
         start = time.monotonic()

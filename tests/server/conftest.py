@@ -26,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service with the embedded model, two keys and a short queue."""
     service = Live(
-        tmp_path_factory.mktemp("live"), "--dtype", "float32", "--api-key", ALICE, "--api-key", BOB, "--max-queue", "3", "--max-batch", "2",
+        tmp_path_factory.mktemp("live"), "--dtype", "float32", "--max-queue", "3", "--max-batch", "2",
+        "--api-key", ALICE, "--api-key", BOB,
         *(f"--limit={limit}" for limit in ("max_steps=400", "max_n=4", "body_s=5", "max_pixels=65536")), key=ALICE,
     )  # fmt: skip
     yield service

@@ -8,7 +8,7 @@ SECONDS = 120
 
 
 def test_memory_stays_flat_under_mixed_load(tmp_path: Path) -> None:
-    result = measure(SECONDS, tmp_path, clients=2)
+    result = measure(SECONDS, tmp_path, clients=2, pause_s=1.5)  # beside all other tests
     assert result["worker_survived"]
     assert abs(result["service"]["growth"]) <= FLAT
     assert abs(result["worker"]["growth"]) <= FLAT

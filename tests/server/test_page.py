@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from copy import copy
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.browser import count_colours, open_browser, read_errors, resize
+from tests.server.conftest import BOB
 from tests.server.live import Live
 
-SECRET = "a key of the tests"
+SECRET = BOB
 SIDE = 128
 LONG, SHORT = 60, 6
 NASTY = "<img src=x onerror=window.broken=1>"
@@ -30,10 +32,11 @@ ROW, TILE = "#rows > li", "#gallery .tile img"
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    service = Live(tmp_path_factory.mktemp("service"), "--api-key", SECRET, key=SECRET)
-    yield service
-    service.end()
+def live(live: Live) -> Live:
+    """The service of all tests, asked by one who sees nobody else's pictures."""
+    asked = copy(live)
+    asked.key = SECRET
+    return asked
 
 
 @pytest.fixture(scope="module")
