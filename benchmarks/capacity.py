@@ -130,7 +130,13 @@ def simulate(curve: Mapping[int, float], rate: float, replicas: int, seconds: fl
         else:
             now = pool.end()
     cuts = statistics.quantiles(pool.latencies, n=100, method="inclusive")
-    return {"requests": len(pool.latencies), "per_s": len(pool.latencies) / now, "p50_s": cuts[49], "p95_s": cuts[94]}
+    return {
+        "requests": len(pool.latencies),
+        "per_s": len(pool.latencies) / now,
+        "p50_s": cuts[49],
+        "p95_s": cuts[94],
+        "mean_s": statistics.mean(pool.latencies),
+    }
 
 
 def find_replicas(curve: Mapping[int, float], rate: float, p95: float) -> int:
@@ -207,6 +213,23 @@ def measure_leader(rows: int) -> float:
     return rows / (clock.ended - clock.began)
 
 
+def measure_jobs(count: int) -> float:
+    """Jobs a second that the service can keep: each is accepted, taken and finished with a megabyte, on disk."""
+    from anyaccel.server.jobs import Jobs
+
+    with tempfile.TemporaryDirectory() as place:
+        jobs = Jobs(Path(place))
+        begun = time.perf_counter()
+        for number in range(count):
+            jobs.submit({"prompt": "x", "seed": number})
+            taken = jobs.take()
+            assert taken
+            jobs.finish(taken.id, [("0.png", b"p" * 2**20)], {})
+        seconds = time.perf_counter() - begun
+        jobs.close()
+    return count / seconds
+
+
 def check() -> dict[str, Any]:
     """Measure a curve on this CPU, predict how long requests at random take, and measure that too."""
     from anyaccel.bench.pipelines import make_call, make_pipeline
@@ -224,7 +247,7 @@ def check() -> dict[str, Any]:
             measured = measure_load(submit, load * best, 40.0, seed=1)
             predicted = simulate(curve, load * best, 1, 40.0, seed=1)
             rows.append({"load": load, "asked_per_s": load * best, "measured": measured, "predicted": predicted})
-    return {"curve_s": curve, "rows": rows, "leader_rows_per_s": measure_leader(300)}
+    return {"curve_s": curve, "rows": rows, "leader_rows_per_s": measure_leader(300), "jobs_per_s": measure_jobs(300)}
 
 
 def main() -> None:

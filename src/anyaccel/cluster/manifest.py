@@ -23,6 +23,7 @@ __all__ = ["Folder"]
 
 _RUN, _MANIFEST, _LOCK, _PICTURES = "run.json", "manifest.jsonl", ".lock", "pictures"
 _FORMAT = 1
+_MAKE_ROOM = "make room and start again: what is made is kept"
 
 
 class Folder:
@@ -80,7 +81,10 @@ class Folder:
     def add_picture(self, row: Row, content: bytes, facts: Mapping[str, Any]) -> None:
         """Write a picture, and its line."""
         path = self.picture_path(row)
-        write_whole(path, content, force=True)
+        try:
+            write_whole(path, content, force=True)
+        except AnyaccelError as error:
+            raise AnyaccelError(error.message, hint=_MAKE_ROOM) from error
         self._add(row, {**self._describe(path, content), **facts})
 
     def add_failure(self, row: Row, error: str, facts: Mapping[str, Any]) -> None:
@@ -171,7 +175,7 @@ class Folder:
         except OSError as error:
             raise AnyaccelError(
                 f"{self.path / _MANIFEST} could not be written: {error.strerror}",
-                hint="make room and start again: what is made is kept",
+                hint=_MAKE_ROOM,
             ) from error
         self.entries[row.number] = entry
 
