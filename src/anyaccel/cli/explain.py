@@ -6,13 +6,16 @@ import gc
 import json
 import os
 import shutil
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anyaccel.cli.generate_options import read_size
 from anyaccel.cli.progress import Display
 from anyaccel.explanation.bounds import check_batch, check_sides
+
+if TYPE_CHECKING:
+    from anyaccel.planning.plan import Plan
 
 __all__ = ["explain_model"]
 
@@ -35,6 +38,9 @@ def explain_model(
     memory: Annotated[
         str | None, typer.Option("--memory", help="Pin where weights are: resident, component, layer, phase.")
     ] = None,
+    parallel: Annotated[
+        str | None, typer.Option("--parallel", help="One model over several devices: auto, tensor:2, context:4, cfg.")
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Of a hub's model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
@@ -50,21 +56,11 @@ def explain_model(
     display = Display()
     display.begin(f"explaining {model}")
     try:
-        from anyaccel.explanation.describe import describe_explanation
         from anyaccel.explanation.described_model import find_model
         from anyaccel.explanation.explain import explain
 
-        plan = explain(
-            model,
-            device,
-            width=width,
-            height=height,
-            batch=batch,
-            dtype=dtype,
-            smallest_dtype=smallest_dtype,
-            memory=memory,
-            revision=revision,
-        )
+        asked = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
+        plan = explain(model, device, width=width, height=height, batch=batch, revision=revision, **asked)
         assert plan.forecast is not None
         missing = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
     finally:
@@ -72,8 +68,14 @@ def explain_model(
     if as_json:
         print(json.dumps({"model": model, **plan.to_dict(), "download_bytes": missing}, indent=2))
     else:
-        columns = shutil.get_terminal_size((100, 24)).columns
-        print("\n".join(describe_explanation(plan, model, columns, download_bytes=missing)))
+        _show(plan, model, missing)
     gc.freeze()  # nor is there any to look for as the process ends
     if not plan.forecast.fits:
         raise typer.Exit(1)
+
+
+def _show(plan: Plan, model: str, missing: int | None) -> None:
+    from anyaccel.explanation.describe import describe_explanation
+
+    columns = shutil.get_terminal_size((100, 24)).columns
+    print("\n".join(describe_explanation(plan, model, columns, download_bytes=missing)))

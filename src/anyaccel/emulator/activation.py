@@ -12,6 +12,7 @@ from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.size import parse_size
 from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.collectives import install_collectives
 from anyaccel.emulator.compiler import install_compiler
 from anyaccel.emulator.generator import install_generator
 from anyaccel.emulator.ordinal import install_ordinal_devices
@@ -68,6 +69,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     install_seams(accelerator)
     install_ordinal_devices(accelerator)
     install_compiler(accelerator)
+    install_collectives(accelerator)
     announce_virtual(accelerator.sheet, accelerator.count)
     return accelerator
 

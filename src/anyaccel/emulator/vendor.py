@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from anyaccel.emulator.accelerator import VirtualAccelerator
 
-__all__ = ["install_vendor_packages", "make_device_module"]
+__all__ = ["install_package", "install_vendor_packages", "make_device_module"]
 
 _KERNELS: dict[str, dict[str, Any]] = {"torch_npu": ASCEND_KERNELS}
 """What a package has beside the device's module, where programs call it by name."""
@@ -203,9 +203,7 @@ def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType)
     """The packages that the sheet says bring the device, importable and empty but for what programs use of them."""
     for dotted in accelerator.sheet.modules:
         vars(module).update(_FUNCTIONS.get(dotted, {}))
-        parts = dotted.split(".")
-        for depth in range(1, len(parts) + 1):
-            _install(".".join(parts[:depth]))
+        install_package(dotted)
         package = sys.modules[dotted]
         vars(package).update({accelerator.name: module, "__version__": "0.0.0+virtual"})
         for attribute, value in vars(module).items():
@@ -213,6 +211,13 @@ def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType)
                 setattr(package, attribute, value)
         vars(package).update(_KERNELS.get(dotted, {}))
         _install(f"{dotted}.{accelerator.name}", module)
+
+
+def install_package(dotted: str) -> None:
+    """An empty package where `import` finds it, and those that it lies in."""
+    parts = dotted.split(".")
+    for depth in range(1, len(parts) + 1):
+        _install(".".join(parts[:depth]))
 
 
 def _install(dotted: str, module: ModuleType | None = None) -> None:

@@ -19,10 +19,12 @@ from anyaccel.explanation.bounds import check_batch, check_sides
 from anyaccel.explanation.described_model import find_model
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.offers import list_offers
+from anyaccel.explanation.parallel import choose_split, share_out, tell_gain
 from anyaccel.explanation.target import Target, find_target
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.footprint import Measure
 from anyaccel.planning.memory import (
     PLAIN,
     MemoryRule,
@@ -31,7 +33,7 @@ from anyaccel.planning.memory import (
     predict,
 )
 from anyaccel.planning.met_limits import find_met_limits
-from anyaccel.planning.plan import Plan, make_plan
+from anyaccel.planning.plan import Plan, do_the_same, make_plan
 from anyaccel.planning.speed import choose_compiling
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.planning.workspace import read_workspace
@@ -103,7 +105,7 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
     return make_plan(
         target.sheet,
         Facts(pipeline=folder.pipeline, components=components),
-        wishes,
+        replace(wishes, parallel=None),  # which depends on the models, and is decided once they are built
         device=target.name,
         virtual=target.virtual,
         half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
@@ -123,7 +125,12 @@ class _Asking:
         self.traced = Traced()
         self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
         self.facts = read_facts(self.full.pipe)
-        self.plan = replace(plan, compiling=choose_compiling(target.sheet, self.facts, wishes))
+        plan = replace(
+            plan,
+            compiling=choose_compiling(target.sheet, self.facts, wishes),
+            parallel=choose_split(target, self.facts, wishes, plan.dtype.value),
+        )
+        self.plan = plan if plan.parallel.value is None else do_the_same(plan)
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
         check_size(self.full.pipe, {"width": width, "height": height} if self.takes_size else {})
         side = find_default_side(self.full.pipe)
@@ -135,9 +142,10 @@ class _Asking:
         """The plan with its forecast."""
         capacity, sheet = self.target.capacity_bytes, self.target.sheet
         measure = self.measure(self.size)
+        shared = self._share(measure)
         rules = self.rules(batch)
         try:
-            decision, forecast = make_forecast(measure, batch, capacity, rules)
+            decision, forecast = make_forecast(shared, batch, capacity, rules)
             measure(PLAIN, 1)
         except AnyaccelError:
             raise
@@ -151,11 +159,11 @@ class _Asking:
         rule = decision.value
         forecast = replace(
             forecast,
-            largest_batch=find_largest_batch(measure, rule, capacity) if rule else 0,
+            largest_batch=find_largest_batch(shared, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
             limits=limits,
             offers=list_offers(sheet, self.facts, forecast, self.plan.dtype.value),
-            notes=self.target.notes,
+            notes=(*self.target.notes, *self._tell_gain(measure, rule)),
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
         return replace(self.plan, memory=memory, forecast=forecast)
@@ -163,9 +171,11 @@ class _Asking:
     def rules(self, batch: int) -> list[MemoryRule]:
         """The ways to run so many images, the cheapest first."""
         at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
-        filters = self.plan.host_layers.value
+        filters, split = self.plan.host_layers.value, self.plan.parallel.value
+        whole = split is not None and split.way == "tensor"  # what is split cannot come and go
+        wishes = replace(self.wishes, memory="resident") if whole else self.wishes
         return list_pipeline_rules(
-            self.full.pipe, batch, at_once, self.wishes, unified_memory=unified, second_filters=filters
+            self.full.pipe, batch, at_once, wishes, unified_memory=unified, second_filters=filters
         )
 
     def measure(self, size: tuple[int, int]) -> Measurement:
@@ -173,6 +183,14 @@ class _Asking:
         if size not in self._measured:
             self._measured[size] = self._first.of_another_call(lambda images: _make_call(self.full, size, images), size)
         return self._measured[size]
+
+    def _share(self, measure: Measure) -> Measure:
+        return share_out(measure, self.facts, self.plan.parallel.value)
+
+    def _tell_gain(self, measure: Measurement, rule: MemoryRule | None) -> tuple[str, ...]:
+        resident, asked = rule is not None and rule.residence == "resident", self.wishes.parallel is not None
+        sequences = measure.seen.sequences
+        return tell_gain(self.target, self.facts, measure, sequences, resident=resident, asked=asked)
 
     def _make_measurement(self) -> Measurement:
         size = self.size if self.takes_size else None
@@ -195,7 +213,7 @@ class _Asking:
 
         def need(size: tuple[int, int]) -> int | None:
             try:
-                return max(predict(self.measure(size)(rule.way, 1), rule.residence).values())
+                return max(predict(self._share(self.measure(size))(rule.way, 1), rule.residence).values())
             except Exception:  # noqa: BLE001 - whatever a pipeline raises at a size: it is none that it makes
                 return None
 

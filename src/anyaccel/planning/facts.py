@@ -26,6 +26,12 @@ class ComponentFacts:
     """How many convolutions over pictures it has."""
     quantized: bool = False
     """Whether its weights are quantized, so that it can be moved and not cast."""
+    splits: tuple[str, ...] = ()
+    """What of it diffusers has a plan to split over devices: `context`, `tensor`."""
+    heads: int = 0
+    """The heads of its attention, which such a split shares out; 0 where they are not known."""
+    sharded: int = 0
+    """How many of its parameters a tensor split shares out."""
 
 
 @dataclass(frozen=True, kw_only=True)

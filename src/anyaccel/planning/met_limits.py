@@ -24,6 +24,8 @@ class Seen:
     most_scores: int = 0
     """The scores of the largest attention call, before any slicing."""
     score_bytes: int = 0
+    sequences: dict[str, int] = field(default_factory=dict)
+    """By model, the longest sequence that its attention goes over."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from anyaccel.backends.claim import Quirk
@@ -16,6 +16,7 @@ from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choos
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
+from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
 from anyaccel.planning.repair import choose_repairs
 from anyaccel.planning.schedule import choose_schedule
 from anyaccel.planning.speed import (
@@ -30,7 +31,7 @@ from anyaccel.planning.speed import (
 from anyaccel.planning.speed_level import Reuse, choose_quantized, choose_reuse
 from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
-__all__ = ["NO_MEMORY", "Plan", "make_plan"]
+__all__ = ["NO_MEMORY", "Plan", "do_the_same", "make_plan"]
 
 _NOT_COMPILED: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
 _NO_BUCKETS: Decision[tuple[str, ...]] = Decision((), "no size has been run compiled yet")
@@ -57,6 +58,7 @@ class Plan:
     schedule: Decision[str]
     attention: Decision[AttentionRule]
     images_per_call: Decision[int | None]
+    parallel: Decision[Split | None] = ALONE
     memory: Decision[MemoryRule] = NO_MEMORY
     repairs: Decision[tuple[str, ...]]
     bf16_attention: Decision[bool]
@@ -114,12 +116,13 @@ def make_plan(
     host_layers_gain: float | None = None,
     has_torchao: bool = False,
     environment: Mapping[str, str] | None = None,
+    ranks: Ranks | None = None,
 ) -> Plan:
-    """Decide everything about one pipeline on one device."""
+    """Decide everything about one pipeline on one device, or on one of several that share it."""
     dtype = choose_dtype(sheet, facts, wishes, half_precision_cost)
     replacements = choose_replacements(sheet)
     attention = choose_attention(sheet, wishes, FLOATING_BYTES.get(dtype.value, 2))
-    return Plan(
+    plan = Plan(
         pipeline=facts.pipeline,
         device=device,
         title=sheet.title,
@@ -132,6 +135,7 @@ def make_plan(
         schedule=choose_schedule(sheet, wishes),
         attention=attention,
         images_per_call=choose_images_per_call(sheet, wishes),
+        parallel=choose_parallel(sheet, facts, wishes, ranks or Ranks()),
         repairs=choose_repairs(sheet, replacements.value, attention.value),
         bf16_attention=_choose_bf16_attention(sheet, wishes, dtype.value),
         compile=choose_compile(sheet),
@@ -145,6 +149,17 @@ def make_plan(
         prompts_kept=choose_prompts_kept(wishes),
         prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
+    )
+    return plan if plan.parallel.value is None else do_the_same(plan)
+
+
+def do_the_same(plan: Plan) -> Plan:
+    """The plan of one rank of several without what a rank decides by its own clock."""
+    return replace(
+        plan,
+        compiling=Decision(Compiling("never"), TOGETHER),
+        capture=Decision(False, TOGETHER),
+        host_layers=Decision(False, TOGETHER),
     )
 
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from anyaccel.errors import UsageError, nearest
 
-__all__ = ["FLOATING_BYTES", "RESIDENCES", "SPEEDS", "Wishes", "check_residence", "check_speed", "read_wishes"]
+__all__ = [
+    "FLOATING_BYTES",
+    "RESIDENCES",
+    "SPEEDS",
+    "Wishes",
+    "check_residence",
+    "check_speed",
+    "read_parallel",
+    "read_wishes",
+]
 
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """The types that a pipeline can run in, with the bytes of a number."""
 RESIDENCES = ("resident", "component", "layer", "phase")
 
 SPEEDS = ("exact", "fast", "draft")
+_PARALLEL = re.compile(r"(?P<alone>auto|cfg)|(?P<way>tensor|context)(:(?P<ranks>[0-9]{1,4}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,9 @@ class Wishes:
     """Whether the host does convolutions and products in ways of ours; None where a short trial shows that it pays."""
     keep_prompts: bool = True
     """Whether what encoders made of a prompt is kept for the next call with the same."""
+    parallel: str | None = None
+    """How one model is split over several devices, a process each: `auto`, `tensor:2`, `context:4`, `cfg`; None for one
+    device."""
     watch: bool = True
     """Whether a picture that is not finite is found, traced and tried again."""
     sdp_on_bf16: bool = True
@@ -88,6 +102,17 @@ def check_speed(speed: str) -> None:
         raise UsageError(f"speed is one of {', '.join(SPEEDS)}, not {speed!r}", hint=nearest(str(speed), list(SPEEDS)))
 
 
+def read_parallel(text: str) -> tuple[str, int | None]:
+    """`("context", 4)` for `context:4`; no number means as many processes as there are."""
+    match = _PARALLEL.fullmatch(text) if isinstance(text, str) else None
+    ranks = match["ranks"] if match else None
+    if match is None or (ranks is not None and int(ranks) < 2):
+        raise UsageError(
+            f"parallel is auto, tensor:N, context:N or cfg, N from 2 up, not {text!r}", hint="for example context:2"
+        )
+    return match["alone"] or match["way"], int(ranks) if ranks else None
+
+
 def _check(wishes: Wishes) -> None:
     slicing = wishes.attention_slicing
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
@@ -107,6 +132,8 @@ def _check(wishes: Wishes) -> None:
     if wishes.compile not in ("auto", True, False):
         raise UsageError(f"compile is 'auto', True or False, not {wishes.compile!r}", hint="leave it out")
     check_speed(wishes.speed)
+    if wishes.parallel is not None:
+        read_parallel(wishes.parallel)
     if wishes.schedule not in (None, "host", "device"):
         raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")
 

@@ -16,6 +16,7 @@ from anyaccel.runtime.batch import SharedProgress, join_results
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
+from anyaccel.runtime.parallel import run_split, share_noise
 from anyaccel.runtime.place import fall_back_in_type, place_newcomers, without_advice
 from anyaccel.runtime.placement import Placement, find_components, find_placement
 from anyaccel.runtime.recovery import run_within_memory
@@ -44,6 +45,9 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
     request = read_request(pipe, call, args, kwargs)
     admit(pipe, placement, request)
     place_newcomers(pipe, placement)
+    split = placement.plan.parallel.value
+    if split is not None:
+        request = share_noise(request)
     draws = _Draws(request)
 
     def run(part: Request, first: int, parts: int) -> Any:
@@ -53,14 +57,14 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         placement.running = True
         try:
             with speeding(pipe, placement, part):
-                return _Run(pipe, placement, call, part, draws.take(first, part.images)).finish()
+                return run_split(pipe, split, _Run(pipe, placement, call, part, draws.take(first, part.images)).finish)
         finally:
             placement.running = False
 
     try:
         results = [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, run)
     except DoesNotFitError as error:
-        if placement.shared or not fall_back_in_type(pipe, placement, error):
+        if placement.shared or split is not None or not fall_back_in_type(pipe, placement, error):
             raise
         draws.rewind()
         smaller = find_placement(pipe)

@@ -22,6 +22,7 @@ from anyaccel.planning.memory import (
     list_rules,
     make_forecast,
 )
+from anyaccel.planning.parallel import weigh_rank
 from anyaccel.planning.wishes import Wishes
 from anyaccel.planning.workspace import read_workspace
 from anyaccel.runtime.batch import split_request
@@ -156,12 +157,14 @@ def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[Memory
 
 def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
     """Where the weights go before a size is known; a pin that cannot hold is refused."""
+    split = placement.plan.parallel.value
     weights = {
-        component.name: component.parameters * _bytes_of(component.name, placement)
+        component.name: weigh_rank(component, split) * _bytes_of(component.name, placement)
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
-    pinned, unified = placement.wishes.memory, placement.opened.sheet.unified_memory
+    whole = split is not None and split.way == "tensor"  # what is split cannot come and go
+    pinned, unified = "resident" if whole else placement.wishes.memory, placement.opened.sheet.unified_memory
     if capacity is None:
         reason = "asked for" if pinned else "the device does not tell how much memory it has"
         return Decision(MemoryRule(pinned or "resident"), reason)  # type: ignore[arg-type]

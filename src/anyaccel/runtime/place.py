@@ -28,6 +28,7 @@ from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.runtime.boundary import set_boundaries
 from anyaccel.runtime.host_layers import measure_gain
 from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
+from anyaccel.runtime.parallel import check_splits, count_ranks, join_ranks, read_ranks, split_models, take_own_device
 from anyaccel.runtime.placement import (
     Placement,
     find_components,
@@ -116,6 +117,7 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
         has_torchao=has_torchao(),
         host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
         environment=os.environ,
+        ranks=read_ranks(opened, facts, wishes),
     )
 
 
@@ -131,10 +133,13 @@ def place_pipeline(
     asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
     wishes = read_wishes(asked, find_wishes(pipe))
     opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
+    if wishes.parallel is not None and count_ranks() > 1 and (device is not None or before is None):
+        opened = take_own_device(opened, device)
     if offloaded is None and (before is None or before.wishes.memory != wishes.memory):  # a new pin must make sense
         check_residence(wishes.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, wishes)
+    check_splits(pipe, plan.parallel.value)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     if before is None or (plan.quantized.value, plan.dtype.value) != (
         before.plan.quantized.value,
@@ -142,6 +147,8 @@ def place_pipeline(
     ):
         check_not_quantized(pipe, "placing it so")
     _execute(plan, opened)
+    if plan.parallel.value is not None:
+        join_ranks(opened, plan)
     slow_down(pipe, before)
     if before is not None and before.residence != "resident" and not before.offloaded_by_user:
         bring_home(pipe)
@@ -163,7 +170,8 @@ def place_pipeline(
             return
     placement.plan = replace(placement.plan, memory=placement.weights_rule)
     settle(pipe, placement, before)
-    if any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
+    alone = plan.parallel.value is None
+    if alone and any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
 
 
@@ -218,11 +226,23 @@ def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> No
     with torch.no_grad(), make_glue_seam(plan, placement.device), without_advice():
         dtype = getattr(torch, plan.dtype.value)
         kept = dict(plan.component_dtypes.value)
+        if plan.parallel.value is not None and plan.parallel.value.way == "tensor":
+            _cast_denoisers(pipe, plan, dtype)
+            split_models(pipe, placement)
         move(place, None if kept else dtype)
         for name, component in find_components(pipe).items() if kept else ():
             if isinstance(component, torch.nn.Module) and name not in kept:
                 component.to(dtype)
         _keep_float32(pipe, plan)
+        if plan.parallel.value is not None:
+            split_models(pipe, placement)
+
+
+def _cast_denoisers(pipe: Any, plan: Plan, dtype: torch.dtype) -> None:
+    """Give the models whose weights are to be split their type while they lie whole on the host."""
+    for name in read_facts(pipe).denoisers:
+        if name not in dict(plan.component_dtypes.value):
+            getattr(pipe, name).to(dtype)
 
 
 def _capture(pipe: Any, opened: OpenDevice) -> None:

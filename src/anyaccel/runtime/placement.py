@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -180,7 +181,33 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         blocks=_count_blocks(plain),
         convolutions=sum(isinstance(part, torch.nn.Conv2d) for part in plain.modules()),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
+        splits=_find_splits(plain),
+        heads=_count_heads(plain),
+        sharded=_count_sharded(plain),
     )
+
+
+def _find_splits(module: torch.nn.Module) -> tuple[str, ...]:
+    """What of a model diffusers has a plan to split over devices."""
+    plans = {"context": getattr(module, "_cp_plan", None), "tensor": getattr(module, "_tp_plan", None)}
+    return tuple(way for way, plan in plans.items() if plan)
+
+
+def _count_heads(module: torch.nn.Module) -> int:
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else 0
+
+
+def _count_sharded(module: torch.nn.Module) -> int:
+    """The parameters of the layers that the model's class names for a tensor split, with a star for any number."""
+    layers = getattr(module, "_tp_plan", None) or {}
+    if not layers:
+        return 0
+    named = re.compile("|".join(re.escape(layer).replace(r"\*", "[0-9]+") for layer in layers))
+    sizes = {name.rpartition(".")[0]: 0 for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        sizes[name.rpartition(".")[0]] += parameter.numel()
+    return sum(size for path, size in sizes.items() if named.fullmatch(path))
 
 
 def _count_blocks(module: torch.nn.Module) -> int:

@@ -42,6 +42,8 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
     _check_weights(pipe, placement)
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
+    if placement.plan.parallel.value is not None:  # ranks must do the same: none works ahead or tries again by itself
+        rules = [next((rule for rule in rules if rule.residence == placement.residence), rules[0])]
     chosen = _choose(pipe, placement, request, rules)
     results: list[Any] = []
     done = 0
@@ -116,6 +118,8 @@ def _send_weights_back(pipe: Any, placement: Placement) -> None:
 def _choose(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:
     """What was planned for this shape before, what was learnt of it, or what can be worked out."""
     shape = shape_of(request)
+    if placement.plan.parallel.value is not None:
+        return CallPlan(Decision(rules[0], placement.weights_rule.reason))
     known = placement.call_plans.get(shape)
     if known is not None and known.decision.value in rules:
         return known

@@ -73,6 +73,7 @@ class Traced:
     def run_model(self, name: str, method: str, call: Any, args: Any, kwargs: Any) -> Any:
         """One call of one model; one with the same shapes as before is answered from memory."""
         tracker = self._tracker
+        tracker.model = name
         self.between.append(tracker.take_peak())
         before = tracker.used
         key = (self._setting, name, method, repr(map_tensors((args, kwargs), _describe)))

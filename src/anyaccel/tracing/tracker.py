@@ -33,6 +33,8 @@ class Tracker(TorchDispatchMode):
         self._attention = _Attention(self, attention)
         self._paused = False
         self.seen = Seen()
+        self.model = ""
+        """The model that runs now."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -146,6 +148,7 @@ class _Attention(TorchFunctionMode):
         seen = self.tracker.seen
         seen.most_scores = max(seen.most_scores, scores)
         seen.score_bytes = max(seen.score_bytes, scores * query.element_size())
+        seen.sequences[self.tracker.model] = max(seen.sequences.get(self.tracker.model, 0), query.shape[-2])
         sliced = self.rule.slices(shapes[0], key.shape[-2])
         if sliced is None:
             made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
