@@ -108,13 +108,18 @@ def end_with_kills(
     on_ray: bool,
     between: Callable[[int], None] = lambda kills: None,
 ) -> dict[str, int]:
-    """Run a batch to its end, however often: a random worker is killed every so often, the leader at 1/3 and 2/3."""
-    chance, leader, kills, starts = random.Random(0), start(), 0, 1
+    """Run a batch to its end, however often: a random worker is killed every so often, the leader at 1/3 and 2/3.
+
+    Between two kills at least one picture is made: a worker takes seconds to begin, and on a busy machine many.
+    """
+    chance, leader, kills, starts, seen = random.Random(0), start(), 0, 1, 0
     leaders = [rows // 3, 2 * rows // 3]
     while leader.poll() is None:
         time.sleep(every_s)
         workers = find_workers(leader.pid, on_ray)
-        if workers and leader.poll() is None:
+        made = len(read_manifest(out))
+        if workers and made > seen and leader.poll() is None:
+            seen = made
             chance.choice(workers).kill()
             kills += 1
             between(kills)
