@@ -171,6 +171,36 @@ def test_on_ray_workers_and_nodes_may_die(tmp_path: Path, alone: Path, model: st
     assert check_pictures(out, alone / "out", ROWS) == []
 
 
+RANK = """
+import sys, torch
+torch.distributed.init_process_group("gloo")
+rank, number = torch.distributed.get_rank(), torch.ones(1)
+if sys.argv[1:] == ["fail"] and rank == 1:
+    sys.exit(3)
+torch.distributed.all_reduce(number)
+print("rank", rank, "of", int(number))
+"""
+
+
+def test_ray_starts_ranks_and_one_that_fails_ends_all(tmp_path: Path, nodes: TwoNodes) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    command = [sys.executable, "-m", "anyaccel.cluster.ranks", "--ray", nodes.address, "--device", "cpu", "--ranks"]
+
+    def run(*more: str) -> "subprocess.CompletedProcess[str]":
+        environment = {**os.environ, **ENVIRONMENT}
+        return subprocess.run(
+            [*command, *more], capture_output=True, text=True, timeout=100, env=environment, check=False
+        )
+
+    done = run("2", str(program))
+    assert (done.returncode, done.stdout) == (0, "rank 0 of 2\n"), done.stderr
+    failed = run("2", str(program), "fail")
+    assert failed.returncode == 1
+    assert "rank 1 ended with status 3" in failed.stderr
+    assert "the cluster has room for 2" in run("3", str(program)).stderr
+
+
 def test_each_worker_has_a_virtual_device_of_its_own(tmp_path: Path, model: str) -> None:
     check_own_devices(tmp_path, model, 2)
 

@@ -223,8 +223,8 @@ class Sheet:
     visible_devices: str = ""
     """The environment variable that picks which devices a process sees."""
     ray_resource: str = ""
-    """What Ray counts such devices as by itself (2.60, in its `_private/accelerators`): `GPU`; empty where it does not, and
-    a node must be started with a resource of the sheet's name."""
+    """What Ray counts such devices as by itself, as 2.60 does in `_private/accelerators`: `GPU`; empty where it does
+    not, and a node must be started with a resource of the sheet's name."""
     requirements: tuple[Requirement, ...] = ()
     device_files: tuple[str, ...] = ()
     """Where Linux shows that the hardware is there, as patterns: `/dev/neuron*`."""

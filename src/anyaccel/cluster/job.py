@@ -10,7 +10,7 @@ from anyaccel.cluster.batch import Batch, Listener, Summary
 from anyaccel.cluster.crew import Crew, LocalCrew
 from anyaccel.cluster.maker import Settings
 from anyaccel.cluster.manifest import Folder
-from anyaccel.cluster.places import Places, check_workers, find_places, share_threads
+from anyaccel.cluster.places import Places, check_workers, find_named, find_places, share_threads
 from anyaccel.cluster.rows import read_rows
 from anyaccel.errors import UsageError
 
@@ -74,28 +74,13 @@ def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Plac
 
     if job.settings.device == "auto":
         raise UsageError("a cluster's devices are not known here", hint="name the device that it has: --device hpu")
-    places = find_places_on_ray(job.settings.device)
+    places = find_named(job.settings.device)
     join(address)
     found = sheet(places.name)
     count = job.workers or count_places(found, places.virtual)
     check_places(found, places.virtual, max(count, 1))
     workers = [replace(job.settings, device=places.device, index=_index_of(places, number)) for number in range(count)]
     return RayCrew(resources_for(found, places.virtual)), workers, places
-
-
-def find_places_on_ray(device: str) -> Places:
-    """What a device's name says by itself; whether it is there, the cluster knows."""
-    from anyaccel.backends.device import sheet
-    from anyaccel.emulator.activation import parse_request
-
-    virtual = device.startswith("virtual:")
-    if virtual:
-        name, count, _, _ = parse_request(device.removeprefix("virtual:"))
-        return Places(device=device, name=name, count=count, on_host=False, virtual=True)
-    if ":" in device:
-        raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")
-    found = sheet(device)
-    return Places(device=found.name, name=found.name, count=0, on_host=found.torch_name == "cpu")
 
 
 def _index_of(places: Places, number: int) -> int | None:

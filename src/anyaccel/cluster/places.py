@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
 
-__all__ = ["Places", "check_workers", "find_places", "share_threads"]
+__all__ = ["Places", "check_workers", "find_named", "find_places", "share_threads"]
 
 _VIRTUAL = "virtual:"
 
@@ -53,10 +53,7 @@ def _find_places(device: str) -> Places:
     if device == "auto":
         device = os.environ.get(DEVICE_VARIABLE) or "auto"
     if device.startswith(_VIRTUAL):
-        from anyaccel.emulator.activation import parse_request
-
-        name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL))
-        return Places(device=device, name=name, count=count, on_host=False, virtual=True)
+        return find_named(device)
     opened = open_device(device)
     name = opened.sheet.name
     index = opened.index if ":" in device else None
@@ -65,6 +62,21 @@ def _find_places(device: str) -> Places:
     return Places(
         device=name, name=name, count=1 if index is not None else find_device(name).count, on_host=False, index=index
     )
+
+
+def find_named(device: str) -> Places:
+    """What a device's name says by itself; whether it is there, the cluster knows."""
+    from anyaccel.backends.device import sheet
+    from anyaccel.emulator.activation import parse_request
+
+    virtual = device.startswith(_VIRTUAL)
+    if virtual:
+        name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL))
+        return Places(device=device, name=name, count=count, on_host=False, virtual=True)
+    if ":" in device:
+        raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")
+    found = sheet(device)
+    return Places(device=found.name, name=found.name, count=0, on_host=found.torch_name == "cpu")
 
 
 def _count_cores() -> int:
