@@ -5,15 +5,26 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anyaccel.errors import UsageError
 
+if TYPE_CHECKING:
+    from anyaccel.server.settings import Settings
+
 __all__ = ["serve_models"]
 
 Text = str | None
+Devices = Annotated[
+    list[str] | None, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron; several on Ray.")
+]
+RayAddress = Annotated[Text, typer.Option("--ray", metavar="ADDRESS|auto", help="Make the pictures in a Ray cluster.")]
+Replicas = Annotated[
+    Text, typer.Option("--replicas", metavar="N|auto", help="On Ray, of each kind of device; else one a device.")
+]
+Sizes = Annotated[Text, typer.Option("--sizes", metavar="WxH,…", help="Sizes to make ready; else the model's own.")]
 _KEYS = "ANYACCEL_API_KEYS"
 
 
@@ -23,7 +34,7 @@ def serve_models(
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
-    device: Annotated[str, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron.")] = "auto",
+    device: Devices = None,
     dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
     speed: Annotated[str, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = "exact",
     api_key: Annotated[
@@ -33,9 +44,7 @@ def serve_models(
     max_batch: Annotated[int, typer.Option("--max-batch", min=1, max=256, help="Pictures made at once.")] = 8,
     max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="Requests that may wait; then 429.")] = 64,
     max_models: Annotated[int | None, typer.Option("--max-models", min=1, help="In memory; else what fits.")] = None,
-    sizes: Annotated[
-        Text, typer.Option("--sizes", metavar="WxH,…", help="Sizes to make ready; else the model's own.")
-    ] = None,
+    sizes: Sizes = None,
     lora: Annotated[list[str] | None, typer.Option("--lora", metavar="NAME=PATH", help="An adapter to serve.")] = None,
     data: Annotated[
         Path | None, typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.")
@@ -43,6 +52,8 @@ def serve_models(
     limit: Annotated[
         list[str] | None, typer.Option("--limit", metavar="NAME=NUMBER", help="Such as max_steps=50 or deadline_s=60.")
     ] = None,
+    ray: RayAddress = None,
+    replicas: Replicas = None,
     otlp: Annotated[
         Text, typer.Option("--otlp", envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="A collector of traces.")
     ] = None,
@@ -52,9 +63,10 @@ def serve_models(
     Requests of several clients are made together, step by step, and each gets the picture that it would get alone.
     """
     try:
-        from anyaccel.server.serve import check_address, serve
+        from anyaccel.server.serve import check_address
     except ImportError as error:
         raise UsageError(f"the service needs {error.name}, which is not installed", hint=_INSTALL) from error
+    devices = _check_devices(device, ray, replicas)
     from anyaccel.server.settings import Settings, read_limits, read_lora, read_served_names, read_size
 
     keys = tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
@@ -62,7 +74,7 @@ def serve_models(
     settings = Settings(
         models=read_served_names(models or ["embedded"]),
         data=(data or _find_data()).expanduser().absolute(),
-        device=device,
+        device=devices[0],
         dtype=dtype,
         speed=speed,
         host=host,
@@ -75,7 +87,28 @@ def serve_models(
         otlp=otlp,
         limits=read_limits(limit or (), max_queue),
     )
-    serve(settings, _tell, lambda address: _tell(f"ready: {address}"))
+    _serve(settings, ray, devices, replicas)
+
+
+def _check_devices(device: list[str] | None, ray: str | None, replicas: str | None) -> tuple[str, ...]:
+    devices = tuple(device or ("auto",))
+    if ray is None and (replicas is not None or len(devices) > 1):
+        raise UsageError("several devices or replicas are served on Ray", hint="--ray auto starts it on this machine")
+    return devices
+
+
+def _serve(settings: Settings, ray: str | None, devices: tuple[str, ...], replicas: str | None) -> None:
+    def tell_ready(address: str) -> None:
+        _tell(f"ready: {address}")
+
+    if ray is None:
+        from anyaccel.server.serve import serve
+
+        serve(settings, _tell, tell_ready)
+    else:
+        from anyaccel.cluster.serving import read_replicas, serve_on_ray
+
+        serve_on_ray(settings, ray, devices, read_replicas(replicas), _tell, tell_ready)
 
 
 _INSTALL = "pip install 'anyaccel[serve]'"

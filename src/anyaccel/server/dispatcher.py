@@ -1,16 +1,13 @@
-"""The dispatcher: gives jobs to the worker, hears what becomes of them, and replaces a worker that died or hangs."""
+"""The dispatcher: gives jobs to a worker, hears what becomes of them, and replaces a worker that died or hangs."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import queue
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from anyaccel.server.bus import Bus, News
@@ -28,10 +25,12 @@ from anyaccel.server.messages import (
     Run,
     Step,
     StoppedJob,
+    Unready,
+    WorkerLost,
 )
 from anyaccel.server.metrics import Metrics
 from anyaccel.server.settings import Settings
-from anyaccel.server.worker import run_worker
+from anyaccel.server.workplace import WorkerProcess, Workplace
 
 __all__ = ["Dispatcher", "Start"]
 
@@ -71,8 +70,16 @@ class _Running:
 class Dispatcher:
     """Runs in threads of the service; whatever it is told, the jobs' own state is changed first."""
 
-    def __init__(self, settings: Settings, jobs: Jobs, bus: Bus, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        jobs: Jobs,
+        bus: Bus,
+        metrics: Metrics,
+        make_workplace: Callable[[Settings], Workplace] = WorkerProcess,
+    ) -> None:
         self.settings, self.jobs, self.bus, self.metrics = settings, jobs, bus, metrics
+        self.make_workplace = make_workplace
         self.start_state = Start()
         self.models: dict[str, ModelFacts] = {}
         self.on_end: list[Callable[[Job], None]] = []
@@ -83,8 +90,7 @@ class Dispatcher:
         self.last_sign = time.monotonic()
         self.seconds = 1.0
         """What a picture takes, about."""
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._process: Any = None
+        self._workplace: Workplace | None = None
         self._unended: set[str] = set()
         """Jobs of which the end could not be kept: on a full disk, say."""
         self._thread = threading.Thread(target=self._supervise, name="dispatcher", daemon=True)
@@ -102,13 +108,13 @@ class Dispatcher:
     def wake(self) -> None:
         """Give the worker what it has room for."""
         with self.lock:
-            if self.start_state.state != "ready":
+            if self.start_state.state != "ready" or self._workplace is None:
                 return
             while (job := self.jobs.take(self._has_room)) is not None:
                 self.running[job.id] = _Running(job)
                 self.last_sign = time.monotonic()
                 inputs = {name: str(path) for name, path in self.jobs.list_inputs(job).items()}
-                self._outbox.put(Run(job.id, job.request, inputs))
+                self._workplace.send(Run(job.id, job.request, inputs))
                 self.bus.publish(job.id, News("state"))
 
     def cancel(self, name: str) -> Job:
@@ -116,7 +122,7 @@ class Dispatcher:
         before = self.jobs.get(name)
         job = self.jobs.cancel(name)
         if job.state == "running":
-            self._outbox.put(Cancel(name))
+            self._send(Cancel(name))
         elif before is None or before.state not in ENDED:
             self._tell_end(job)
         return job
@@ -134,9 +140,9 @@ class Dispatcher:
         """End the worker; jobs that it had wait for the next start."""
         self.stopping = True
         with self.lock:
-            process = self._process
-        if process is not None:
-            process.kill()
+            workplace = self._workplace
+        if workplace is not None:
+            workplace.end()
         if self._thread.is_alive():
             self._thread.join(10)
 
@@ -147,7 +153,12 @@ class Dispatcher:
 
     def _has_room(self, job: Job) -> bool:
         busy = sum(one.pictures for one in self.running.values())
-        return busy == 0 or busy + len(job.request["seeds"]) <= self.settings.max_batch
+        return self._workplace is not None and self._workplace.has_room(busy, len(job.request["seeds"]))
+
+    def _send(self, message: Cancel) -> None:
+        with self.lock:
+            if self._workplace is not None:
+                self._workplace.send(message)
 
     # The worker's life
 
@@ -170,41 +181,33 @@ class Dispatcher:
             time.sleep(pause)
 
     def _run_one(self) -> bool:
-        """One worker, from its start to its end; whether it was ready."""
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=run_worker, args=(self.settings, there), name="anyaccel-worker", daemon=False)
+        """One worker or pool of them, from its start to its end; whether it was ready."""
         self.start_state = Start(total=len(self.settings.models))
         self._put_back()  # where that failed when the last one ended
-        self._outbox = queue.SimpleQueue()
-        process.start()
-        there.close()
+        workplace = self.make_workplace(self.settings)
         with self.lock:
-            self._process = process
-        threading.Thread(target=_send_all, args=(self._outbox, here), daemon=True).start()
+            self._workplace = workplace
         was_ready = False
         try:
-            was_ready = self._listen(here)
+            workplace.start()
+            was_ready = self._listen(workplace)
         finally:
-            process.kill()
-            process.join()
-            self._outbox.put(None)
-            here.close()
-            self._end_of_worker(process.exitcode, was_ready)
+            workplace.end()
+            self._end_of_worker(workplace, was_ready)
         return was_ready
 
-    def _listen(self, pipe: Connection) -> bool:
+    def _listen(self, workplace: Workplace) -> bool:
         was_ready, tidied = False, time.monotonic()
         self.last_sign = time.monotonic()
         while not self.stopping:
             try:
-                said = pipe.recv() if pipe.poll(_TICK_S) else None
-            except (EOFError, OSError):
+                said = workplace.hear(_TICK_S)
+            except EOFError:
                 return was_ready
             if said is not None:
                 self._hear_safely(said)
                 was_ready = was_ready or self.start_state.state == "ready"
-            if self._hangs():
+            if not workplace.heals and self._hangs():
                 _LOG.error("anyaccel: the worker took no step for %.0f s, and is replaced", self.settings.limits.hang_s)
                 self.metrics.worker_ends.labels("hang").inc()
                 return was_ready
@@ -237,16 +240,16 @@ class Dispatcher:
             quiet = time.monotonic() - self.last_sign
             return bool(self.running) and quiet > self.settings.limits.hang_s
 
-    def _end_of_worker(self, status: int | None, was_ready: bool) -> None:
+    def _end_of_worker(self, workplace: Workplace, was_ready: bool) -> None:
         with self.lock:
-            self._process = None
+            self._workplace = None
             self.running.clear()
             if self.stopping:
                 return
             if self.start_state.state != "broken":
                 self.start_state = Start(words="the worker ended, and is started again")
         if was_ready:
-            _LOG.error("anyaccel: the worker ended with status %s, and is started again", status)
+            _LOG.error("anyaccel: the worker ended %s, and is started again", workplace.describe_end())
             self.metrics.worker_ends.labels("death").inc()
         self._put_back()
 
@@ -272,6 +275,11 @@ class Dispatcher:
             self.wake()
         elif isinstance(said, Broken):
             self.start_state = Start("broken", words=said.message, hint=said.hint)
+        elif isinstance(said, Unready):
+            self.start_state = Start(words=said.words)
+        elif isinstance(said, WorkerLost):
+            _LOG.error("anyaccel: the worker %s ended: %s", said.worker, said.words)
+            self.metrics.worker_ends.labels("death").inc()
         else:
             with self.lock:
                 running = self.running.get(said.job)
@@ -343,16 +351,7 @@ class Dispatcher:
                 if running is None or running.late:
                     continue
                 running.late = True
-            self._outbox.put(Cancel(job.id))
+            self._send(Cancel(job.id))
 
 
 _LATE = ("deadline_exceeded", "the picture was not made in time", 504)
-
-
-def _send_all(outbox: queue.SimpleQueue[Any], pipe: Connection) -> None:
-    """A thread of its own: a worker that hangs does not read, and nobody else must wait for it."""
-    while (message := outbox.get()) is not None:
-        try:
-            pipe.send(message)
-        except OSError:
-            return

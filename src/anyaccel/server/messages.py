@@ -20,6 +20,8 @@ __all__ = [
     "Run",
     "Step",
     "StoppedJob",
+    "Unready",
+    "WorkerLost",
 ]
 
 
@@ -30,8 +32,8 @@ class Run:
     job: str
     work: Mapping[str, Any]
     """The request, as `requests.Work` reads it."""
-    inputs: Mapping[str, str]
-    """The files of the pictures that came with it: `image`, `mask`."""
+    inputs: Mapping[str, str | bytes]
+    """The pictures that came with it, `image` and `mask`: files, or their content for a worker on another machine."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,21 @@ class Broken:
 
     message: str
     hint: str
+
+
+@dataclass(frozen=True)
+class Unready:
+    """From a pool of workers: none of them is there now, and others are awaited."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """From a pool of workers: one ended, and its work is given to others."""
+
+    worker: str
+    words: str
 
 
 @dataclass(frozen=True)

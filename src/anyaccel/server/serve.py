@@ -19,6 +19,7 @@ from anyaccel.server.app import make_app
 from anyaccel.server.protocol import make_protocol
 from anyaccel.server.service import Service
 from anyaccel.server.settings import Settings, is_loopback
+from anyaccel.server.workplace import WorkerProcess, Workplace
 
 __all__ = ["check_address", "serve"]
 
@@ -37,10 +38,15 @@ def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> Non
         )
 
 
-def serve(settings: Settings, on_progress: Callable[[str], None], on_ready: Callable[[str], None]) -> None:
+def serve(
+    settings: Settings,
+    on_progress: Callable[[str], None],
+    on_ready: Callable[[str], None],
+    make_workplace: Callable[[Settings], Workplace] = WorkerProcess,
+) -> None:
     """Serve until SIGTERM or Ctrl-C, and end what is under way first."""
     bound = _bind(settings)
-    service = Service(settings)
+    service = Service(settings, make_workplace)
     server = _Server(settings, service)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{bound.getsockname()[1]}"

@@ -8,7 +8,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from anyaccel.server.metrics import Metrics
 from anyaccel.server.settings import Settings
 from anyaccel.server.spans import Spans
 from anyaccel.server.work import Work
+from anyaccel.server.workplace import WorkerProcess, Workplace
 
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]
 
@@ -40,11 +41,11 @@ class ClientGoneError(Exception):
 class Service:
     """What endpoints work with."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, make_workplace: Callable[[Settings], Workplace] = WorkerProcess) -> None:
         self.settings = settings
         self.jobs = Jobs(settings.data)
         self.bus, self.metrics = Bus(), Metrics(self.jobs)
-        self.dispatcher = Dispatcher(settings, self.jobs, self.bus, self.metrics)
+        self.dispatcher = Dispatcher(settings, self.jobs, self.bus, self.metrics, make_workplace)
         self.signer = Signer(_read_secret(settings.data))
         self.spans = Spans(settings.otlp)
         self.dispatcher.on_end += [self.metrics.note_end, self.spans.note_end]

@@ -1,6 +1,7 @@
-"""The worker: a process apart from the service, which holds the models and makes the pictures.
+"""The worker: holds the models and makes the pictures, in a process apart from the service.
 
-It ends by itself when the service does: the pipe between them is closed then.
+As the service's own process it ends by itself when the service does: the pipe between them is closed then. A replica on
+another machine holds a worker as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +26,7 @@ from anyaccel.server.messages import (
     Failed,
     Loading,
     Made,
+    ModelFacts,
     Preview,
     Ready,
     Run,
@@ -33,7 +35,7 @@ from anyaccel.server.messages import (
 )
 from anyaccel.server.settings import ServedName, Settings
 
-__all__ = ["run_worker"]
+__all__ = ["Worker", "describe_failure", "describe_start", "run_worker"]
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -45,47 +47,28 @@ def run_worker(settings: Settings, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the service decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     share_one_heap()
-    _Worker(settings, pipe).run()
+    _Line(settings, pipe).run()
 
 
-class _Worker:
+class _Line:
+    """A worker at the end of a pipe."""
+
     def __init__(self, settings: Settings, pipe: Connection) -> None:
-        self.settings, self.pipe = settings, pipe
+        self.pipe = pipe
         self.sending = threading.Lock()
-        self.stops: dict[str, threading.Event] = {}
-        self.threads = ThreadPoolExecutor(settings.max_batch, thread_name_prefix="picture")
+        self.worker = Worker(settings, self._send)
 
     def run(self) -> None:
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
         try:
-            self._start()
+            self._send(Ready(self.worker.load()))
         except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
-            self._send(_describe_start(error))
+            self._send(describe_start(error))
             _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
             os._exit(1)
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self.worker.beat, daemon=True).start()
         reader.join()
-
-    def _start(self) -> None:
-        from anyaccel.server.served_model import ServedModel
-        from anyaccel.server.shelf import Shelf
-
-        total = len(self.settings.models)
-
-        def load(served: ServedName) -> ServedModel:
-            self._send(Loading(self.started, total, f"loading {served.name}"))
-            return ServedModel(served, self.settings, _Teller(self, served.name, total))
-
-        self.started = 0
-        self.shelf = Shelf(self.settings, load)
-        facts = []
-        for served in self.settings.models:
-            with self.shelf.using(served.name) as model:
-                facts.append(model.facts())
-            self.started += 1
-            self._send(Loading(self.started, total, f"{served.name} is ready"))
-        self._send(Ready(tuple(facts)))
 
     def _read(self) -> None:
         """Take what the service says; where it is gone, so is the worker, whatever it was doing."""
@@ -95,21 +78,11 @@ class _Worker:
             except (EOFError, OSError):
                 os._exit(0)
             if isinstance(said, Run):
-                self._begin(said)
+                self.worker.begin(said)
             elif isinstance(said, Cancel):
-                stop = self.stops.get(said.job)
-                if stop is not None:
-                    stop.set()
+                self.worker.cancel(said.job)
             else:
                 os._exit(0)
-
-    def _begin(self, said: Run) -> None:
-        self.stops[said.job] = threading.Event()
-        try:
-            _Job(self, said).begin()
-        except Exception as error:  # noqa: BLE001 - a job that cannot be read must not end the worker
-            self.stops.pop(said.job, None)
-            self._send(describe_failure(said.job, error))
 
     def _send(self, message: Any) -> None:
         with self.sending:
@@ -118,7 +91,53 @@ class _Worker:
             except (BrokenPipeError, OSError):
                 os._exit(0)
 
-    def _beat(self) -> None:
+
+class Worker:
+    """The models of a service on one device; `tell` is called from the threads that make pictures."""
+
+    def __init__(self, settings: Settings, tell: Callable[[Any], None]) -> None:
+        self.settings, self.tell = settings, tell
+        self.stops: dict[str, threading.Event] = {}
+        self.threads = ThreadPoolExecutor(settings.max_batch, thread_name_prefix="picture")
+        self.started = 0
+
+    def load(self) -> tuple[ModelFacts, ...]:
+        """Load all models once, as far as they fit, and make their sizes warm."""
+        from anyaccel.server.served_model import ServedModel
+        from anyaccel.server.shelf import Shelf
+
+        total = len(self.settings.models)
+
+        def load(served: ServedName) -> ServedModel:
+            self.tell(Loading(self.started, total, f"loading {served.name}"))
+            return ServedModel(served, self.settings, _Teller(self, served.name, total))
+
+        self.shelf = Shelf(self.settings, load)
+        facts = []
+        for served in self.settings.models:
+            with self.shelf.using(served.name) as model:
+                facts.append(model.facts())
+            self.started += 1
+            self.tell(Loading(self.started, total, f"{served.name} is ready"))
+        return tuple(facts)
+
+    def begin(self, said: Run) -> None:
+        """Make the pictures of a job; what becomes of them is told."""
+        self.stops[said.job] = threading.Event()
+        try:
+            _Job(self, said).begin()
+        except Exception as error:  # noqa: BLE001 - a job that cannot be read must not end the worker
+            self.stops.pop(said.job, None)
+            self.tell(describe_failure(said.job, error))
+
+    def cancel(self, job: str) -> None:
+        """Stop a job at its next step; one that ended stays as it is."""
+        stop = self.stops.get(job)
+        if stop is not None:
+            stop.set()
+
+    def beat(self) -> None:
+        """Tell every second what is held, for as long as the process lives."""
         import psutil
 
         from anyaccel.errors import NotMeasurableError
@@ -141,18 +160,18 @@ class _Worker:
                     held = None
             rounds = {size: count - before[size] for size, count in now.items() if count > before[size]}
             before = now
-            self._send(Beat(held, process.memory_info().rss, rounds, tuple(models)))
+            self.tell(Beat(held, process.memory_info().rss, rounds, tuple(models)))
 
 
 class _Teller:
     """Tells the service how far a model's loading is."""
 
-    def __init__(self, worker: _Worker, name: str, total: int) -> None:
+    def __init__(self, worker: Worker, name: str, total: int) -> None:
         self.worker, self.name, self.total = worker, name, total
 
     def on_component(self, done: int, total: int, name: str) -> None:
         words = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
-        self.worker._send(Loading(self.worker.started, self.total, words))
+        self.worker.tell(Loading(self.worker.started, self.total, words))
 
     def on_step(self, done: int, total: int | None) -> None:
         return
@@ -161,7 +180,7 @@ class _Teller:
 class _Job:
     """One job's pictures, each in a thread of its own."""
 
-    def __init__(self, worker: _Worker, said: Run) -> None:
+    def __init__(self, worker: Worker, said: Run) -> None:
         from anyaccel.server.work import read_work
 
         self.worker, self.said, self.work = worker, said, read_work(said.work)
@@ -196,9 +215,9 @@ class _Job:
     def _end(self) -> None:
         self.worker.stops.pop(self.said.job, None)
         if self.error is not None:
-            self.worker._send(self.error)
+            self.worker.tell(self.error)
         elif self.stop.is_set():
-            self.worker._send(StoppedJob(self.said.job))
+            self.worker.tell(StoppedJob(self.said.job))
 
     def _run(self, picture: int) -> None:
         from anyaccel.pictures.format import encode_picture
@@ -210,7 +229,7 @@ class _Job:
             image, origin = model.make(work, picture, _read_pictures(self.said.inputs), self._watch(picture))
         content = encode_picture(image, SUFFIXES[work.output_format], [origin], work.output_compression)
         seconds = time.perf_counter() - start
-        self.worker._send(Made(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
+        self.worker.tell(Made(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
 
     def _watch(self, picture: int) -> Any:
         from anyaccel.server.denoising import Watcher
@@ -220,25 +239,25 @@ class _Job:
 
         def on_step(done: int, total: int) -> None:
             now = time.perf_counter()
-            self.worker._send(Step(job, picture, done, total, now - last[0]))
+            self.worker.tell(Step(job, picture, done, total, now - last[0]))
             last[0] = now
 
         def on_preview(image: Any) -> None:
             stream = io.BytesIO()
             kind = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[work.output_format]
             image.save(stream, kind, **({} if kind == "PNG" else {"quality": _PREVIEW_QUALITY}))
-            self.worker._send(Preview(job, picture, next(numbers), stream.getvalue()))
+            self.worker.tell(Preview(job, picture, next(numbers), stream.getvalue()))
 
         shares = tuple((place + 1) / (work.partial_images + 1) for place in range(work.partial_images))
         return Watcher(on_step, on_preview if shares else None, shares, self.stop.is_set)
 
 
-def _read_pictures(inputs: Mapping[str, str]) -> dict[str, Any]:
+def _read_pictures(inputs: Mapping[str, str | bytes]) -> dict[str, Any]:
     from PIL import Image
 
     found = {}
-    for name, path in inputs.items():
-        with Image.open(path) as image:
+    for name, given in inputs.items():
+        with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
             found[name] = _read_mask(image) if name == "mask_image" else _read_picture(image)
     return found
 
@@ -266,7 +285,8 @@ def _read_mask(image: Any) -> Any:
     return ImageOps.invert(image.convert("RGBA").getchannel("A"))
 
 
-def _describe_start(error: Exception) -> Broken:
+def describe_start(error: Exception) -> Broken:
+    """What the service is told where a worker cannot start."""
     from anyaccel.errors import AnyaccelError
 
     if isinstance(error, AnyaccelError):

@@ -1,0 +1,138 @@
+"""A replica: one device of the cluster with the models of a service on it, in a process that Ray Serve keeps alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from anyaccel.backends.device import find_device
+from anyaccel.backends.folder_lock import claim_folder
+from anyaccel.errors import DeviceUnavailableError, UsageError
+from anyaccel.server.host_memory import share_one_heap
+from anyaccel.server.messages import Beat, Broken, Failed, Loading, Made, ModelFacts, Run, StoppedJob
+from anyaccel.server.settings import Settings
+from anyaccel.server.worker import Worker, describe_start
+
+__all__ = ["Replica", "claim_device"]
+
+_PATIENCE_S = 20.0
+"""A replica that cannot start says why, to whoever asks in this time, before it is replaced."""
+
+
+class Replica:
+    """What Serve runs; a picture is one request, whose answer is a stream of what becomes of it."""
+
+    def __init__(self, settings: Settings, counted_by_ray: bool) -> None:
+        share_one_heap()
+        self.settings = settings
+        self.outlets: dict[str, _Outlet] = {}
+        self.broken: Broken | None = None
+        self.last_beat: Beat | None = None
+        self.last_sign = self.born = time.monotonic()
+        self.models: tuple[ModelFacts, ...] = ()
+        try:
+            if not counted_by_ray:
+                device, self.claim = claim_device(settings.device)
+                settings = replace(settings, device=device)
+            self.worker = Worker(settings, self._tell)
+            self.models = self.worker.load()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
+            self.broken = describe_start(error)
+            return
+        threading.Thread(target=self.worker.beat, daemon=True).start()
+
+    def facts(self) -> tuple[ModelFacts, ...] | Broken:
+        """The models with their plans here, or why there are none."""
+        return self.broken or self.models
+
+    async def make(self, said: Run) -> AsyncIterator[list[Any]]:
+        """Make the picture of a job that has one; what is told meanwhile goes out together.
+
+        Where the caller goes away or cancels, the picture stops at its next step.
+        """
+        if self.broken is not None:
+            yield [self.broken]
+            return
+        outlet = self.outlets[said.job] = _Outlet()
+        self.last_sign = time.monotonic()
+        self.worker.begin(said)
+        try:
+            ended = False
+            while not ended:
+                told = await outlet.take()
+                ended = any(isinstance(one, Made | Failed | StoppedJob) for one in told)
+                beat, self.last_beat = self.last_beat, None
+                yield [*told, *([beat] if beat is not None else [])]
+        finally:
+            self.worker.cancel(said.job)
+            del self.outlets[said.job]
+
+    def check_health(self) -> None:
+        """Asked by Serve: where this raises, the replica is replaced."""
+        limit = self.settings.limits.hang_s
+        if self.broken is not None and time.monotonic() - self.born > _PATIENCE_S:
+            raise RuntimeError(self.broken.message)
+        if self.outlets and time.monotonic() - self.last_sign > limit:
+            raise RuntimeError(f"no step was taken for {limit:.0f} s")
+
+    def _tell(self, message: Any) -> None:
+        if isinstance(message, Beat):
+            before = self.last_beat
+            self.last_beat = message if before is None else replace(message, rounds=_add(before.rounds, message.rounds))
+            return
+        self.last_sign = time.monotonic()
+        if isinstance(message, Loading):
+            return
+        outlet = self.outlets.get(message.job)
+        if outlet is not None:
+            outlet.put(message)
+
+
+class _Outlet:
+    """What threads tell of one picture, for the coroutine that sends it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.waiting: list[Any] = []
+        self.there = asyncio.Event()
+
+    def put(self, message: Any) -> None:
+        self.loop.call_soon_threadsafe(self._put, message)
+
+    def _put(self, message: Any) -> None:
+        self.waiting.append(message)
+        self.there.set()
+
+    async def take(self) -> list[Any]:
+        await self.there.wait()
+        self.there.clear()
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+def _add(one: Any, other: Any) -> dict[int, int]:
+    return {size: one.get(size, 0) + other.get(size, 0) for size in {*one, *other}}
+
+
+def claim_device(name: str) -> tuple[str, IO[bytes]]:
+    """A device of that name that no other replica on this machine has: Ray counts such devices, and numbers none."""
+    user = getattr(os, "getuid", int)()
+    folder = Path(tempfile.gettempdir()) / f"anyaccel-devices-{user}"
+    folder.mkdir(exist_ok=True)
+    count = find_device(name).count
+    for index in range(count):
+        try:
+            return f"{name}:{index}", claim_folder(folder, f"{name}-{index}", "taken", "take another")
+        except UsageError:
+            continue
+    raise DeviceUnavailableError(
+        f"all {count} devices of {name} on this machine are taken",
+        hint=f"start the node with no more of the resource {name!r} than it has devices",
+    )
