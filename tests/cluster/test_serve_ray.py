@@ -21,8 +21,8 @@ from PIL import Image
 
 import anyaccel
 from anyaccel.cluster.board import Board, find_shape
+from anyaccel.cluster.places import claim_device
 from anyaccel.cluster.pool_facts import add_beats, join_facts
-from anyaccel.cluster.replica import claim_device
 from anyaccel.cluster.serving import read_replicas
 from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.pictures.format import read_origins

@@ -80,7 +80,8 @@ def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Plac
     count = job.workers or count_places(found, places.virtual)
     check_places(found, places.virtual, max(count, 1))
     workers = [replace(job.settings, device=places.device, index=_index_of(places, number)) for number in range(count)]
-    return RayCrew(resources_for(found, places.virtual)), workers, places
+    counted = places.virtual or bool(found.ray_resource)
+    return RayCrew(resources_for(found, places.virtual), counted), workers, places
 
 
 def _index_of(places: Places, number: int) -> int | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
-from anyaccel.errors import UsageError
+from anyaccel.backends.folder_lock import claim_folder
+from anyaccel.errors import DeviceUnavailableError, UsageError
 
-__all__ = ["Places", "check_workers", "find_named", "find_places", "share_threads"]
+__all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
 
 _VIRTUAL = "virtual:"
 
@@ -103,3 +107,22 @@ def share_threads(places: Places, workers: int) -> int | None:
 def _are(places: Places) -> str:
     what = "cores" if places.on_host else f"{places.name} devices"
     return f"is 1 {what[:-1]}" if places.count == 1 else f"are {places.count} {what}"
+
+
+def claim_device(name: str) -> tuple[str, IO[bytes]]:
+    """A device of that name that no other worker on this machine has: Ray counts such devices, and numbers none."""
+    user = getattr(os, "getuid", int)()
+    folder = Path(tempfile.gettempdir()) / f"anyaccel-devices-{user}"
+    folder.mkdir(exist_ok=True)
+    from anyaccel.backends.device import find_device
+
+    count = find_device(name).count
+    for index in range(count):
+        try:
+            return f"{name}:{index}", claim_folder(folder, f"{name}-{index}", "taken", "take another")
+        except UsageError:
+            continue
+    raise DeviceUnavailableError(
+        f"all {count} devices of {name} on this machine are taken",
+        hint=f"start the node with no more of the resource {name!r} than it has devices",
+    )

@@ -41,11 +41,12 @@ class _Rank:
 
     def where(self) -> tuple[str, int]:
         """The address of its machine in the cluster, and a port there that is free."""
-        import ray
+        from ray import util
 
         with socket.socket() as listening:
             listening.bind(("", 0))
-            return ray.util.get_node_ip_address(), listening.getsockname()[1]
+            port = int(listening.getsockname()[1])
+            return str(util.get_node_ip_address()), port  # type: ignore[no-untyped-call]
 
     def run(self, rank: int, command: list[str], folder: str, environment: dict[str, str]) -> Ended:
         """Run it to its end; it ends with this actor."""

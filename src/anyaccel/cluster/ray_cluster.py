@@ -15,9 +15,19 @@ from anyaccel.errors import AnyaccelError, UsageError
 if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet
 
-__all__ = ["check_places", "count_places", "import_ray", "join", "leave", "resources_for", "started_here"]
+__all__ = [
+    "check_places",
+    "count_places",
+    "environment",
+    "import_ray",
+    "join",
+    "leave",
+    "resources_for",
+    "started_here",
+]
 
 _INSTALL = "pip install 'anyaccel[ray]'"
+_PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
 _ANSWER_S = 5.0
 """How long an address may take to answer."""
 _VIRTUAL_SHARE = 0.25
@@ -59,6 +69,11 @@ def leave() -> None:
 def started_here() -> bool:
     """Whether the cluster ends when it is left."""
     return bool(_STARTED)
+
+
+def environment() -> dict[str, Any]:
+    """What workers on other machines find in their environment as it is here, as Ray's `runtime_env` has it."""
+    return {"env_vars": {name: os.environ[name] for name in _PASSED_ON if name in os.environ}}
 
 
 def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anyaccel.cluster.crew import Broken, Event, Finished, Lost, Ready
 from anyaccel.cluster.maker import Facts, Made, Maker, Refused, Settings
+from anyaccel.cluster.places import claim_device
+from anyaccel.cluster.ray_cluster import environment
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError
 
 __all__ = ["RayCrew"]
 
-_PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
-"""What workers on other machines find in their environment as it is here."""
-
 
 class _Actor:
     """What Ray runs; an error on loading is an answer, so that it is told from a death."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, counted_by_ray: bool) -> None:
+        self.settings, self.counted = settings, counted_by_ray
 
     def load(self) -> Facts | AnyaccelError:
         try:
+            if not self.counted:
+                device, self.claim = claim_device(self.settings.device)
+                self.settings = replace(self.settings, device=device)
             self.maker = Maker(self.settings)
         except AnyaccelError as error:
             return error
@@ -48,21 +49,18 @@ class _Worker:
 
 
 class RayCrew:
-    """Actors of the cluster that was joined; `options` are what each of them takes of it."""
+    """Actors of the cluster that was joined; `options` are what each takes of it."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], counted_by_ray: bool) -> None:
         import ray
 
-        self._ray = ray
-        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        self._actor = ray.remote(_Actor).options(
-            **options, max_restarts=0, runtime_env={"env_vars": passed_on} if passed_on else None
-        )
+        self._ray, self._counted = ray, counted_by_ray
+        self._actor = ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment())
         self._workers: dict[int, _Worker] = {}
 
     def start(self, worker: int, settings: Settings) -> None:
         """Ask for an actor; it waits until the cluster has room."""
-        actor: Any = self._actor.remote(settings)
+        actor: Any = self._actor.remote(settings, self._counted)
         self._workers[worker] = _Worker(actor, deque([actor.load.remote()]))
 
     def give(self, worker: int, rows: Sequence[Row]) -> None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from anyaccel.backends.device import find_device
-from anyaccel.backends.folder_lock import claim_folder
-from anyaccel.errors import DeviceUnavailableError, UsageError
+from anyaccel.cluster.places import claim_device
 from anyaccel.server.host_memory import share_one_heap
 from anyaccel.server.messages import Beat, Broken, Failed, Loading, Made, ModelFacts, Run, StoppedJob
 from anyaccel.server.settings import Settings
 from anyaccel.server.worker import Worker, describe_start
 
-__all__ = ["Replica", "claim_device"]
+__all__ = ["Replica"]
 
 _PATIENCE_S = 20.0
 """A replica that cannot start says why, to whoever asks in this time, before it is replaced."""
@@ -119,20 +114,3 @@ class _Outlet:
 
 def _add(one: Any, other: Any) -> dict[int, int]:
     return {size: one.get(size, 0) + other.get(size, 0) for size in {*one, *other}}
-
-
-def claim_device(name: str) -> tuple[str, IO[bytes]]:
-    """A device of that name that no other replica on this machine has: Ray counts such devices, and numbers none."""
-    user = getattr(os, "getuid", int)()
-    folder = Path(tempfile.gettempdir()) / f"anyaccel-devices-{user}"
-    folder.mkdir(exist_ok=True)
-    count = find_device(name).count
-    for index in range(count):
-        try:
-            return f"{name}:{index}", claim_folder(folder, f"{name}-{index}", "taken", "take another")
-        except UsageError:
-            continue
-    raise DeviceUnavailableError(
-        f"all {count} devices of {name} on this machine are taken",
-        hint=f"start the node with no more of the resource {name!r} than it has devices",
-    )

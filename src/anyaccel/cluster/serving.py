@@ -19,6 +19,7 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.cluster.ray_cluster import (
     check_places,
     count_places,
+    environment,
     import_ray,
     join,
     leave,
@@ -41,8 +42,6 @@ _UPSCALE_S, _DOWNSCALE_S = 5.0, 120.0
 _TARGET = 0.75
 """More replicas are asked for where each has more than this share of what it makes at once."""
 _ROUTER = "anyaccel.cluster.routing:ShapeRouter"
-_PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
-"""What replicas on other machines find in their environment as it is here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +159,6 @@ class Applications:
 
         from anyaccel.cluster.replica import Replica
 
-        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         number: dict[str, Any] = {"num_replicas": kind.replicas}
         if kind.scales:
             number = {
@@ -174,7 +172,7 @@ class Applications:
             }
         deployment = _import_serve().deployment(
             name="replica",
-            ray_actor_options={**resources_for(kind.sheet, kind.virtual), "runtime_env": {"env_vars": passed_on}},
+            ray_actor_options={**resources_for(kind.sheet, kind.virtual), "runtime_env": environment()},
             max_ongoing_requests=kind.at_once,
             health_check_period_s=_HEALTH_PERIOD_S,
             health_check_timeout_s=max(2.0, min(_HEALTH_TIMEOUT_S, self.settings.limits.hang_s / _HEALTH_MISSES)),
