@@ -1,11 +1,12 @@
 """From what one device was measured to do, to how many are needed: a simulation, checked against a measurement.
 
     python -m benchmarks.capacity                       # the check on this CPU, and the table in docs/scale.md
-    python -m benchmarks.capacity --rate 20 --p95 2.0 --price 3.5 --alone 0.38 --together 1.9
+    python -m benchmarks.capacity --rate 20 --p95 2.0 --price 3.5 --alone 0.38 --together 0.57 0.95 1.71
 
 Pictures are made step by step, and requests join at every step: with k of them under way each takes `curve[k]` seconds
-from its first step to its last. A request goes to the replica that has the fewest. That is all that is simulated:
-requests come by Poisson's law, replicas share nothing, and whoever finds all places taken waits in one queue.
+from its first step to its last; batches are filled up to the sizes that are ready, so that three take what four take.
+A request goes to the replica that has the fewest. That is all that is simulated: requests come by Poisson's law,
+replicas share nothing, and whoever finds all places taken waits in one queue.
 """
 
 import argparse
@@ -50,12 +51,8 @@ class Replica:
         self.now = now
 
     def speed(self) -> float:
-        """How much of a request is done a second; between the counts that were measured it is a straight line."""
-        count = len(self.under_way)
-        below = max(size for size in self.curve if size <= count)
-        above = min(size for size in self.curve if size >= count)
-        share = (count - below) / (above - below) if above > below else 0.0
-        return 1 / (self.curve[below] + share * (self.curve[above] - self.curve[below]))
+        """How much of a request is done a second: batches are filled up to the next size that is ready."""
+        return 1 / self.curve[min(size for size in self.curve if size >= len(self.under_way))]
 
     def next_end(self) -> tuple[float, int] | None:
         """When somebody ends, and who."""
@@ -145,13 +142,18 @@ def find_replicas(curve: Mapping[int, float], rate: float, p95: float) -> int:
         raise SystemExit(
             f"one request alone takes {min(curve.values()):.2f} s: no number of devices makes that {p95} s"
         )
-    best = max(size / seconds for size, seconds in curve.items())
+    best = find_best(curve)
     count = max(1, int(rate / best))
     while count <= MOST_REPLICAS:
         if simulate(curve, rate, count, max(200.0, 2000 / rate))["p95_s"] <= p95:
             return count
         count += max(1, count // 50)
     raise SystemExit(f"more than {MOST_REPLICAS} devices would be needed")
+
+
+def find_best(curve: Mapping[int, float]) -> float:
+    """The most pictures a second that a device makes, if requests come as it likes."""
+    return max(size / seconds for size, seconds in curve.items())
 
 
 def measure_curve(submit: Any, seconds: float) -> dict[int, float]:
@@ -241,13 +243,16 @@ def check() -> dict[str, Any]:
     call = make_call(work, pipe)
     rows = []
     with steps_of_all(pipe, call) as submit:
-        curve = measure_curve(submit, 6.0)
-        best = max(size / seconds for size, seconds in curve.items())
+        curves = [measure_curve(submit, 4.0)]
         for load in LOADS:
-            measured = measure_load(submit, load * best, 40.0, seed=1)
-            predicted = simulate(curve, load * best, 1, 40.0, seed=1)
-            rows.append({"load": load, "asked_per_s": load * best, "measured": measured, "predicted": predicted})
-    return {"curve_s": curve, "rows": rows, "leader_rows_per_s": measure_leader(300), "jobs_per_s": measure_jobs(300)}
+            rate = load * find_best(curves[-1])
+            measured = measure_load(submit, rate, 40.0, seed=1)
+            curves.append(measure_curve(submit, 4.0))  # a shared machine is not the same twice: before and after
+            curve = {size: statistics.mean(one[size] for one in curves[-2:]) for size in KINDS}
+            predicted = simulate(curve, rate, 1, 40.0, seed=1)
+            row = {"load": load, "asked_per_s": rate, "curve_s": curve, "measured": measured, "predicted": predicted}
+            rows.append(row)
+    return {"curves_s": curves, "rows": rows, "leader_rows_per_s": measure_leader(300), "jobs_per_s": measure_jobs(300)}
 
 
 def main() -> None:
@@ -256,11 +261,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="Requests a second.")
     parser.add_argument("--p95", type=float, help="Seconds that 95 of 100 requests may take.")
     parser.add_argument("--alone", type=float, help="Seconds of a request that is alone on its device.")
-    parser.add_argument("--together", type=float, help="Seconds of each of eight requests that share a device.")
+    parser.add_argument("--together", type=float, nargs="+", help="Of each of 2, 4, 8, … that share a device.")
     parser.add_argument("--price", type=float, default=0.0, help="Of one device for an hour.")
     options = parser.parse_args()
     if options.rate:
-        curve = {1: options.alone, 8: options.together}
+        curve = {1: options.alone, **{2 ** (n + 1): seconds for n, seconds in enumerate(options.together)}}
         count = find_replicas(curve, options.rate, options.p95)
         told = simulate(curve, options.rate, count, max(200.0, 2000 / options.rate))
         cost = count * options.price / 3600 / options.rate * 1000

@@ -20,7 +20,7 @@ def test_a_device_that_is_shared_for_nothing_serves_all_at_once() -> None:
 
 
 def test_more_devices_are_never_slower_and_the_fewest_are_found() -> None:
-    curve = {1: 0.4, 8: 2.0}
+    curve = {1: 0.4, 2: 0.6, 4: 1.1, 8: 2.0}
     slower, faster = simulate(curve, 10, 3, 300), simulate(curve, 10, 6, 300)
     assert faster["p95_s"] < slower["p95_s"]
     count = find_replicas(curve, 10, 1.0)
