@@ -57,8 +57,9 @@ def write_rows(path: Path, count: int, steps: int = 2) -> Path:
 
 
 def start_batch(rows: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """`anyaccel batch` in a process of its own, in float32."""
+    """`anyaccel batch` in a process of its own, in float32, on the CPU unless the options name another device."""
     command = [sys.executable, "-m", "anyaccel", "batch", str(rows), "--out", str(out), "--dtype", "float32", *options]
+    command += [] if "--device" in options else ["--device", "cpu"]
     environment = {**os.environ, **ENVIRONMENT}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -150,7 +151,7 @@ def main() -> None:
         first = start_batch(rows, alone)
         _, errors = first.communicate()
         assert first.returncode == 0, errors
-        more = ["--workers", "2", *(["--ray", nodes.address, "--device", "cpu"] if nodes else [])]
+        more = ["--workers", "2", *(["--ray", nodes.address] if nodes else [])]
 
         def kill_node(kills: int) -> None:
             if nodes and kills % 10 == 5:

@@ -159,7 +159,7 @@ def nodes() -> Iterator[TwoNodes]:
 
 def test_on_ray_workers_and_nodes_may_die(tmp_path: Path, alone: Path, model: str, nodes: TwoNodes) -> None:
     out = tmp_path / "out"
-    options = ["--model", model, "--ray", nodes.address, "--device", "cpu", "--workers", "2"]
+    options = ["--model", model, "--ray", nodes.address, "--workers", "2"]
     leader = start_batch(alone / "rows.jsonl", out, *options)
     wait_for(out, 2)
     find_workers(leader.pid, on_ray=True)[0].kill()

@@ -36,6 +36,12 @@ class Places:
 
 def find_places(device: str) -> Places:
     """Look at the devices here in a process that ends: some belong to the first process that looks at them."""
+    from anyaccel.backends.device import sheet
+
+    if device not in ("auto", "") and not device.startswith(_VIRTUAL):
+        found_sheet = sheet(device)
+        if found_sheet.torch_name == "cpu":
+            return Places(device=found_sheet.name, name=found_sheet.name, count=_count_cores(), on_host=True)
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         found: Places | Exception = pool.apply(_look, (device,))
