@@ -44,6 +44,15 @@ class TwoNodes:
         self.cluster.remove_node(self.second, allow_graceful=False)
         self.second = self.cluster.add_node(num_cpus=1)
 
+    def find_workers(self) -> list[psutil.Process]:
+        """The actors on these nodes, and on no other cluster's."""
+        raylets = [node.all_processes["raylet"][0].process.pid for node in self._nodes()]
+        found = [child for raylet in raylets for child in psutil.Process(raylet).children(recursive=True)]
+        return [one for one in found if one.is_running() and "".join(one.cmdline()).startswith("ray::_Actor")]
+
+    def _nodes(self) -> list[Any]:
+        return list(self.cluster.list_all_nodes())  # type: ignore[no-untyped-call]
+
     def end(self) -> None:
         """End both."""
         self.cluster.shutdown()  # type: ignore[no-untyped-call]
@@ -64,14 +73,8 @@ def start_batch(rows: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-def find_workers(leader: int, on_ray: bool) -> list[psutil.Process]:
+def find_workers(leader: int) -> list[psutil.Process]:
     """The processes that work for a leader."""
-    if on_ray:
-        return [
-            one
-            for one in psutil.process_iter(["cmdline"])
-            if "".join(one.info["cmdline"] or ()).startswith("ray::_Actor")
-        ]
     try:
         children = psutil.Process(leader).children()
         return [one for one in children if "spawn_main" in " ".join(one.cmdline())]
@@ -106,7 +109,7 @@ def end_with_kills(
     out: Path,
     rows: int,
     every_s: float,
-    on_ray: bool,
+    find: Callable[[int], list[psutil.Process]] = find_workers,
     between: Callable[[int], None] = lambda kills: None,
 ) -> dict[str, int]:
     """Run a batch to its end, however often: a random worker is killed every so often, the leader at 1/3 and 2/3.
@@ -117,7 +120,7 @@ def end_with_kills(
     leaders = [rows // 3, 2 * rows // 3]
     while leader.poll() is None:
         time.sleep(every_s)
-        workers = find_workers(leader.pid, on_ray)
+        workers = find(leader.pid)
         made = len(read_manifest(out))
         if workers and made > seen and leader.poll() is None:
             seen = made
@@ -157,10 +160,11 @@ def main() -> None:
             if nodes and kills % 10 == 5:
                 nodes.replace_second()
 
+        def find(leader: int) -> list[psutil.Process]:
+            return nodes.find_workers() if nodes else find_workers(leader)
+
         out, began = place / "out", time.monotonic()
-        found = end_with_kills(
-            lambda: start_batch(rows, out, *more), out, options.rows, options.every, bool(nodes), kill_node
-        )
+        found = end_with_kills(lambda: start_batch(rows, out, *more), out, options.rows, options.every, find, kill_node)
         wrong = check_pictures(out, alone, options.rows)
         print(json.dumps({**found, "seconds": round(time.monotonic() - began), "wrong": wrong[:10]}))
     if nodes:

@@ -54,6 +54,9 @@ def test_rows_have_a_prompt_a_seed_and_whatever_the_call_takes(tmp_path: Path) -
         (b'{"prompt": "x", "generator": 1}', "give the row a seed"),
         (b'{"prompt": "x", "num_images_per_prompt": 4}', "write the row as often"),
         (b'{"prompt": "\\ud800"}', "half characters"),
+        (b'{"prompt": "x", "negative_prompt": ["\\ud800"]}', "half characters"),
+        (b'{"prompt": "x", "\\ud800": 1}', "half characters"),
+        (b'{"prompt": "x", "sigmas": [1e999]}', "sigmas is larger than any number"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
     ],
@@ -75,8 +78,8 @@ def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
 
 def test_an_unknown_parameter_is_named_with_the_nearest_one() -> None:
     check_parameters([row(width=8)], ["prompt", "width"], "SomePipeline")
-    with pytest.raises(UsageError, match="line 4: SomePipeline takes no widht") as raised:
-        check_parameters([row(), row(4, widht=8)], ["prompt", "width"], "SomePipeline")
+    with pytest.raises(UsageError, match=r"(?s)line 4: SomePipeline takes no widht.*line 5") as raised:
+        check_parameters([row(), row(4, widht=8), row(5, foo=1)], ["prompt", "width"], "SomePipeline")
     assert "did you mean width?" in raised.value.hint
 
 
@@ -106,6 +109,10 @@ def test_a_picture_without_a_line_is_found_by_its_own_record(tmp_path: Path) -> 
         assert folder.find_open([other]) == [other], "it is of another seed"
         folder.picture_path(other).write_bytes(picture()[:200])
         assert folder.find_open([other]) == [other], "it is half a picture"
+        folder.settle("revision", "another")
+        third = row(3, num_inference_steps=2)
+        folder.picture_path(third).write_bytes(picture())
+        assert folder.find_open([third]) == [third], "it is of another model"
 
 
 def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
@@ -129,11 +136,21 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         Folder(tmp_path / "thesis.txt", RUN)
 
 
+def test_a_folder_in_which_nothing_was_made_is_anybodys(tmp_path: Path) -> None:
+    with Folder(tmp_path, RUN) as folder:
+        assert folder.entries == {}
+    with Folder(tmp_path, {**RUN, "input": "xyz"}) as folder:
+        folder.picture_path(row(1)).write_bytes(picture())
+    with pytest.raises(UsageError, match="of another run"):
+        Folder(tmp_path, RUN)
+
+
 def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
     with Folder(tmp_path, RUN) as folder:
         folder.settle("dtype", "float32")
         with pytest.raises(UsageError, match="another process writes to"):
             Folder(tmp_path, RUN)
+        folder.add_failure(row(1), "it broke", {})
     with pytest.raises(UsageError, match="of another run: input was abc, and is xyz"):
         Folder(tmp_path, {**RUN, "input": "xyz"})
     with Folder(tmp_path, RUN) as folder:

@@ -150,6 +150,7 @@ def find_device_of(answer: str, folder: Path) -> str:
     return str(origin.device).partition(":")[0]
 
 
+@pytest.mark.slow
 def test_in_a_real_cluster_shapes_part_and_replicas_stand_on_devices_that_are_there() -> None:
     command = [sys.executable, "-m", "tests.cluster.parting"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["make_batch"]
 
 Text = str | None
-_INTERRUPTED = 130
+_INTERRUPTED, _ENDED = 130, 143
 
 
 def make_batch(
@@ -43,13 +45,15 @@ def make_batch(
 
     settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
     show = _Show()
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         summary = run_job(Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray), show)
-    except KeyboardInterrupt:
-        show.display.clear()
-        show.display.say(f"interrupted: {show.over} of {show.rows} rows are over; the same command goes on from there")
-        raise typer.Exit(_INTERRUPTED) from None
+    except (KeyboardInterrupt, _EndedError) as error:
+        told = f": {show.over} of {show.rows} rows are over; the same command goes on from there" if show.rows else ""
+        show.display.say(f"{'ended' if isinstance(error, _EndedError) else 'interrupted'}{told}")
+        raise typer.Exit(_ENDED if isinstance(error, _EndedError) else _INTERRUPTED) from None
     finally:
+        signal.signal(signal.SIGTERM, before)
         show.display.clear()
     manifest = out / "manifest.jsonl"
     if as_json:
@@ -60,6 +64,14 @@ def make_batch(
         print(f"{summary.done} of {summary.rows} pictures{earlier}{failed}: {manifest}")
     if summary.failed:
         raise typer.Exit(1)
+
+
+class _EndedError(BaseException):
+    """Another process asked for the end."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _EndedError
 
 
 class _Show:
@@ -73,7 +85,7 @@ class _Show:
     def on_start(self, rows: int, open_rows: int) -> None:
         """So many rows, of which so many are yet to be made."""
         self.rows, self.over = rows, rows - open_rows
-        before = f", {self.over} of which are over" if self.over else ""
+        before = f", {self.over} of them over" if self.over else ""
         self.display.say(f"{rows} row{'s' * (rows > 1)}{before}")
         self.display.begin("loading the model" if open_rows else "")
 

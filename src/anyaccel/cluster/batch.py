@@ -117,8 +117,9 @@ class Batch:
         )
 
     def _start_first(self) -> None:
-        """One worker decides how all of them round, unless an earlier start did; then the others begin."""
-        if "host_layers" in self.folder.run:
+        """One worker decides how all of them round, unless that is decided already; then the others begin."""
+        decided = all(worker.settings.host_layers is not None for worker in self.workers.values())
+        if decided or "host_layers" in self.folder.run:
             for number in self.workers:
                 self._start(number)
         else:
@@ -154,8 +155,8 @@ class Batch:
         if self.made == 0:
             self.working_since = time.monotonic()
         if first:
-            for number in self.workers:
-                if number != event.worker:
+            for number, worker in self.workers.items():
+                if not worker.started:
                     self._start(number)
 
     def _on_finished(self, event: Finished) -> None:

@@ -102,12 +102,17 @@ class Folder:
                     f"{self.path} holds other things ({', '.join(sorted(there)[:3])}), and no batch",
                     hint="take a new or an empty folder with --out",
                 )
-        (self.path / _PICTURES).mkdir(parents=True, exist_ok=True)
+        try:
+            (self.path / _PICTURES).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"no folder can be made at {self.path}: {error.strerror}", hint="choose another with --out"
+            ) from error
 
     def _join_run(self) -> None:
         path = self.path / _RUN
-        if not path.exists():
-            write_whole(path, _as_line(self.run, indent=1))
+        if not path.exists() or self._is_unused():
+            write_whole(path, _as_line(self.run, indent=1), force=True)
             return
         try:
             found = json.loads(path.read_bytes())
@@ -121,6 +126,12 @@ class Folder:
                     hint="take another folder with --out, or start it as it was started",
                 )
         self.run = found
+
+    def _is_unused(self) -> bool:
+        """Whether nothing was made yet: then another run may have the folder, such as the same without its mistake."""
+        manifest = self.path / _MANIFEST
+        lines = manifest.stat().st_size if manifest.exists() else 0
+        return not lines and not any((self.path / _PICTURES).iterdir())
 
     def _read_manifest(self) -> dict[int, dict[str, Any]]:
         """The last line of each row; half a line at the end, which a crash left, is cut off."""
@@ -159,6 +170,8 @@ class Folder:
             return False
         given = {"prompt": row.prompt, "seed": row.seed, **row.call}
         if any(asked.get(name) != value for name, value in given.items()) or origin.model != self.run["model"]:
+            return False
+        if any(getattr(origin, name) != self.run.get(name) for name in ("revision", "dtype") if name in self.run):
             return False
         self._add(row, {**self._describe(path, path.read_bytes()), "device": origin.device, "dtype": origin.dtype})
         return True

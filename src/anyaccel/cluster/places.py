@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 from anyaccel.backends.folder_lock import claim_folder
-from anyaccel.errors import DeviceUnavailableError, UsageError
+from anyaccel.errors import AnyaccelError, DeviceUnavailableError, UsageError
 
 __all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
 
@@ -43,18 +45,31 @@ def find_places(device: str) -> Places:
         if found_sheet.torch_name == "cpu":
             return Places(device=found_sheet.name, name=found_sheet.name, count=_count_cores(), on_host=True)
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        found: Places | Exception = pool.apply(_look, (device,))
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_look, args=(device, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        found: Places | Exception = here.recv()
+    except EOFError as error:
+        raise AnyaccelError(
+            "the devices could not be looked at: the process that did is gone", hint="does `anyaccel devices` work?"
+        ) from error
+    finally:
+        process.kill()
+        process.join()
+        here.close()
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def _look(device: str) -> Places | Exception:
+def _look(device: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked ends it
     try:
-        return _find_places(device)
+        pipe.send(_find_places(device))
     except Exception as error:  # noqa: BLE001 - it crosses to the process that asked, and is raised there
-        return error
+        pipe.send(error)
 
 
 def _find_places(device: str) -> Places:
@@ -82,6 +97,7 @@ def find_named(device: str) -> Places:
     virtual = device.startswith(_VIRTUAL)
     if virtual:
         name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL))
+        sheet(name)  # raises if there is none
         return Places(device=device, name=name, count=count, on_host=False, virtual=True)
     if ":" in device:
         raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")

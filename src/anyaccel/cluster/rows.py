@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def read_rows(source: str) -> tuple[list[Row], str]:
 
     A row without a seed gets one that its line and its prompt decide, so that a second start means the same picture.
     """
-    content = _read(source)
+    content, where = _read(source), "stdin" if source == "-" else source
     rows, wrong = [], []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
@@ -59,25 +58,26 @@ def read_rows(source: str) -> tuple[list[Row], str]:
         except ValueError as error:
             wrong.append(f"line {number}: {error}")
     if wrong:
-        more = f"\n… and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
-        told = "\n".join(wrong[:_MOST_TOLD]) + more
+        told = "\n".join(wrong[:_MOST_TOLD]) + _tell_more(wrong)
         raise UsageError(
-            f"{source} has rows that cannot be read:\n{told}", hint='a row is {"prompt": "a red apple", "seed": 7}'
+            f"{where} has rows that cannot be read:\n{told}", hint='a row is {"prompt": "a red apple", "seed": 7}'
         )
     if not rows:
-        raise UsageError(f"{source} has no row", hint='a row is {"prompt": "a red apple", "seed": 7}')
+        raise UsageError(f"{where} has no row", hint='a row is {"prompt": "a red apple", "seed": 7}')
     return rows, hashlib.sha256(content).hexdigest()
 
 
 def check_parameters(rows: Iterable[Row], known: Iterable[str], pipeline: str) -> None:
     """Raise if a row has a parameter that the pipeline does not take."""
-    names = list(known)
-    for row in rows:
-        for name in row.call:
-            if name not in names:
-                raise UsageError(
-                    f"line {row.number}: {pipeline} takes no {name}", hint=f"leave it out; {nearest(name, names)}"
-                )
+    names = [name for name in known if name not in _NOT_TAKEN]
+    unknown = [(row.number, name) for row in rows for name in row.call if name not in names]
+    if unknown:
+        told = "\n".join(f"line {number}: {pipeline} takes no {name}" for number, name in unknown[:_MOST_TOLD])
+        raise UsageError(told + _tell_more(unknown), hint=f"leave it out; {nearest(unknown[0][1], names)}")
+
+
+def _tell_more(wrong: Sequence[object]) -> str:
+    return f"\n… and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
 
 
 def _read(source: str) -> bytes:
@@ -103,7 +103,7 @@ def _read_row(number: int, line: bytes) -> Row:
     prompt = found.pop("prompt", None)
     if not isinstance(prompt, str):
         raise ValueError(f"its prompt is a text, not {json.dumps(prompt)[:60]}" if prompt else "it has no prompt")
-    _check_text(prompt)
+    _check_values({"prompt": prompt, **found})
     for name, way in _NOT_TAKEN.items():
         if name in found:
             raise ValueError(f"{name} is not taken here: {way}")
@@ -112,7 +112,6 @@ def _read_row(number: int, line: bytes) -> Row:
         seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"its seed is a whole number from 0 to 2**64 - 1, not {json.dumps(seed)[:60]}")
-    _check_numbers(found)
     return Row(number=number, prompt=prompt, seed=seed, call=found)
 
 
@@ -120,17 +119,15 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no number")
 
 
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("its prompt has half characters") from error
-
-
-def _check_numbers(call: Mapping[str, Any]) -> None:
+def _check_values(call: Mapping[str, Any]) -> None:
+    """What no manifest can hold is refused, however deep it is."""
     for name, value in call.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} is larger than any number")
+        try:
+            json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name!a} has half characters") from error
+        except ValueError as error:
+            raise ValueError(f"{name} is larger than any number") from error
         if name not in ("height", "width", "num_inference_steps") or value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
