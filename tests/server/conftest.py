@@ -8,7 +8,8 @@ import pytest
 
 from tests.server.live import Live
 
-ALICE, BOB = "alice's key", "bob's key"
+ALICE, BOB, CAROL = "alice's key", "bob's key", "carol's key"
+"""Carol uses the page, and sees nobody else's pictures."""
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A service with the embedded model, two keys and a short queue."""
     service = Live(
         tmp_path_factory.mktemp("live"), "--dtype", "float32", "--max-queue", "3", "--max-batch", "2",
-        "--api-key", ALICE, "--api-key", BOB,
+        "--api-key", ALICE, "--api-key", BOB, "--api-key", CAROL,
         *(f"--limit={limit}" for limit in ("max_steps=400", "max_n=4", "body_s=5", "max_pixels=65536")), key=ALICE,
     )  # fmt: skip
     yield service

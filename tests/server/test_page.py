@@ -16,12 +16,12 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.browser import count_colours, open_browser, read_errors, resize
-from tests.server.conftest import BOB
+from tests.server.conftest import CAROL
 from tests.server.live import Live
 
-SECRET = BOB
+SECRET = CAROL
 SIDE = 128
-LONG, SHORT = 60, 6
+LONG, SHORT = 300, 6
 NASTY = "<img src=x onerror=window.broken=1>"
 NOTE_PREVIEWS = """
 window.previews = 0;
