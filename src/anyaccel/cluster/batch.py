@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
@@ -43,16 +43,12 @@ class _Task:
 class _Worker:
     settings: Settings
     facts: Facts | None = None
-    given: deque[list[_Task]] | None = None
+    queue: deque[list[_Task]] = field(default_factory=deque)
+    """What it was given and has not done, in turn."""
     started: bool = False
     vain_starts: int = 0
     gone: bool = False
     """Given up."""
-
-    @property
-    def queue(self) -> deque[list[_Task]]:
-        self.given = deque() if self.given is None else self.given
-        return self.given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +210,8 @@ class Batch:
         if worker.gone:
             return
         waiting = list(worker.queue)
-        worker.given, ready, worker.facts = None, worker.facts is not None, None
+        worker.queue.clear()
+        ready, worker.facts = worker.facts is not None, None
         for place, tasks in enumerate(waiting):
             for task in tasks:
                 task.deaths += place == 0

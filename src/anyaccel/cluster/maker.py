@@ -12,7 +12,6 @@ from anyaccel.errors import AnyaccelError
 
 __all__ = ["Facts", "Made", "Maker", "Refused", "Settings"]
 
-_VIRTUAL = "virtual:"
 _ROWS_A_CALL = 8
 _LONGEST_ERROR = 500
 
