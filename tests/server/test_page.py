@@ -130,7 +130,9 @@ def page(browser: Chrome, live: Live) -> Iterator[Page]:
         page.unlock()
         page.wait_for("steps.value")
         page.wait_for_pictures(page.count_made())
-        before = page.count_pictures()  # the tests of this file may come in several goes, each with a browser of its own
+        before = (
+            page.count_pictures()
+        )  # the tests of this file may come in several goes, each with a browser of its own
         page.make("a red circle")
         page.wait_for_pictures(before + 1)
         read_errors(browser)  # that a key was wanted

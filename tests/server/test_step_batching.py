@@ -1,6 +1,7 @@
 """Calls that meet at a model: joined step by step, each picture is the one that it would have been alone."""
 
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.server.joining import join, make_ticket, split
+from anyaccel.server.rendezvous import MeetingPlace, Rendezvous
 from anyaccel.server.shared import SharedPipeline
 
 
@@ -164,3 +166,36 @@ def test_nobody_waits_for_one_that_is_elsewhere() -> None:
         shared.run(make_call("stable-diffusion", 0, 4))
         go_on.set()
         slow.result(10)
+
+
+def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
+    """Whoever comes while another call is at its steps joins it, though its steps are asked for in no time."""
+    takes_s, steps = 0.05, 8
+    free_at = [0.0]
+
+    class Later(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            free_at[0] = max(free_at[0], time.monotonic()) + takes_s
+            return given + 1
+
+    def wait() -> None:
+        time.sleep(max(0.0, free_at[0] - time.monotonic()))
+
+    there = Rendezvous(most_rows=4, wait=wait)
+    meeting = MeetingPlace(Later(), there)
+
+    def call() -> torch.Tensor:
+        made = torch.zeros(1, 2)
+        with there.taking_part(), torch.no_grad():
+            for _ in range(steps):
+                made = meeting(made)
+        return made
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(call)
+        time.sleep(2.5 * takes_s)
+        second = threads.submit(call)
+        assert first.result(10).tolist() == second.result(10).tolist() == [[float(steps)] * 2]
+    assert meeting.seen.calls == 2 * steps
+    assert meeting.seen.sizes.get(2, 0) >= steps // 2, f"they met at few steps: {meeting.seen.sizes}"
+    assert not there.busy

@@ -432,7 +432,9 @@ class CudaDriver(Driver):
 
         def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(index), torch.cuda.graph(graph, pool=self._pools[index].id):
+            mode = "thread_local"  # what other threads ask of the device meanwhile is no part of it, and no error
+            pool = self._pools[index].id
+            with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
                 result = function()
             return result, graph.replay
 

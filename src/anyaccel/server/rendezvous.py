@@ -27,6 +27,8 @@ _LOG = logging.getLogger(__name__)
 
 Run = Callable[..., Any]
 _SHORTEST_S, _LONGEST_S = 0.005, 0.5
+_RUNS = 4
+"""Of a size of batch that is made ready: the first compiles, and the third is recorded."""
 
 
 @dataclass
@@ -65,13 +67,20 @@ class Rendezvous:
 
     Nobody waits for another any longer than `patience_s` after the device became free; without one, than half of the
     time that the last round took.
+
+    An accelerator is asked for a round and does it later. `wait` waits until it has: without it calls would run ahead
+    of the device, and whoever comes would find the steps of all others asked for already.
     """
 
-    def __init__(self, *, most_rows: int, patience_s: float | None = None) -> None:
-        self.most_rows, self.patience_s = most_rows, patience_s
+    def __init__(
+        self, *, most_rows: int, patience_s: float | None = None, wait: Callable[[], None] | None = None
+    ) -> None:
+        self.most_rows, self.patience_s, self.wait = most_rows, patience_s, wait
         self.changed = threading.Condition()
         self.busy = False
-        self.free_since = 0.0
+        self.asked = False
+        """Whether the device was asked for a round that it may not have done yet."""
+        self.begun, self.free_since = 0.0, 0.0
         self.last_round_s = 0.0
         self.where: dict[int, MeetingPlace | None] = {}
         """Each call that is under way, with the model that it was last at."""
@@ -112,14 +121,32 @@ class Rendezvous:
     @contextmanager
     def releasing(self) -> Iterator[None]:
         """Let go of the device after the block; it was taken already."""
-        start = time.monotonic()
+        self.begun = time.monotonic()
         try:
             yield
         finally:
             with self.changed:
-                self.busy, self.free_since = False, time.monotonic()
-                self.last_round_s = self.free_since - start
-                self.changed.notify_all()
+                self.asked = self.wait is not None
+                self._free()
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was asked for; whoever comes meanwhile goes into the next round.
+
+        The lock is held when this is called, and is not while it waits.
+        """
+        assert self.wait is not None
+        self.busy, self.asked = True, False
+        self.changed.release()
+        try:
+            self.wait()
+        finally:
+            self.changed.acquire()
+            self._free()
+
+    def _free(self) -> None:
+        self.busy, self.free_since = False, time.monotonic()
+        self.last_round_s = self.free_since - self.begun
+        self.changed.notify_all()
 
 
 class MeetingPlace:
@@ -169,7 +196,8 @@ class MeetingPlace:
         for rows in sizes:
             args, kwargs = join([self.example], rows)
             with torch.no_grad(), self.rendezvous.occupying():
-                self.run(*args, **kwargs)
+                for _ in range(_RUNS):
+                    self.run(*args, **kwargs)
         self.full_rows = tuple(sizes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,12 +241,16 @@ class MeetingPlace:
         """
         there = self.rendezvous
         with there.changed:
-            there.where[one.who] = self
+            if there.where.get(one.who) is not self:
+                there.where[one.who] = self
+                there.changed.notify_all()  # whoever waited for this one elsewhere need not; those here see no change
             self.waiting.append(one)
-            there.changed.notify_all()
             while not one.done:
                 left: float | None = None
                 if not one.taken and not there.busy:
+                    if there.asked:
+                        there.settle()
+                        continue
                     left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
                     if left <= 0 or self._all_here(one):
                         there.busy = True
