@@ -28,14 +28,14 @@ from training.evaluate import judge_scenes
 from training.prepare import load_things
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = {8: 1.0, 20: 0.25, 4: 0.25}
+STEPS = {8: 1.0, 20: 0.25, 4: 1.0}
 """The numbers of steps, and the share of the prompts that each is tried with."""
 
 
 def open_pipeline(device: str, speed: str) -> Any:
     """The embedded model at one level."""
     library: Any = diffusers
-    pipe = place(library.DiffusionPipeline.from_pretrained(find_embedded_model()), device, speed=speed)
+    pipe = place(library.DiffusionPipeline.from_pretrained(find_embedded_model()), device, speed=speed, dtype="float32")
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -1,9 +1,5 @@
-"""Products in 8 bits: which layers, what is refused afterwards, and a word where it cannot be done.
+"""Products in 8 bits: which layers, what they give, what is refused afterwards, a word where it cannot be done."""
 
-That a picture is made so is tried on the device itself, by `python -m benchmarks.speed cuda`.
-"""
-
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +10,11 @@ import torch
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime import quantize
+from anyaccel.runtime.float8 import Float8Linear, check_float8
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import find_placement
-from anyaccel.runtime.quantize import gains, has_torchao, is_quantized
+from anyaccel.runtime.quantize import gains, is_quantized
 
 
 @pytest.mark.parametrize(
@@ -37,19 +35,82 @@ def test_which_layers_gain(name: str, inside: int, outside: int, expected: bool)
 
 @pytest.fixture
 def pipe() -> Any:
-    return place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
+    return place(recipes()["stable-diffusion"].make(), "cpu", dtype="bfloat16")
 
 
-@pytest.mark.skipif(has_torchao(), reason="torchao is there, and says other words")
-def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any) -> None:
+@pytest.fixture
+def ready() -> None:
+    """Products in 8 bits are there on this host."""
+    try:
+        check_float8(torch.device("cpu"), torch.bfloat16)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"torch has no products in 8 bits on this host: {error}")
+
+
+def ask(pipe: Any) -> Any:
+    """As if the sheet said that 8 bits pay."""
     placement = find_placement(pipe)
     assert placement is not None
     placement.plan = replace(placement.plan, quantized=Decision("float8", "for the test"))
-    run(recipes()["stable-diffusion"], pipe)
+    return run(recipes()["stable-diffusion"], pipe)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64)])
+@pytest.mark.usefixtures("ready")
+def test_a_layer_in_8_bits_gives_nearly_the_same(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 96, bias=bias, dtype=torch.bfloat16)
+    given = (
+        torch.randn(shape, dtype=torch.bfloat16) * torch.logspace(-3, 3, shape[-2] if len(shape) > 1 else 1)[:, None]
+    )
+    given = given.reshape(shape).bfloat16()
+    other = Float8Linear(layer)
+    with torch.no_grad():
+        exact, made = layer(given).float(), other(given).float()
+    assert made.shape == exact.shape
+    rows = (made - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert float(rows.max()) < 0.08, "each row has a scale of its own, so that small ones are as right as large ones"
+    assert float(rows.max()) > 1e-4, "nothing was rounded"
+    assert (other.weight.float() - layer.weight.float()).abs().max() < 0.07 * layer.weight.abs().max()
+    assert other.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("ready")
+def test_rows_of_zeros_stay_so() -> None:
+    layer = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert not Float8Linear(layer)(torch.zeros(4, 32, dtype=torch.bfloat16)).any()
+
+
+@pytest.mark.usefixtures("ready")
+def test_a_picture_whose_large_matrices_are_in_8_bits(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
+    exact = run(recipes()["stable-diffusion"], pipe)
+    before = {name for name, part in pipe.unet.named_modules() if isinstance(part, torch.nn.Linear)}
+    made = ask(pipe)
+    after = {name for name, part in pipe.unet.named_modules() if isinstance(part, Float8Linear)}
+    assert after < before
+    assert all(gains(torch.nn.Linear(64, 64, device="meta"), name) for name in after)
+    assert any("ff" in name for name in after)
+    assert is_quantized(pipe.unet)
+    off = float(abs(made - exact).max())
+    assert 0 < off < 0.1
+    assert (ask(pipe) == made).all(), "from then on it is the same picture"
+
+
+def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("torch._scaled_mm is only supported on other devices\nand more")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    ask(pipe)
     assert pipe.plan.quantized.value == ""
-    assert "torchao" in pipe.plan.quantized.reason
+    assert pipe.plan.quantized.reason == "torch cannot: torch._scaled_mm is only supported on other devices"
     assert not is_quantized(pipe.unet)
-    assert importlib.util.find_spec("torchao") is None
+    assert not any(isinstance(part, Float8Linear) for part in pipe.unet.modules())
 
 
 @pytest.mark.parametrize("what", ["save", "lora", "dtype"])
@@ -58,7 +119,7 @@ def test_what_needs_the_weights_as_they_were_is_refused(pipe: Any, what: str, tm
     asked = {
         "save": lambda: pipe.save_pretrained(tmp_path),
         "lora": lambda: pipe.load_lora_weights(tmp_path),
-        "dtype": lambda: pipe.to("cpu", dtype="bfloat16"),
+        "dtype": lambda: pipe.to("cpu", dtype="float32"),
     }
     with pytest.raises(UsageError, match="needs the weights of unet as they were") as caught:
         asked[what]()

@@ -41,7 +41,6 @@ from anyaccel.runtime.admission import check_size
 from anyaccel.runtime.host_layers import measure_gain
 from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts
-from anyaccel.runtime.quantize import has_torchao
 from anyaccel.tracing.build import FullSize, build_pipeline
 from anyaccel.tracing.measure import Measurement
 from anyaccel.tracing.model_folder import ModelFolder
@@ -109,7 +108,6 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
         device=target.name,
         virtual=target.virtual,
         half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
-        has_torchao=has_torchao(),
         host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
         environment=os.environ,
     )

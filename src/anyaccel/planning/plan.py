@@ -114,7 +114,6 @@ def make_plan(
     virtual: bool = False,
     half_precision_cost: Mapping[str, float] | None = None,
     host_layers_gain: float | None = None,
-    has_torchao: bool = False,
     environment: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> Plan:
@@ -143,7 +142,7 @@ def make_plan(
         channels_last=choose_channels_last(sheet, wishes),
         fusions=choose_fusions(sheet, wishes),
         capture=choose_capture(sheet, wishes),
-        quantized=choose_quantized(sheet, wishes, dtype.value, has_torchao=has_torchao),
+        quantized=choose_quantized(sheet, wishes, dtype.value),
         reuse=choose_reuse(wishes),
         host_layers=choose_host_layers(sheet, wishes, dtype.value, host_layers_gain),
         prompts_kept=choose_prompts_kept(wishes),

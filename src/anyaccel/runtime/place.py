@@ -38,7 +38,7 @@ from anyaccel.runtime.placement import (
     keep_placement,
     read_facts,
 )
-from anyaccel.runtime.quantize import check_not_quantized, has_torchao
+from anyaccel.runtime.quantize import check_not_quantized
 from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
@@ -114,7 +114,6 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
         device=f"{opened.sheet.name}:{opened.index}",
         virtual=find_device(opened.sheet.name).virtual,
         half_precision_cost=measured,
-        has_torchao=has_torchao(),
         host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
         environment=os.environ,
         ranks=read_ranks(opened, facts, wishes),

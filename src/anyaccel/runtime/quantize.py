@@ -1,9 +1,7 @@
-"""Quantizing: large matrices of denoisers in 8 bits, by torchao; their weights are not what they were from then on."""
+"""Quantizing: large matrices of denoisers in 8 bits; their weights are not what they were from then on."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from dataclasses import replace
 from typing import Any
@@ -13,9 +11,10 @@ import torch
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed_level import SMALLEST_WEIGHT
+from anyaccel.runtime.float8 import Float8Linear, check_float8
 from anyaccel.runtime.placement import Placement, find_models
 
-__all__ = ["check_not_quantized", "has_torchao", "is_quantized", "quantize_denoisers"]
+__all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]
 
 _LOG = logging.getLogger("anyaccel")
 _MARK = "_anyaccel_quantized"
@@ -23,34 +22,40 @@ _MULTIPLE = 16
 """Sides of a matrix in 8 bits are multiples of this."""
 
 
-def has_torchao() -> bool:
-    """Whether the library is there."""
-    return importlib.util.find_spec("torchao") is not None
-
-
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
     """Once: the matrices of the models that run at every step; where that fails, the plan says why."""
     if not placement.plan.quantized.value:
         return
     models = find_models(pipe)
-    for name in placement.denoisers:
-        model = models[name]
-        if is_quantized(model):
-            continue
+    todo = {name: models[name] for name in placement.denoisers if not is_quantized(models[name])}
+    for name, model in todo.items():
         try:
             _quantize(model)
-        except (AssertionError, RuntimeError, ImportError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             words = next(iter(str(error).splitlines()), type(error).__name__)
             _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)
-            placement.plan = replace(placement.plan, quantized=Decision("", f"torchao cannot: {words}"))
+            placement.plan = replace(placement.plan, quantized=Decision("", f"torch cannot: {words}"))
             return
         vars(model)[_MARK] = placement.plan.quantized.value
+    if todo:
+        placement.opened.driver.empty_cache()
 
 
 def _quantize(model: torch.nn.Module) -> None:
-    quantization: Any = importlib.import_module("torchao.quantization")
-    config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-    quantization.quantize_(model, config, filter_fn=gains)
+    """Put other layers in the place of those that gain, if the device can do what they ask of it."""
+    places = [
+        (part, name)
+        for path, part in model.named_modules()
+        for name, layer in part.named_children()
+        if gains(layer, f"{path}.{name}")
+    ]
+    kinds = {(weight.device, weight.dtype) for part, name in places for weight in [getattr(part, name).weight]}
+    for device, dtype in kinds:
+        check_float8(device, dtype)
+    for part, name in places:  # one after another, so that no more than one weight is there twice
+        setattr(part, name, Float8Linear(getattr(part, name)))
 
 
 def gains(layer: torch.nn.Module, name: str) -> bool:

@@ -20,7 +20,9 @@ def rule(speed: str) -> Reuse:
         ("fast", 8, "rr-r-r-r"),
         ("fast", 9, "rrr-r-r-r"),
         ("fast", 20, "rrrrr-r-r-r-r-r-r-rr"),
-        ("fast", 4, "rrrr"),
+        ("fast", 6, "rr-r-r"),
+        ("fast", 4, "r-rr"),
+        ("fast", 3, "rrr"),
         ("fast", 1, "r"),
         ("draft", 8, "r--r--rr"),
         ("draft", 4, "r--r"),
@@ -43,21 +45,20 @@ def test_the_first_and_the_last_step_are_always_run(steps: int) -> None:
 
 def test_exact_runs_every_step_in_its_own_type() -> None:
     assert choose_reuse(Wishes()).value is None
-    assert not choose_quantized(sheet("cuda"), Wishes(), "bfloat16", has_torchao=True).value
+    assert not choose_quantized(sheet("cuda"), Wishes(), "bfloat16").value
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "there", "value", "says"),
+    ("device", "dtype", "value", "says"),
     [
-        ("cuda", "bfloat16", True, "float8", "8 bits"),
-        ("cuda", "float32", True, "", "half precision"),
-        ("cuda", "bfloat16", False, "", "anyaccel[fast]"),
-        ("mps", "float16", True, "", "not known"),
-        ("cpu", "float32", True, "", "not known"),
+        ("cuda", "bfloat16", "float8", "8 bits"),
+        ("cuda", "float32", "", "half precision"),
+        ("mps", "float16", "", "not known"),
+        ("cpu", "float32", "", "not known"),
     ],
 )
-def test_where_products_go_to_8_bits(device: str, dtype: str, there: bool, value: str, says: str) -> None:
-    decision = choose_quantized(sheet(device), Wishes(speed="fast"), dtype, has_torchao=there)
+def test_where_products_go_to_8_bits(device: str, dtype: str, value: str, says: str) -> None:
+    decision = choose_quantized(sheet(device), Wishes(speed="fast"), dtype)
     assert decision.value == value
     assert says in decision.reason
 
