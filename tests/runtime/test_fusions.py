@@ -98,3 +98,18 @@ def test_a_normalization_and_its_activation(monkeypatch: pytest.MonkeyPatch) -> 
     made = graph(*[value if value is not None else next(weights) for value in inputs])[0]
     torch.testing.assert_close(made, layer(x))
     assert sorted(calls) == [False, True]
+
+
+def test_a_graph_with_what_is_done_as_one_is_kept_for_the_next_process(half: dict[str, torch.Tensor]) -> None:
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+
+    def layers(x: Any, w: Any, b: Any) -> Any:
+        made = functional.gelu(functional.linear(x, w, b), approximate="tanh")
+        return functional.linear(torch.cat([x, made], -1), torch.cat([w, w, w], -1))
+
+    graph = trace(layers, *half.values())
+    assert fusions.fuse(graph, ("gelu", "joined")) == 2
+    with pytest.raises(BypassAOTAutogradCache):
+        check_cacheable(graph)
+    with fusions.kept_with_graphs():
+        check_cacheable(graph)

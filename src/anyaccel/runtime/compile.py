@@ -20,7 +20,7 @@ from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in
-from anyaccel.runtime.fusions import fuse
+from anyaccel.runtime.fusions import fuse, kept_with_graphs
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
 
@@ -140,7 +140,8 @@ def _find_backend(name: str, lacking: tuple[tuple[str, str], ...], fusions: tupl
         if fusions:
             fuse(module, fusions)
         compile_graph: Any = torch._dynamo.lookup_backend(name)
-        compiled: Callable[..., Any] = compile_graph(module, inputs)
+        with kept_with_graphs():
+            compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
     return compile_changed

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-__all__ = ["fuse"]
+__all__ = ["fuse", "kept_with_graphs"]
 
 _NORMS = (functional.group_norm, torch.group_norm)
 _SILUS = (functional.silu, torch.nn.SiLU)
@@ -32,6 +36,19 @@ def fuse(graph: torch.fx.GraphModule, wanted: tuple[str, ...]) -> int:
         graph.graph.eliminate_dead_code()
         graph.recompile()
     return done
+
+
+@contextmanager
+def kept_with_graphs() -> Iterator[None]:
+    """While a graph is compiled: what stands for several operations may be in one that is kept for the next process.
+
+    Torch keeps no graph with functions that it does not know, since they may change; these are told by their text.
+    """
+    own = (multiply_and_activate, multiply_joined)
+    known = {f"{one.__module__}.{one.__name__}": str(crc32(inspect.getsource(one).encode())) for one in own}
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    with inductor.patch(unsafe_marked_cacheable_functions={**inductor.unsafe_marked_cacheable_functions, **known}):
+        yield
 
 
 def _fuse_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
