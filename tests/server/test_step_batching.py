@@ -199,3 +199,39 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
     assert meeting.seen.calls == 2 * steps
     assert meeting.seen.sizes.get(2, 0) >= steps // 2, f"they met at few steps: {meeting.seen.sizes}"
     assert not there.busy
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({1: 1.0, 2: 1.9, 4: 4.0}, {2: 4, 1: 4}),  # a full batch of two is quicker a call than three quarters of four
+        ({1: 1.0, 2: 1.9, 4: 2.0}, {3: 4}),  # four take hardly longer than two: all go together, and one row is empty
+    ],
+)
+def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[int, int]) -> None:
+    class Count(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            assert given.shape[0] in seconds, "a size that nobody made ready"
+            return given + 1
+
+    there = Rendezvous(most_rows=4, patience_s=0.5)
+    meeting = MeetingPlace(Count(), there)
+    meeting.full_rows = seconds
+    together = threading.Barrier(3)
+
+    def call(start: float) -> list[float]:
+        made, seen = torch.full((1, 2), start), []
+        with there.taking_part(), torch.no_grad():
+            there.where[threading.get_ident()] = meeting
+            together.wait(10)
+            for _ in range(4):
+                made = meeting(made)
+                seen.append(float(made[0, 0]))
+                together.wait(10)  # nobody is a step ahead, so that three come to each
+        return seen
+
+    with ThreadPoolExecutor(3) as threads:
+        made = list(threads.map(call, (0.0, 10.0, 20.0)))
+    assert made == [[start + step for step in (1, 2, 3, 4)] for start in (0.0, 10.0, 20.0)]
+    assert meeting.seen.sizes == expected
+    assert not meeting.waiting

@@ -51,7 +51,7 @@ def test_the_pictures_are_those_of_the_cpu(
         accelerator.ledger.clear()
         model, made = serve(folder, device)
         effects = {row.effect for row in accelerator.ledger.rows()}
-        rows = () if model.shared is None else model.shared.meetings["unet"].full_rows
+        rows = () if model.shared is None else tuple(model.shared.meetings["unet"].full_rows)
         facts = model.facts()
         return made, effects, model.shared is not None, rows, facts.at_once, facts.virtual, facts.fixed_sizes
 

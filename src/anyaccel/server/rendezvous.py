@@ -162,8 +162,8 @@ class MeetingPlace:
         """Where the arguments of the first run in each call are kept while somebody listens."""
         self.example: Ticket | None = None
         """A call that was seen, for rounds that are run ahead."""
-        self.full_rows: tuple[int, ...] = ()
-        """The sizes of batch that rounds are filled up to; none where a batch may be of any size."""
+        self.full_rows: dict[int, float] = {}
+        """The sizes of batch that rounds have, and the seconds that one takes; none where a batch may be of any."""
         self.seen = Rounds()
 
     def remove(self) -> None:
@@ -196,9 +196,15 @@ class MeetingPlace:
         for rows in sizes:
             args, kwargs = join([self.example], rows)
             with torch.no_grad(), self.rendezvous.occupying():
-                for _ in range(_RUNS):
-                    self.run(*args, **kwargs)
-        self.full_rows = tuple(sizes)
+                self.full_rows[rows] = min(self._time(args, kwargs) for _ in range(_RUNS))
+
+    def _time(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        wait = self.rendezvous.wait or (lambda: None)
+        wait()
+        start = time.monotonic()
+        self.run(*args, **kwargs)
+        wait()
+        return time.monotonic() - start
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result for one call, by itself or among others."""
@@ -212,9 +218,11 @@ class MeetingPlace:
         if ticket is None:
             return self._run_alone(args, kwargs)
         one = _Waiting(ticket, threading.get_ident(), time.monotonic())
-        batch = self._arrive(one)
-        if batch:
-            self._run_round(batch)
+        self._enter(one)
+        while not one.done:
+            batch = self._await(one)
+            if batch:
+                self._run_round(batch)
         if one.error is not None:
             raise one.error
         return one.result
@@ -234,17 +242,21 @@ class MeetingPlace:
         with there.occupying():
             return self.run(*args, **kwargs)
 
-    def _arrive(self, one: _Waiting) -> list[_Waiting]:
-        """Wait until the round is run by another, or is this thread's to run: then the calls that are in it.
-
-        While a round runs, whoever comes joins the next one: it is put together when the device is free.
-        """
+    def _enter(self, one: _Waiting) -> None:
         there = self.rendezvous
         with there.changed:
             if there.where.get(one.who) is not self:
                 there.where[one.who] = self
                 there.changed.notify_all()  # whoever waited for this one elsewhere need not; those here see no change
             self.waiting.append(one)
+
+    def _await(self, one: _Waiting) -> list[_Waiting]:
+        """Wait until the call is in a round that another runs, or a round is this thread's to run: the calls in it.
+
+        While a round runs, whoever comes joins the next one: it is put together when the device is free.
+        """
+        there = self.rendezvous
+        with there.changed:
             while not one.done:
                 left: float | None = None
                 if not one.taken and not there.busy:
@@ -253,8 +265,9 @@ class MeetingPlace:
                         continue
                     left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
                     if left <= 0 or self._all_here(one):
+                        batch = self._take()
                         there.busy = True
-                        return self._take(one)
+                        return batch
                 there.changed.wait(left)
         return []
 
@@ -265,18 +278,29 @@ class MeetingPlace:
         rows = sum(other.ticket.rows for other in self.waiting if other.ticket.joins(one.ticket))
         return not coming or rows >= self.rendezvous.most_rows
 
-    def _take(self, one: _Waiting) -> list[_Waiting]:
-        """A call and those that go with it, the longest waiting first, as many as fit."""
-        batch, rows = [one], one.ticket.rows
-        for other in self.waiting:
-            fits = rows + other.ticket.rows <= self.rendezvous.most_rows
-            if other is not one and not other.taken and fits and other.ticket.joins(one.ticket):
+    def _take(self) -> list[_Waiting]:
+        """The call that waits longest and those that go with it, as many as fit and are worth it.
+
+        Whoever is left out waits longest from then on, and goes into the next round, which may be another's to run.
+        """
+        first = self.waiting[0]
+        group = [other for other in self.waiting if other.ticket.joins(first.ticket)]
+        most = min(self.rendezvous.most_rows, self._find_size(sum(other.ticket.rows for other in group)))
+        batch, rows = [first], first.ticket.rows
+        for other in group[1:]:
+            if rows + other.ticket.rows <= most:
                 batch.append(other)
                 rows += other.ticket.rows
         for other in batch:
             other.taken = True
             self.waiting.remove(other)
         return batch
+
+    def _find_size(self, rows: int) -> int:
+        """The size of batch in which most rows are done in a second: a larger one that is half empty may be slower."""
+        if not self.full_rows:
+            return rows
+        return max(self.full_rows, key=lambda size: min(rows, size) / self.full_rows[size])
 
     def _run_round(self, batch: list[_Waiting]) -> None:
         with self.rendezvous.releasing():
