@@ -3,10 +3,11 @@
     python -m benchmarks.serving cuda --json benchmarks/results/serving_cuda.json
     python -m benchmarks.serving cpu --tiny --seconds 5
 
-A model of Stable Diffusion 1.5's shape with random weights, 512 x 512, guidance, without the text encoder, compiled
-once and used by all three in turn. What a device can do is measured with a queue that never empties; then requests
-come by Poisson's law at 50, 80 and 95 % of what batches of whole requests can do. Latency is from a request's coming to
-its picture on the host. Each row is written as soon as it is there.
+A model of Stable Diffusion 1.5's shape with random weights, 512 x 512, guidance, without the text encoder. Its graphs,
+one for each size of batch, are compiled once, and all three use them in turn; pictures are decoded one by one. What a
+device can do is measured with a queue that never empties; then requests come by Poisson's law at 50, 80 and 95 % of
+what batches of whole requests can do. Latency is from a request's coming to its picture on the host. Each row is
+written as soon as it is there. Sizes are compiled by processes side by side first: each takes a minute or two.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import json
 import queue
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,14 +30,13 @@ import torch
 
 from anyaccel.bench.pipelines import make_call, make_pipeline
 from anyaccel.bench.work import OURS, Work
+from anyaccel.server.rendezvous import Rounds
 from anyaccel.server.shared import SharedPipeline
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES
 
 LOADS = (0.5, 0.8, 0.95)
 STEPS, MOST = 30, 8
-WARM = 3
-"""Batches of one size that are compiled, timed and recorded before any is measured."""
 TINY = {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 64, "attention_head_dim": 8}
 
 Submit = Callable[[int], "Future[float]"]
@@ -61,14 +62,14 @@ def fetch(made: Any) -> float:
 
 
 @contextmanager
-def one_at_a_time(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
+def one_at_a_time(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
     """Requests in the order of their coming."""
-    with ThreadPoolExecutor(1) as thread:
-        yield lambda seed: thread.submit(lambda: fetch(pipe(**call, seed=seed)))
+    with running_ahead(shared), ThreadPoolExecutor(1) as thread:
+        yield lambda seed: thread.submit(lambda: fetch(shared.run({**call, "seed": seed})))
 
 
 @contextmanager
-def whole_requests(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
+def whole_requests(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
     """Whatever waits when the device is free goes as one batch, filled up to a size that is ready."""
     waiting: queue.SimpleQueue[tuple[int, Future[float]] | None] = queue.SimpleQueue()
     ending = threading.Event()
@@ -85,11 +86,7 @@ def whole_requests(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
                     ending.set()
                     break
                 batch.append(more)
-            size = next(size for size in list_sizes() if size >= len(batch))
-            seeds = [seed for seed, _ in batch]
-            seeds += [seeds[-1]] * (size - len(seeds))
-            rows = {name: repeat(value, size) for name, value in call.items()}
-            done = fetch(pipe(**rows, seed=seeds))
+            done = fetch(shared.run(join_calls(call, [seed for seed, _ in batch])))
             for _, future in batch:
                 future.set_result(done)
 
@@ -101,23 +98,32 @@ def whole_requests(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield submit
+        with running_ahead(shared):
+            yield submit
+            waiting.put(None)
+            thread.join()
     finally:
         waiting.put(None)
         thread.join()
 
 
 @contextmanager
-def steps_of_all(pipe: Any, call: dict[str, Any]) -> Iterator[Submit]:
+def steps_of_all(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
     """Each request a call of its own, which meets the others at every step."""
-    shared = SharedPipeline(pipe, most_rows=2 * MOST)
-    joins = shared.warm_up({**call, "seed": 0}, {**call, "seed": 1})
-    assert joins["unet"], joins
-    shared.prepare_rows(MOST)
+    seen = shared.meetings["unet"].seen = Rounds()
     with ThreadPoolExecutor(MOST) as threads:
         yield lambda seed: threads.submit(lambda: fetch(shared.run({**call, "seed": seed})))
-    print(json.dumps({"rounds": shared.meetings["unet"].seen.sizes}), file=sys.stderr)
-    shared.close()
+    print(json.dumps({"rounds": seen.sizes}), file=sys.stderr)
+
+
+@contextmanager
+def running_ahead(shared: SharedPipeline) -> Iterator[None]:
+    """While the block runs nobody waits for the device at each step: there is one call at a time, and none to join."""
+    wait, shared.rendezvous.wait = shared.rendezvous.wait, None
+    try:
+        yield
+    finally:
+        shared.rendezvous.wait = wait
 
 
 WAYS = {"one at a time": one_at_a_time, "whole requests": whole_requests, "steps": steps_of_all}
@@ -131,9 +137,50 @@ def list_sizes() -> list[int]:
     return sizes
 
 
-def repeat(value: Any, count: int) -> Any:
-    """An argument for several requests."""
-    return value.repeat_interleave(count, 0) if isinstance(value, torch.Tensor) else value
+def join_calls(call: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
+    """One call for several requests, filled up to a size that is ready."""
+    size = next(size for size in list_sizes() if size >= len(seeds))
+    rows = {
+        name: value.repeat_interleave(size, 0) if isinstance(value, torch.Tensor) else value
+        for name, value in call.items()
+    }
+    return {**rows, "seed": [*seeds, *[seeds[-1]] * (size - len(seeds))]}
+
+
+def make_shared(work: Work, sizes: Sequence[int]) -> tuple[SharedPipeline, dict[str, Any]]:
+    """The pipeline with graphs for these sizes of batch; what is found out before they are there runs without."""
+    dynamo: Any = torch._dynamo.config
+    dynamo.automatic_dynamic_shapes = False  # each size has a graph of its own, whichever was there before
+    pipe = make_pipeline(work, OURS)
+    pipe.vae.enable_slicing()
+    call = make_call(work, pipe)
+    short = {**call, "num_inference_steps": 4}
+    with torch.no_grad():
+        torch.compiler.set_stance("force_eager")
+        pipe(**short, seed=0)
+        shared = SharedPipeline(pipe, most_rows=2 * MOST)
+        joins = shared.warm_up({**short, "seed": 0}, {**short, "seed": 1})
+        assert joins["unet"], joins
+        torch.compiler.set_stance("default")
+    shared.allow({name: name == "unet" for name in joins})
+    shared.meetings["unet"].prepare_rows(sizes)
+    shared.run({**short, "seed": 0})  # the decoder's graph
+    return shared, call
+
+
+def fill_cache(device: str) -> None:
+    """Compile each size in a process of its own, side by side."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.serving", device, "--only"]
+    running = [subprocess.Popen([*command, str(size)]) for size in list_sizes()]
+    failed = [one.args for one in running if one.wait()]
+    print(json.dumps({"filled_s": time.perf_counter() - start, "failed": failed}), file=sys.stderr, flush=True)
+
+
+def time_batch(shared: SharedPipeline, call: dict[str, Any], size: int) -> float:
+    """What so many pictures take as one call."""
+    start = time.perf_counter()
+    return fetch(shared.run(join_calls(call, list(range(size))))) - start
 
 
 def measure_capacity(submit: Submit, seconds: float) -> float:
@@ -184,12 +231,17 @@ def main() -> None:
     parser.add_argument("device")
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it works")
+    parser.add_argument("--only", type=int, help="make the graph of one size of batch, and end")
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     work = make_work(options.device, tiny=options.tiny)
-    pipe = make_pipeline(work, OURS)
-    call = make_call(work, pipe)
+    if options.only:
+        make_shared(work, [options.only])
+        return
+    if not options.tiny:
+        fill_cache(options.device)
+    shared, call = make_shared(work, list_sizes())
     result: dict[str, Any] = {
         **describe_run(options.commit or read_commit()),
         "device": options.device,
@@ -204,15 +256,12 @@ def main() -> None:
             options.json.write_text(json.dumps(result, indent=1) + "\n")
 
     for size in list_sizes():
-        rows = {name: repeat(value, size) for name, value in call.items()}
-        seconds = []
-        for _ in range(WARM + 3):
-            start = time.perf_counter()
-            seconds.append(fetch(pipe(**rows, seed=list(range(size)))) - start)
-        keep({"pictures_at_once": size, "first_s": seconds[0], "median_s": statistics.median(seconds[WARM:])})
+        with running_ahead(shared):
+            seconds = [time_batch(shared, call, size) for _ in range(4)]
+        keep({"pictures_at_once": size, "median_s": statistics.median(seconds[1:])})
     capacity: dict[str, float] = {}
     for name, way in WAYS.items():
-        with way(pipe, call) as submit:
+        with way(shared, call) as submit:
             capacity[name] = measure_capacity(submit, options.seconds / 2)
         keep({"way": name, "load": "full", "per_s": capacity[name]})
     for load in LOADS:
@@ -221,7 +270,7 @@ def main() -> None:
             if name == "one at a time" and rate > 1.5 * capacity[name]:
                 keep({"way": name, "load": load, "asked_per_s": rate, "skipped": "its queue would grow for ever"})
                 continue
-            with way(pipe, call) as submit:
+            with way(shared, call) as submit:
                 told = measure_load(submit, rate, options.seconds, seed=round(100 * load))
             keep({"way": name, "load": load, "asked_per_s": rate, **told})
 

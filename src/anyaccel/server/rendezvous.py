@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MethodType
@@ -21,7 +21,7 @@ import torch
 
 from anyaccel.server.joining import Ticket, are_alike, join, make_ticket, split
 
-__all__ = ["MeetingPlace", "Rendezvous"]
+__all__ = ["MeetingPlace", "Rendezvous", "Rounds"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -186,14 +186,11 @@ class MeetingPlace:
             return False
         return all(are_alike(one, other) for one, other in zip(joined, alone, strict=True))
 
-    def prepare_rows(self, calls: int) -> None:
-        """Run rounds of 1, 2, 4 … calls ahead; from then on rounds are filled up to one of these sizes."""
+    def prepare_rows(self, sizes: Sequence[int]) -> None:
+        """Run rounds of so many calls ahead; from then on rounds are filled up to one of these sizes."""
         assert self.example is not None
-        sizes, count = [], 1
-        while count < 2 * calls:
-            sizes.append(min(count, calls) * self.example.rows)
-            count *= 2
-        for rows in sizes:
+        for calls in sizes:
+            rows = calls * self.example.rows
             args, kwargs = join([self.example], rows)
             with torch.no_grad(), self.rendezvous.occupying():
                 self.full_rows[rows] = min(self._time(args, kwargs) for _ in range(_RUNS))

@@ -59,9 +59,12 @@ class SharedPipeline:
 
     def prepare_rows(self, calls: int) -> None:
         """Where every shape is a graph of its own: run rounds of 1, 2, 4 … calls, and fill later ones up to these."""
+        sizes = [1]
+        while sizes[-1] < calls:
+            sizes.append(min(calls, 2 * sizes[-1]))
         for meeting in self.meetings.values():
             if meeting.example is not None:
-                meeting.prepare_rows(calls)
+                meeting.prepare_rows(sizes)
 
     @contextmanager
     def _listening(self, seen: dict[str, list[Ticket]]) -> Iterator[None]:
