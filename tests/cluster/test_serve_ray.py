@@ -4,11 +4,12 @@ import base64
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.pictures.format import read_origins
 from anyaccel.recipes import recipes
 from anyaccel.server.messages import Beat, ModelFacts
-from tests.cluster.replica_kills import CLOSE, PROMPT, STEPS, kill_under_load, make_alone, read_picture
+from tests.cluster.replica_kills import CLOSE, PROMPT, STEPS, kill_under_load, list_replicas, make_alone, read_picture
 from tests.server.live import Live
 
 SMALL, LARGE = find_shape({"model": "m", "width": 64}), find_shape({"model": "m", "width": 128})
@@ -90,11 +91,21 @@ def _check_the_rest_of_the_service(live: Live) -> None:
     assert len(edited.data) == 1
     with live.http() as http:
         job = http.post("/v1/jobs", json={"prompt": PROMPT, "num_inference_steps": 150, "n": 2}).json()["id"]
-        live.wait_state(http, job, "running")
+        wait_for(lambda: http.get(f"/v1/jobs/{job}").json()["progress"] > 0, 60)
+        for replica in list_replicas(live):  # in the middle of a picture, whichever makes it
+            os.kill(replica, signal.SIGKILL)
+        wait_for(lambda: 'anyaccel_worker_ends_total{reason="death"}' in http.get("/metrics").text, 30)
+        assert http.get(f"/v1/jobs/{job}").json()["state"] == "running", "it is made by the next one"
         http.post(f"/v1/jobs/{job}/cancel")
         live.wait_state(http, job, "cancelled", seconds=10)
-        figures = http.get("/metrics").text
-    assert 'anyaccel_worker_ends_total{reason="death"}' in figures
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Until something is so."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not so in {seconds} s"
+        time.sleep(0.05)
 
 
 def list_processes(live: Live) -> list[str]:
