@@ -1,6 +1,7 @@
 """The chart: every tiny pipeline on a virtual device, in plain diffusers and placed, against the CPU's picture.
 
-Here every third recipe runs placed on a device, and another third of them plain; `make chart` runs all, everywhere.
+Here a third of the recipes run placed, each on one of the devices, and others of them plain; `make chart` runs all,
+everywhere.
 """
 
 import json
