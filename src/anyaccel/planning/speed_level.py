@@ -47,7 +47,7 @@ class Reuse:
 
 _REUSES = {
     "fast": Reuse(
-        2, 0.25, 4, "40 dB from exact at 8 steps and 33 dB at 4, and the judge sees in all of them what was asked for"
+        2, 0.25, 4, "40 dB from exact at 8 steps and 32 dB at 4, and the judge sees in all of them what was asked for"
     ),
     "draft": Reuse(3, 0.0, 4, "32 dB from exact at 8 steps, and the judge sees in all of them what was asked for"),
 }
