@@ -235,3 +235,18 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
     assert made == [[start + step for step in (1, 2, 3, 4)] for start in (0.0, 10.0, 20.0)]
     assert meeting.seen.sizes == expected
     assert not meeting.waiting
+
+
+def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
+    waited: list[float] = []
+    there = Rendezvous(most_rows=4, wait=lambda: waited.append(time.monotonic()))
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    with there.taking_part(), torch.no_grad():
+        meeting(torch.zeros(1, 2))
+        assert waited == [], "the device is waited for by whoever wants it next"
+        meeting(torch.zeros(1, 2))
+        assert len(waited) == 1
+        there.wait = None
+        meeting(torch.zeros(1, 2))
+    assert len(waited) == 1
+    assert not there.busy

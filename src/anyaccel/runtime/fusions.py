@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,10 +41,13 @@ def fuse(graph: torch.fx.GraphModule, wanted: tuple[str, ...]) -> int:
 def kept_with_graphs() -> Iterator[None]:
     """While a graph is compiled: what stands for several operations may be in one that is kept for the next process.
 
-    Torch keeps no graph with functions that it does not know, since they may change; these are told by their text.
+    Torch keeps no graph with functions that it does not know, since they may change; these are told by their code.
     """
     own = (multiply_and_activate, multiply_joined)
-    known = {f"{one.__module__}.{one.__name__}": str(crc32(inspect.getsource(one).encode())) for one in own}
+    known = {
+        f"{one.__module__}.{one.__name__}": f"{crc32(one.__code__.co_code):x} {' '.join(one.__code__.co_names)}"
+        for one in own
+    }
     inductor: Any = importlib.import_module("torch._inductor.config")
     with inductor.patch(unsafe_marked_cacheable_functions={**inductor.unsafe_marked_cacheable_functions, **known}):
         yield
