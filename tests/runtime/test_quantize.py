@@ -113,6 +113,29 @@ def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any, monkeypatch: pytest
     assert not any(isinstance(part, Float8Linear) for part in pipe.unet.modules())
 
 
+@pytest.mark.usefixtures("ready")
+def test_memory_that_runs_out_half_way_leaves_a_model_that_is_known_to_be_changed(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
+    made: list[Any] = []
+
+    def make(layer: torch.nn.Linear) -> Any:
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no more")
+        made.append(Float8Linear(layer))
+        return made[-1]
+
+    monkeypatch.setattr(quantize, "Float8Linear", make)
+    placement = find_placement(pipe)
+    assert placement is not None
+    placement.plan = replace(placement.plan, quantized=Decision("float8", "for the test"))
+    with pytest.raises(torch.OutOfMemoryError):
+        quantize.quantize_denoisers(pipe, placement)
+    with pytest.raises(UsageError, match="needs the weights of unet as they were"):
+        pipe.save_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["save", "lora", "dtype"])
 def test_what_needs_the_weights_as_they_were_is_refused(pipe: Any, what: str, tmp_path: Path) -> None:
     vars(pipe.unet)["_anyaccel_quantized"] = "float8"

@@ -29,8 +29,9 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
     models = find_models(pipe)
     todo = {name: models[name] for name in placement.denoisers if not is_quantized(models[name])}
     for name, model in todo.items():
+        places = _find_places(model)
         try:
-            _quantize(model)
+            _check(places)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -38,24 +39,28 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
             _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)
             placement.plan = replace(placement.plan, quantized=Decision("", f"torch cannot: {words}"))
             return
-        vars(model)[_MARK] = placement.plan.quantized.value
+        vars(model)[_MARK] = placement.plan.quantized.value  # before the first: memory may run out half way
+        for part, layer in places:  # one after another, so that no more than one weight is there twice
+            setattr(part, layer, Float8Linear(getattr(part, layer)))
     if todo:
         placement.opened.driver.empty_cache()
 
 
-def _quantize(model: torch.nn.Module) -> None:
-    """Put other layers in the place of those that gain, if the device can do what they ask of it."""
-    places = [
+def _find_places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """The layers that gain: what has them, and their names there."""
+    return [
         (part, name)
         for path, part in model.named_modules()
         for name, layer in part.named_children()
         if gains(layer, f"{path}.{name}")
     ]
-    kinds = {(weight.device, weight.dtype) for part, name in places for weight in [getattr(part, name).weight]}
-    for device, dtype in kinds:
+
+
+def _check(places: list[tuple[torch.nn.Module, str]]) -> None:
+    """Raise where a device cannot do what layers in 8 bits ask of it."""
+    weights = [getattr(part, name).weight for part, name in places]
+    for device, dtype in {(weight.device, weight.dtype) for weight in weights}:
         check_float8(device, dtype)
-    for part, name in places:  # one after another, so that no more than one weight is there twice
-        setattr(part, name, Float8Linear(getattr(part, name)))
 
 
 def gains(layer: torch.nn.Module, name: str) -> bool:
