@@ -14,7 +14,14 @@ from selenium.webdriver.chrome.service import Service
 
 __all__ = ["count_colours", "open_browser", "read_errors", "resize"]
 
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+)
 HINT = "hint: apt-get install chromium chromium-driver, or ANYACCEL_NO_BROWSER=1 to leave these tests out"
 
 

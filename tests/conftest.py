@@ -80,7 +80,7 @@ def run_cli() -> RunCli:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
 
     return run
@@ -111,7 +111,7 @@ def compiler_imported() -> None:
 
 
 def run_in_fork(
-    work: Callable[[], object], arguments: list[str], environment: Mapping[str, str], timeout_s: int = 120
+    work: Callable[[], object], arguments: list[str], environment: Mapping[str, str], timeout_s: int = 600
 ) -> "subprocess.CompletedProcess[str]":
     """What a program writes and how it ends, in a fork of this process in which torch is imported already.
 

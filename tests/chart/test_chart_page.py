@@ -126,7 +126,7 @@ class Page:
         return self.chrome.find_element(By.ID, "panel").is_displayed()
 
     def wait_for_hash(self, part: str) -> None:
-        WebDriverWait(self.chrome, 5).until(lambda chrome: part in chrome.current_url)
+        WebDriverWait(self.chrome, 60).until(lambda chrome: part in chrome.current_url)
 
     def fits(self) -> bool:
         return bool(self.chrome.execute_script("return document.documentElement.scrollWidth <= innerWidth"))
@@ -236,7 +236,7 @@ def test_a_link_restores_what_was_seen(chart: Page, pages: Path, width: int) -> 
     assert "The reason: diffusers itself enlarges the picture" in ledger
     assert "infinite" in ledger
     page.chrome.execute_script("location.hash = '#q=zeta'")
-    WebDriverWait(page.chrome, 5).until(lambda _: page.rows() == ["zeta"])
+    WebDriverWait(page.chrome, 60).until(lambda _: page.rows() == ["zeta"])
     assert not page.is_open()
     assert read_errors(page.chrome) == []
 
@@ -253,7 +253,7 @@ def test_badges_are_copied(chart: Page) -> None:
     chart.open_cell("unclip", "mps")
     chart.chrome.execute_cdp_cmd("Browser.grantPermissions", {"permissions": CLIPBOARD})
     chart.click("#copy-badges")
-    WebDriverWait(chart.chrome, 5).until(lambda _: chart.text(".share [role=status]") == "copied")
+    WebDriverWait(chart.chrome, 60).until(lambda _: chart.text(".share [role=status]") == "copied")
     copied = chart.chrome.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
     assert copied == "![mps: wrong (virtual)](badges/mps.svg)\n![neuron: works (virtual)](badges/neuron.svg)"
 

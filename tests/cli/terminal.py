@@ -43,7 +43,7 @@ def run_on_terminal(
     lines: int = 40,
     answer: bytes = b"",
     press: tuple[bytes, bytes] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
 ) -> Screen:
     """Run `anyaccel` with these arguments; `answer` is the terminal's to a question about itself.
 
@@ -53,6 +53,8 @@ def run_on_terminal(
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, of which none is torch's
         process, terminal = pty.fork()
     if process == 0:
+        while not os.get_terminal_size(0).columns:  # until the other side has set it
+            time.sleep(0.005)
         run_command(arguments, environment or {})
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     output, end = b"", time.monotonic() + timeout_s
@@ -85,7 +87,6 @@ def run_command(arguments: Sequence[str], environment: dict[str, str]) -> NoRetu
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
         sys.argv = ["anyaccel", *arguments]
         warnings.resetwarnings()
-        time.sleep(0.05)  # until the size of the terminal is set
         main()
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 3

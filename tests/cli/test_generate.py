@@ -74,16 +74,19 @@ def run(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyte
     return run_here
 
 
-def run_forked_command(arguments: list[str], stdout: int = 1, end_after_s: float | None = None) -> int:
-    """The command in a fork of this process, in which everything is imported; gives its exit status."""
+def run_forked_command(arguments: list[str], stdout: int = 1, end_at: int | None = None) -> int:
+    """The command in a fork of this process, in which everything is imported; gives its exit status.
+
+    It is told to end when something can be read from `end_at`.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
         process = os.fork()
     if process == 0:
         os.dup2(stdout, 1)
         run_command(arguments, {})
-    if end_after_s is not None:
-        time.sleep(end_after_s)
+    if end_at is not None:
+        os.read(end_at, 1)
         os.kill(process, signal.SIGTERM)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
@@ -94,9 +97,10 @@ def pixels(path: str | Path) -> bytes:
 
 
 def test_a_picture_its_path_and_its_seed(run: Run, tmp_path: Path) -> None:
+    release_model()  # that it is loaded is told
     done = run("a red apple", "--seed", "7", "--steps", "2")
     assert (done.status, done.stdout) == (0, "a-red-apple-7.png  seed 7\n")
-    assert re.fullmatch(r"\S+ on cpu:0 in (float32|bfloat16)\n", done.stderr)  # what the host is fast in
+    assert re.fullmatch(r"\S+ on cpu:0 in (float32|bfloat16|float16)\n", done.stderr)  # what the host is fast in
     (origin,) = read_origins("a-red-apple-7.png")
     assert (origin.prompt, origin.seed, origin.steps) == ("a red apple", 7, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["a-red-apple-7.png"]
@@ -115,11 +119,13 @@ def test_a_process_of_its_own_and_python_make_the_same_picture(
 ) -> None:
     """The one test that starts anew: nothing that the others have imported or kept may matter."""
     monkeypatch.chdir(tmp_path)
-    done = run_cli("generate", "a red apple", "--seed", "7", "--steps", "2", "--model", model, "-o", "a.png")
+    done = run_cli(
+        "generate", "a red apple", "--seed", "7", "--steps", "2", "--model", model, "-o", "a.png", "--dtype", "float32"
+    )
     assert (done.returncode, done.stdout) == (0, "a.png  seed 7\n"), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
-    made = generate("a red apple", model, seed=7, num_inference_steps=2)
+    made = generate("a red apple", model, seed=7, num_inference_steps=2, dtype="float32")
     assert encode_picture(made[0], ".png", made.origins) == Path("a.png").read_bytes()
 
 
@@ -350,8 +356,10 @@ def test_a_terminal_shows_bars_and_the_picture(command: list[str]) -> None:
     ],
 )
 def test_the_terminals_own_way_is_taken(
-    command: list[str], environment: dict[str, str], answer: bytes, mark: bytes
+    command: list[str], environment: dict[str, str], answer: bytes, mark: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if answer:
+        monkeypatch.setattr("anyaccel.cli.show_picture._QUERY_TIMEOUT_S", 30.0)  # it answers, however late
     screen = run_on_terminal([*command, "--steps", "1"], environment=environment, answer=answer)
     assert screen.status == 0, screen.text
     assert mark in screen.output
@@ -381,7 +389,17 @@ def test_a_terminal_gets_no_bytes_of_a_picture(command: list[str]) -> None:
     assert "a picture is no text for a terminal" in screen.text
 
 
-def test_ctrl_c_stops_at_the_next_step_and_keeps_what_is_done(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_stops_at_the_next_step_and_keeps_what_is_done(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = GenerateWork.on_step
+
+    def on_step(work: GenerateWork, *args: Any, **kwargs: Any) -> Any:
+        while len(work.made) == 1 and not work.interruption.asked:  # the second picture lasts until the key is pressed
+            time.sleep(0.01)
+        return plain(work, *args, **kwargs)
+
+    monkeypatch.setattr(GenerateWork, "on_step", on_step)
     screen = run_on_terminal(
         [*command, "b", "c", "--steps", "60", "--show", "never"], press=(b"picture 2 of 3", CTRL_C)
     )
@@ -391,15 +409,27 @@ def test_ctrl_c_stops_at_the_next_step_and_keeps_what_is_done(command: list[str]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-red-apple-7.png", "warm.png"]
 
 
-def test_ctrl_c_before_the_first_step_stops_at_once(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_before_the_first_step_stops_at_once(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GenerateWork, "_load", lambda work, job: time.sleep(60))
     screen = run_on_terminal(command, press=(b"starting", CTRL_C))
     assert screen.status == 130
     assert "interrupted" in screen.text
     assert "Traceback" not in screen.text
 
 
-def test_the_end_that_another_process_asks_for_waits_for_no_step(command: list[str], tmp_path: Path) -> None:
-    assert run_forked_command([*command, "--steps", "900"], end_after_s=1.0) == 128 + signal.SIGTERM
+def test_the_end_that_another_process_asks_for_waits_for_no_step(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+
+    def on_step(work: GenerateWork, *args: Any, **kwargs: Any) -> None:
+        os.write(writer, b"x")
+        time.sleep(60)
+
+    monkeypatch.setattr(GenerateWork, "on_step", on_step)
+    assert run_forked_command([*command, "--steps", "9"], end_at=reader) == 128 + signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
     assert [path.name for path in tmp_path.iterdir()] == ["warm.png"]
 
 

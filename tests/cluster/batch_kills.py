@@ -85,7 +85,8 @@ def find_workers(leader: int) -> list[psutil.Process]:
 def read_manifest(out: Path) -> list[dict[str, Any]]:
     """Its lines."""
     path = out / "manifest.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half written
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def check_pictures(out: Path, alone: Path, rows: int) -> list[str]:

@@ -111,15 +111,22 @@ class Client(threading.Thread):
 
 
 def kill_under_load(
-    live: Live, expected: Mapping[int, Any], *, seconds: float, every_s: float, clients: int = 3, most: int = 10**6
+    live: Live,
+    expected: Mapping[int, Any],
+    *,
+    seconds: float,
+    every_s: float,
+    clients: int = 3,
+    most: int = 10**6,
+    least: int = 0,
 ) -> Told:
-    """Load for so long, and a kill so often; then every job must end."""
+    """Load for so long and until so many answers are there, and a kill so often; then every job must end."""
     told, chance = Told(), random.Random(1)
     asking = [Client(live, expected, told, number) for number in range(clients)]
     for client in asking:
         client.start()
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or (told.right < least and time.monotonic() < end + WAIT_S):
         time.sleep(every_s)
         there = list_replicas(live)
         if there and told.kills < most:

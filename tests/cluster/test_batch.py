@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cluster.batch_kills import (
@@ -41,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
     """The rows, and their pictures as a single worker makes them."""
     place = tmp_path_factory.mktemp("alone")
     done = start_batch(write_rows(place / "rows.jsonl", ROWS), place / "out", "--model", model)
-    out, errors = done.communicate(timeout=120)
+    out, errors = done.communicate(timeout=400)
     assert done.returncode == 0, errors
     assert out == f"{ROWS} of {ROWS} pictures: {place / 'out' / 'manifest.jsonl'}\n"
     assert "worker 0: StableDiffusionPipeline on cpu:0 in float32" in errors
@@ -50,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
 
 
 def wait_for(out: Path, lines: int) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + 400
     while len(read_manifest(out)) < lines:
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -72,21 +73,34 @@ def test_pictures_are_those_of_the_library(alone: Path, model: str) -> None:
     assert max(high for _, high in extrema) <= 1
 
 
-def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str) -> None:
-    rows, out = alone / "rows.jsonl", tmp_path / "out"
-    leader = start_batch(rows, out, "--model", model, "--workers", "2")
+def kill_worker_and_leader(leader: "subprocess.Popen[str]", out: Path) -> list[psutil.Process]:
+    """Kill a worker after three pictures and the leader after eight; the workers that the leader had."""
     wait_for(out, 3)
-    find_workers(leader.pid)[0].kill()
+    for worker in find_workers(leader.pid)[:1]:
+        worker.kill()
     wait_for(out, 8)
     workers = find_workers(leader.pid)
     leader.send_signal(signal.SIGKILL)
     leader.communicate()
-    for worker in workers:
-        worker.wait(30)  # they end with it
-    made = len(read_manifest(out))
+    return workers
+
+
+def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str) -> None:
+    rows = alone / "rows.jsonl"
+    for attempt in range(10):  # where the test was held up, all rows are made before anything is killed
+        out = tmp_path / str(attempt)
+        leader = start_batch(rows, out, "--model", model, "--workers", "2")
+        workers = kill_worker_and_leader(leader, out)
+        made = len(read_manifest(out))
+        if made < ROWS:
+            break
     assert made < ROWS
+    assert workers
+    for worker in workers:
+        worker.wait(120)  # they end with it
+    (out / "pictures" / ".anyaccel-0123456789abcdef.tmp").write_bytes(b"half")  # as one that is killed may leave it
     again = start_batch(rows, out, "--model", model, "--workers", "2", "--json")
-    told, errors = again.communicate(timeout=120)
+    told, errors = again.communicate(timeout=400)
     assert again.returncode == 0, errors
     summary = json.loads(told)
     assert (summary["rows"], summary["done"], summary["failed"]) == (ROWS, ROWS, 0)
@@ -97,12 +111,13 @@ def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str)
 @pytest.mark.parametrize("ended", [False, True])
 def test_an_interruption_is_told_and_the_folder_goes_on(ended: bool, tmp_path: Path, model: str) -> None:
     out = tmp_path / "out"
-    leader = start_batch(write_rows(tmp_path / "rows.jsonl", 3 * ROWS), out, "--model", model)
+    rows = 40 * ROWS  # more than are made while the test is held up
+    leader = start_batch(write_rows(tmp_path / "rows.jsonl", rows), out, "--model", model)
     wait_for(out, 2)
     leader.send_signal(signal.SIGTERM if ended else signal.SIGINT)
-    _, errors = leader.communicate(timeout=60)
+    _, errors = leader.communicate(timeout=240)
     assert leader.returncode == (143 if ended else 130)
-    assert f"of {3 * ROWS} rows are over; the same command goes on from there" in errors
+    assert f"of {rows} rows are over; the same command goes on from there" in errors
     assert "Traceback" not in errors
     assert "leaked" not in errors
 
@@ -116,7 +131,7 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
         '{"prompt": "a dog", "num_inference_steps": 1}\n'
     )
     done = start_batch(rows, out, "--model", model)
-    told, errors = done.communicate(timeout=120)
+    told, errors = done.communicate(timeout=400)
     assert done.returncode == 1, errors
     assert told.startswith("2 of 4 pictures, 2 failed")
     failed = {line["row"]: line["error"] for line in read_manifest(out) if "error" in line}
@@ -143,7 +158,7 @@ def test_what_is_wrong_is_said_before_the_work(tmp_path: Path, content: str, opt
     rows.write_text(content)
     done = subprocess.run(
         [sys.executable, "-m", "anyaccel", "batch", str(rows), "--out", str(tmp_path / "out"), *options],
-        capture_output=True, text=True, timeout=100, env={**os.environ, **ENVIRONMENT}, check=False,
+        capture_output=True, text=True, timeout=400, env={**os.environ, **ENVIRONMENT}, check=False,
     )  # fmt: skip
     assert done.returncode in (1, 2, 3), done.stderr
     assert words in done.stderr
@@ -155,7 +170,7 @@ def test_on_ray_the_same_worker_runs(tmp_path: Path, model: str) -> None:
     """On a cluster of its own; two nodes, with workers and a node that die, are the slow test."""
     rows, out = write_rows(tmp_path / "rows.jsonl", 3), tmp_path / "out"
     leader = start_batch(rows, out, "--model", model, "--ray", "local", "--workers", "1")
-    told, errors = leader.communicate(timeout=200)
+    told, errors = leader.communicate(timeout=600)
     assert leader.returncode == 0, errors
     assert told.splitlines()[-1].startswith("3 of 3 pictures")
     assert [line["row"] for line in read_manifest(out)] == [1, 2, 3]
@@ -178,7 +193,7 @@ def test_on_ray_workers_and_nodes_may_die(tmp_path: Path, alone: Path, model: st
     nodes.find_workers()[0].kill()
     wait_for(out, 5)
     nodes.replace_second()
-    _, errors = leader.communicate(timeout=200)
+    _, errors = leader.communicate(timeout=600)
     assert leader.returncode == 0, errors
     assert "another takes its place" in errors
     assert check_pictures(out, alone / "out", ROWS) == []
@@ -204,7 +219,7 @@ def test_ray_starts_ranks_and_one_that_fails_ends_all(tmp_path: Path, nodes: Two
     def run(*more: str) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, **ENVIRONMENT}
         return subprocess.run(
-            [*command, *more], capture_output=True, text=True, timeout=100, env=environment, check=False
+            [*command, *more], capture_output=True, text=True, timeout=400, env=environment, check=False
         )
 
     done = run("2", str(program))

@@ -30,7 +30,7 @@ def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 

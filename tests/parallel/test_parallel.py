@@ -38,7 +38,7 @@ def run_ranks(device: str, folder: Path, cases: list[str]) -> tuple[dict[str, An
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

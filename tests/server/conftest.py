@@ -29,7 +29,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     service = Live(
         tmp_path_factory.mktemp("live"), "--dtype", "float32", "--max-queue", "3", "--max-batch", "2",
         "--api-key", ALICE, "--api-key", BOB, "--api-key", CAROL,
-        *(f"--limit={limit}" for limit in ("max_steps=400", "max_n=4", "body_s=5", "max_pixels=65536")), key=ALICE,
+        *(f"--limit={limit}" for limit in ("max_steps=2000", "max_n=4", "body_s=10", "max_pixels=65536")), key=ALICE,
     )  # fmt: skip
     yield service
     assert service.end() == 0

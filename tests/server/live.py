@@ -15,7 +15,8 @@ import openai
 
 __all__ = ["Live"]
 
-START_S = 120
+START_S = 400
+"""A machine that others keep busy may take many times as long as one that is idle: waits are long, work is not."""
 
 
 class Live:
@@ -53,15 +54,15 @@ class Live:
     def openai(self, key: str | None = None, **options: Any) -> openai.OpenAI:
         """OpenAI's own client, which does not try again by itself."""
         key = key or self.key or "none"
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=180, **options)
 
     def http(self, key: str | None = None) -> httpx.Client:
         """A plain client."""
         key = key or self.key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.address, headers=headers, timeout=60)
+        return httpx.Client(base_url=self.address, headers=headers, timeout=180)
 
-    def wait_state(self, client: httpx.Client, job: str, *states: str, seconds: float = 60) -> dict[str, Any]:
+    def wait_state(self, client: httpx.Client, job: str, *states: str, seconds: float = 180) -> dict[str, Any]:
         """Wait until a job is in one of these states."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -84,7 +85,7 @@ class Live:
         """Tell it to end; its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        status = self.process.wait(60)
+        status = self.process.wait(240)
         self.reader.join(10)
         assert self.process.stderr is not None
         self.process.stderr.close()

@@ -72,7 +72,7 @@ def test_what_is_too_large_is_refused_before_it_is_read(live: Live) -> None:
                 yield bytes(2**20)
 
         assert code_of(http.post(GENERATE, content=chunks())) == (413, "request_too_large"), "without a length too"
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 60
 
 
 def test_pictures_that_are_none_or_unpack_to_too_much(live: Live) -> None:
@@ -140,17 +140,19 @@ def test_other_ways_in_are_closed(live: Live) -> None:
         assert code_of(rebound) == (403, "wrong_host")
         assert code_of(http.get("/v1/images/generations")) == (405, "method_not_allowed")
         for given in ("", "Bearer", "Bearer wrong", f"Basic {ALICE}"):
-            answer = httpx.get(f"{live.address}/v1/models", headers={"Authorization": given} if given else {})
+            answer = httpx.get(
+                f"{live.address}/v1/models", headers={"Authorization": given} if given else {}, timeout=60
+            )
             assert code_of(answer) == (401, "invalid_api_key")
-        assert httpx.get(f"{live.address}/metrics").status_code == 401
+        assert httpx.get(f"{live.address}/metrics", timeout=60).status_code == 401
         job = f"{live.address}/v1/jobs/job_{'0' * 32}"
         for method, path in (
             ("GET", f"{job}?token=x"),
             ("DELETE", f"{job}/images/0?token=x"),
             ("POST", f"{job}/cancel"),
         ):
-            assert httpx.request(method, path).status_code == 401, "a token is for one picture"
-        assert httpx.request("POST", f"{live.address}/healthz", content=bytes(1000)).status_code == 401
+            assert httpx.request(method, path, timeout=60).status_code == 401, "a token is for one picture"
+        assert httpx.request("POST", f"{live.address}/healthz", content=bytes(1000), timeout=60).status_code == 401
 
 
 def test_half_a_request_is_not_waited_for(live: Live) -> None:

@@ -19,11 +19,13 @@ from anyaccel.server.settings import read_limits, read_lora, read_served_names, 
 from tests.server.kills import kill_often
 from tests.server.live import Live
 
-LONG = {"prompt": "a dog", "num_inference_steps": 100, "seed": 1}
+LONG = {"prompt": "a dog", "num_inference_steps": 1000, "seed": 1}
+"""Longer than a test may be held up between two of its steps."""
+LIMITS = ("--limit", "max_steps=1000")
 
 
 def test_a_worker_that_dies_or_hangs_is_replaced_and_an_end_waits_for_what_is_under_way(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=4")
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=10", *LIMITS)
     with live.http() as http:
         first, second = (http.post("/v1/jobs", json=LONG).json()["id"] for _ in range(2))
         live.wait_state(http, first, "running")
@@ -38,19 +40,21 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_an_end_waits_for_what_is_un
         assert not psutil.pid_exists(stuck)
         http.post(f"/v1/jobs/{second}/cancel")
         answers: list[httpx.Response] = []
-        last = {"prompt": "a cat", "num_inference_steps": 8, "seed": 1}
+        last = {"prompt": "a cat", "num_inference_steps": 60, "seed": 1}
         live.wait_state(http, second, "cancelled")
         asking = threading.Thread(target=lambda: answers.append(http.post("/v1/images/generations", json=last)))
         with live.http() as other:
             asking.start()
+            end = time.monotonic() + 180
             while not any(one["state"] == "running" for one in other.get("/v1/jobs").json()["data"]):
+                assert time.monotonic() < end
                 time.sleep(0.02)
             worker = live.find_worker()
             live.process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
             late = other.post("/v1/jobs", json=LONG)
             assert (late.status_code, late.json()["error"]["code"]) == (503, "not_ready")
-            asking.join(60)
+            asking.join(180)
         assert answers[0].status_code == 200
         assert len(answers[0].json()["data"]) == 1
     assert live.end() == 0
@@ -68,7 +72,7 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
 def run(*options: str, **environment: str) -> Any:
     command = [sys.executable, "-m", "anyaccel", "serve", *options]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}, check=False
     )
 
 
@@ -110,17 +114,17 @@ def test_addresses_that_others_reach_want_a_key() -> None:
 
 
 def test_a_request_has_a_deadline_and_a_kill_loses_nothing(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=6", "--limit", "max_steps=1000")
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=12", *LIMITS)
     with live.http() as http:
-        time.sleep(6)  # a deadline counts from the service's start at the earliest
-        waiting = http.post("/v1/jobs", json={**LONG, "num_inference_steps": 1000}).json()["id"]
+        waiting = http.post("/v1/jobs", json=LONG).json()["id"]
         live.wait_state(http, waiting, "running")
-        late = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1000})
+        late = http.post("/v1/images/generations", json=LONG)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded"), "while it waited"
         assert live.wait_state(http, waiting, "failed")["error"]["code"] == "deadline_exceeded"
         short = http.post("/v1/images/generations", json={**LONG, "num_inference_steps": 1})
         assert short.status_code == 200
-        jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": 8}).json()["id"] for _ in range(3)]
+        steps = (100, 8, 8)
+        jobs = [http.post("/v1/jobs", json={**LONG, "num_inference_steps": one}).json()["id"] for one in steps]
         live.wait_state(http, jobs[0], "running")
     live.end(signal.SIGKILL)
     again = Live(tmp_path, "--max-batch", "1")

@@ -21,7 +21,7 @@ from tests.server.live import Live
 
 SECRET = CAROL
 SIDE = 128
-LONG, SHORT = 300, 6
+LONG, WATCHED, SHORT = 2000, 60, 6
 NASTY = "<img src=x onerror=window.broken=1>"
 NOTE_PREVIEWS = """
 window.previews = 0;
@@ -69,7 +69,7 @@ class Page:
     def run(self, script: str) -> Any:
         return self.chrome.execute_script(script)
 
-    def wait_for(self, condition: str, timeout_s: float = 30) -> None:
+    def wait_for(self, condition: str, timeout_s: float = 120) -> None:
         """Until an expression in JavaScript is true."""
         try:
             WebDriverWait(self.chrome, timeout_s, 0.05).until(lambda chrome: self.run(f"return Boolean({condition})"))
@@ -130,9 +130,7 @@ def page(browser: Chrome, live: Live) -> Iterator[Page]:
         page.unlock()
         page.wait_for("steps.value")
         page.wait_for_pictures(page.count_made())
-        before = (
-            page.count_pictures()
-        )  # the tests of this file may come in several goes, each with a browser of its own
+        before = page.count_pictures()  # the tests of this file may come in several goes, each with its own browser
         page.make("a red circle")
         page.wait_for_pictures(before + 1)
         read_errors(browser)  # that a key was wanted
@@ -143,7 +141,7 @@ def page(browser: Chrome, live: Live) -> Iterator[Page]:
 
 
 def read_picture(url: str) -> Image.Image:
-    answer = httpx.get(url, timeout=10)  # without a key: the address has a token
+    answer = httpx.get(url, timeout=60)  # without a key: the address has a token
     return Image.open(BytesIO(answer.raise_for_status().content)).convert("RGB")
 
 
@@ -166,7 +164,7 @@ def test_a_prompt_becomes_previews_and_then_a_picture(page: Page) -> None:
     before = page.count_pictures()
     page.run(NOTE_PREVIEWS)
     page.fill("seed", 2**64 - 1)  # larger than what JavaScript counts with
-    page.make(NASTY)
+    page.make(NASTY, steps=WATCHED)
     page.wait_for("window.previews >= 1")
     page.wait_for_pictures(before + 1)
     picture = page.find(TILE)
@@ -175,7 +173,7 @@ def test_a_prompt_becomes_previews_and_then_a_picture(page: Page) -> None:
     page.wait_for(f"!document.querySelector('{ROW}')")
     page.click(TILE)
     told = page.facts()
-    assert (told["Seed"], told["Steps"], told["Size"]) == (str(2**64 - 1), str(SHORT), f"{SIDE} × {SIDE}")
+    assert (told["Seed"], told["Steps"], told["Size"]) == (str(2**64 - 1), str(WATCHED), f"{SIDE} × {SIDE}")
     assert page.find("#viewer-prompt").text == NASTY
     assert page.find("#download").get_attribute("download") == f"img-src-x-onerror-window-broken-1-{2**64 - 1}.png"
 
@@ -248,6 +246,7 @@ def test_what_is_refused_is_said_in_words(page: Page) -> None:
 @pytest.mark.parametrize("width", [390, 1440])
 def test_nothing_scrolls_sideways_and_the_page_is_not_blank(page: Page, width: int, tmp_path: Path) -> None:
     resize(page.chrome, width)
+    page.wait_for_pictures(page.count_pictures())
     for name in ("#more", "#device details"):
         page.click(f"{name} summary")
     assert "StableDiffusionPipeline" in page.find(".plan").text

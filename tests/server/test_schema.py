@@ -31,7 +31,7 @@ CASES = [(*one, "positive") for one in OPERATIONS] + [(*one, "negative") for one
 
 @pytest.fixture(scope="module")
 def schema(live: Live) -> Any:
-    return schemathesis.openapi.from_url(f"{live.address}/openapi.json", headers=KEY)
+    return schemathesis.openapi.from_url(f"{live.address}/openapi.json", headers=KEY, timeout=60)
 
 
 def test_the_description_names_every_endpoint(schema: Any) -> None:
@@ -48,7 +48,7 @@ def test_nothing_is_answered_with_a_fault(live: Live, schema: Any, method: str, 
     @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
     def ask(case: Any) -> None:
         # Answered at once, so that a queue that is full is tried too.
-        answer = case.call(headers={**KEY, "Prefer": "respond-async"})
+        answer = case.call(headers={**KEY, "Prefer": "respond-async"}, timeout=60)
         answers.append(answer.status_code)
         case.validate_response(answer, checks=[not_a_server_error, status_code_conformance, content_type_conformance])
 
@@ -58,3 +58,4 @@ def test_nothing_is_answered_with_a_fault(live: Live, schema: Any, method: str, 
         for job in http.get("/v1/jobs").json()["data"]:
             if job["state"] in ("queued", "running"):
                 http.post(f"/v1/jobs/{job['id']}/cancel")
+                live.wait_state(http, job["id"], "cancelled", "done", "failed")

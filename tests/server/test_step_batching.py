@@ -1,5 +1,6 @@
 """Calls that meet at a model: joined step by step, each picture is the one that it would have been alone."""
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -162,26 +163,29 @@ def test_nobody_waits_for_one_that_is_elsewhere() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         slow = threads.submit(wait)
-        inside.wait(10)
+        assert inside.wait(60)
         shared.run(make_call("stable-diffusion", 0, 4))
         go_on.set()
-        slow.result(10)
+        slow.result(60)
 
 
 def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
     """Whoever comes while another call is at its steps joins it, though its steps are asked for in no time."""
-    takes_s, steps = 0.05, 8
-    free_at = [0.0]
+    steps, waits = 8, itertools.count(1)
+    under_way = threading.Event()
 
     class Later(torch.nn.Module):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
-            free_at[0] = max(free_at[0], time.monotonic()) + takes_s
             return given + 1
 
     def wait() -> None:
-        time.sleep(max(0.0, free_at[0] - time.monotonic()))
+        """The device is done with the second step when the other call has come."""
+        if next(waits) == 2:
+            under_way.set()
+            with there.changed:
+                assert there.changed.wait_for(lambda: len(meeting.waiting) == 2, 60)
 
-    there = Rendezvous(most_rows=4, wait=wait)
+    there = Rendezvous(most_rows=4, patience_s=60, wait=wait)
     meeting = MeetingPlace(Later(), there)
 
     def call() -> torch.Tensor:
@@ -193,11 +197,10 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(call)
-        time.sleep(2.5 * takes_s)
+        assert under_way.wait(60), "the calls run ahead of the device"
         second = threads.submit(call)
-        assert first.result(10).tolist() == second.result(10).tolist() == [[float(steps)] * 2]
-    assert meeting.seen.calls == 2 * steps
-    assert meeting.seen.sizes.get(2, 0) >= steps // 2, f"they met at few steps: {meeting.seen.sizes}"
+        assert first.result(60).tolist() == second.result(60).tolist() == [[float(steps)] * 2]
+    assert meeting.seen.sizes == {1: 4, 2: 6}, "two steps of each alone, and all others together"
     assert not there.busy
 
 
@@ -214,20 +217,25 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
             assert given.shape[0] in seconds, "a size that nobody made ready"
             return given + 1
 
-    there = Rendezvous(most_rows=4, patience_s=0.5)
+    there = Rendezvous(most_rows=4, patience_s=60)
     meeting = MeetingPlace(Count(), there)
     meeting.full_rows = seconds
     together = threading.Barrier(3)
 
+    def go(where: MeetingPlace | None) -> None:
+        with there.changed:
+            there.where[threading.get_ident()] = where
+            there.changed.notify_all()
+        together.wait(60)
+
     def call(start: float) -> list[float]:
         made, seen = torch.full((1, 2), start), []
         with there.taking_part(), torch.no_grad():
-            there.where[threading.get_ident()] = meeting
-            together.wait(10)
-            for _ in range(4):
+            for _ in range(4):  # nobody is a step ahead, so that three come to each
+                go(meeting)
                 made = meeting(made)
+                go(None)  # whoever was left out need not wait for one that is through
                 seen.append(float(made[0, 0]))
-                together.wait(10)  # nobody is a step ahead, so that three come to each
         return seen
 
     with ThreadPoolExecutor(3) as threads:

@@ -1,6 +1,7 @@
 """Training: it learns, stops, goes on where it was, and leaves a pipeline."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def test_standardized_latents_give_the_same_pictures() -> None:
     assert torch.allclose(before, after, atol=1e-3)
 
 
+@pytest.fixture
+def precision_kept() -> Iterator[None]:
+    """What training sets for the whole process is as before for the tests that follow."""
+    before, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.mark.usefixtures("precision_kept")
 def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
     """With two pictures a batch, a few steps: enough to walk every line."""
     data, out = tmp_path / "data", tmp_path / "out"

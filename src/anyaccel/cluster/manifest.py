@@ -16,7 +16,7 @@ from typing import IO, Any
 from anyaccel.backends.folder_lock import claim_folder
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.pictures.files import make_stem, write_whole
+from anyaccel.pictures.files import make_stem, remove_drafts, write_whole
 from anyaccel.pictures.format import read_origins
 
 __all__ = ["Folder"]
@@ -38,6 +38,8 @@ class Folder:
         )
         self.run: dict[str, Any] = {"format": _FORMAT, **run}
         try:
+            remove_drafts(path)
+            remove_drafts(path / _PICTURES)
             self._join_run()
             self.entries = self._read_manifest()
             self._file: IO[bytes] = (path / _MANIFEST).open("ab")

@@ -18,7 +18,7 @@ from pathlib import Path
 from anyaccel.errors import AnyaccelError, UsageError, nearest
 from anyaccel.pictures.format import SUFFIXES
 
-__all__ = ["Destination", "make_stem", "read_destination", "write_free", "write_whole"]
+__all__ = ["Destination", "make_stem", "read_destination", "remove_drafts", "write_free", "write_whole"]
 
 _LONGEST_STEM = 60
 _MOST_OF_ONE_NAME = 10_000
@@ -163,8 +163,14 @@ def write_whole(path: Path, content: bytes, *, force: bool = False) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _draft_name() -> str:
-    return f".anyaccel-{secrets.token_hex(8)}.tmp"
+def remove_drafts(folder: Path) -> None:
+    """Remove what a process that was killed left half written; nobody else may be writing there."""
+    for draft in folder.glob(_draft_name("*")):
+        draft.unlink(missing_ok=True)
+
+
+def _draft_name(word: str | None = None) -> str:
+    return f".anyaccel-{secrets.token_hex(8) if word is None else word}.tmp"
 
 
 def _write_draft(draft: Path, content: bytes) -> None:

@@ -17,10 +17,10 @@ _LOCK = "in-use"
 def make_weights_folder() -> tuple[Path, IO[bytes]]:
     """A new folder, and the lock that says that somebody uses it for as long as it is open."""
     _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = (folder / _LOCK).open("wb")
+    draft = Path(tempfile.mkdtemp(prefix="anyaccel-new-"))  # under a name that nobody sweeps, until it is locked
+    lock = (draft / _LOCK).open("wb")
     _take(lock)
-    return folder, lock
+    return draft.rename(draft.with_name(draft.name.replace("anyaccel-new-", _PREFIX))), lock
 
 
 def remove_weights_folder(folder: Path, lock: IO[bytes]) -> None:

@@ -30,16 +30,16 @@ class News:
 
 @dataclass
 class Progress:
-    """How far a job is: of each picture the steps that are done, and what it looked like last."""
+    """How far a job is: of each picture the steps that are done, and what was seen of it."""
 
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
-    last: dict[int, News] = field(default_factory=dict)
-    """A preview, or the picture itself."""
+    seen: list[News] = field(default_factory=list)
+    """Previews, of which a picture has few, and pictures that are made."""
 
     def tell(self) -> list[News]:
         """Where it is, for one who comes late."""
         steps = [News("step", picture, done, total) for picture, (done, total) in self.steps.items()]
-        return [*steps, *self.last.values()]
+        return [*steps, *self.seen]
 
     def share(self, pictures: int) -> float:
         """Of all steps, those that are done, from 0 to 1."""
@@ -63,6 +63,12 @@ class Subscription:
             except TimeoutError:
                 return None
         return self.waiting.popleft() if self.waiting else None
+
+    def rest(self) -> list[News]:
+        """What has come and was not taken yet."""
+        left = list(self.waiting)
+        self.waiting.clear()
+        return left
 
     def put(self, news: News) -> None:
         """Called in the loop's thread."""
@@ -108,7 +114,7 @@ class Bus:
                 if news.kind == "step":
                     known.steps[news.picture] = (news.done, news.total)
                 else:
-                    known.last[news.picture] = news
+                    known.seen.append(news)
             for one in self.listeners.get(job, ()):
                 one.loop.call_soon_threadsafe(one.put, news)
 

@@ -126,6 +126,8 @@ class Service:
                 while True:
                     current = await run_in_threadpool(self.jobs.get, job.id)
                     if current is None or current.state in ENDED:
+                        for one in news.rest():
+                            yield one
                         return
                     if self.ended:
                         words = f"the service ends; {job.id} is kept for its next start"
