@@ -25,7 +25,12 @@ import psutil
 __all__ = ["TwoNodes", "check_pictures", "find_workers", "start_batch", "write_rows"]
 
 WORDS = ("a red apple", "a cat", "a rocket", "a green tree", "a fox", "a bird", "a boat", "a house")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
 
 
 class TwoNodes:

@@ -22,6 +22,7 @@ from tests.cluster.batch_kills import (
     start_batch,
     write_rows,
 )
+from tests.conftest import RunCli
 
 ROWS = 30
 
@@ -150,20 +151,26 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "there is no device 'nope'"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "no Ray cluster answers at 127.0.0.1:9"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "the device that it has"),
-        ('{"prompt": "x", "sedd": 3}', [], "takes no sedd"),
     ],
 )
-def test_what_is_wrong_is_said_before_the_work(tmp_path: Path, content: str, options: list[str], words: str) -> None:
-    rows = tmp_path / "rows.jsonl"
+def test_what_is_wrong_is_said_before_the_work(
+    run_cli_forked: RunCli, tmp_path: Path, content: str, options: list[str], words: str
+) -> None:
+    check_refused(run_cli_forked, tmp_path, content, options, words)
+
+
+def test_what_the_model_does_not_take_is_said_before_the_work(run_cli: RunCli, tmp_path: Path, model: str) -> None:
+    check_refused(run_cli, tmp_path, '{"prompt": "x", "sedd": 3}', ["--model", model], "takes no sedd")
+
+
+def check_refused(run: RunCli, folder: Path, content: str, options: list[str], words: str) -> None:
+    rows, out = folder / "rows.jsonl", folder / "out"
     rows.write_text(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "anyaccel", "batch", str(rows), "--out", str(tmp_path / "out"), *options],
-        capture_output=True, text=True, timeout=400, env={**os.environ, **ENVIRONMENT}, check=False,
-    )  # fmt: skip
+    done = run("batch", str(rows), "--out", str(out), *options, **ENVIRONMENT)
     assert done.returncode in (1, 2, 3), done.stderr
     assert words in done.stderr
     assert "hint: " in done.stderr
-    assert not list((tmp_path / "out").glob("pictures/*"))
+    assert not list(out.glob("pictures/*"))
 
 
 def test_on_ray_the_same_worker_runs(tmp_path: Path, model: str) -> None:

@@ -25,6 +25,7 @@ class Live:
     def __init__(self, data: Path, *options: str, key: str | None = None, wait: bool = True) -> None:
         self.data, self.key = data, key
         self.lines: list[str] = []
+        self.clients: list[openai.OpenAI] = []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "anyaccel", "serve", "--port", "0", "--data", str(data), *options]
         self.process = subprocess.Popen(
@@ -52,9 +53,11 @@ class Live:
         raise AssertionError("\n".join(self.lines))
 
     def openai(self, key: str | None = None, **options: Any) -> openai.OpenAI:
-        """OpenAI's own client, which does not try again by itself."""
+        """OpenAI's own client, which does not try again by itself; it is closed when the service ends."""
         key = key or self.key or "none"
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=180, **options)
+        client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=180, **options)
+        self.clients.append(client)  # whoever leaves it to be found as garbage may be told of an open socket
+        return client
 
     def http(self, key: str | None = None) -> httpx.Client:
         """A plain client."""
@@ -83,6 +86,8 @@ class Live:
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Tell it to end; its exit status."""
+        for client in self.clients:
+            client.close()
         if self.process.poll() is None:
             self.process.send_signal(how)
         status = self.process.wait(240)

@@ -16,7 +16,7 @@ from anyaccel.cli.interruption import Interruption
 from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.pictures.quiet import quieten_libraries
+from anyaccel.pictures.quiet import importing, quieten_libraries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,9 +90,11 @@ class GenerateWork:
             )
         self.display.begin("starting")
         quieten_libraries()
-        from anyaccel.cli.generate_jobs import make_jobs
+        with importing():
+            from anyaccel.cli.generate_jobs import make_jobs
 
-        for job in make_jobs(options, prompts, origins):
+            jobs = make_jobs(options, prompts, origins)
+        for job in jobs:
             loaded = self._load(job)
             if options.explain:
                 self._explain(loaded)
@@ -104,7 +106,8 @@ class GenerateWork:
                 self._write_sheet()
 
     def _load(self, job: Job) -> LoadedModel:
-        from anyaccel.pictures.kept_model import load_model
+        with importing():
+            from anyaccel.pictures.kept_model import load_model
 
         model = job.order.model
         words = f"loading {model.name}"

@@ -85,16 +85,17 @@ class Maker:
 
     def __init__(self, settings: Settings) -> None:
         """Load the model; this is where torch is imported."""
-        from anyaccel.pictures.quiet import quieten_libraries, share_no_lock
+        from anyaccel.pictures.quiet import importing, quieten_libraries, share_no_lock
 
         quieten_libraries()
         share_no_lock()
-        import torch
+        with importing():
+            import torch
 
-        from anyaccel.pictures.call import list_parameters
-        from anyaccel.pictures.kept_model import load_afresh
-        from anyaccel.pictures.order import make_order
-        from anyaccel.planning.wishes import Wishes
+            from anyaccel.pictures.call import list_parameters
+            from anyaccel.pictures.kept_model import load_afresh
+            from anyaccel.pictures.order import make_order
+            from anyaccel.planning.wishes import Wishes
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)

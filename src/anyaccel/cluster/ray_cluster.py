@@ -32,8 +32,13 @@ _ANSWER_S = 5.0
 """How long an address may take to answer."""
 _VIRTUAL_SHARE = 0.25
 """Of a core, for a device that is simulated: eight of them stand on two cores, as slow as that is."""
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Set where Ray is told nothing else: no reports to anybody, and no advice on a default of its own that will change."""
+_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Set where Ray is told nothing else: no reports to anybody, no advice on a default of its own that will change, and
+workers of a cluster that is started here that are not put behind whatever else the machine does."""
 
 _NONE_HERE = "Could not find any running Ray instance"
 """How Ray says that `auto` has nothing to join; any other trouble is not a reason to start another cluster."""
@@ -48,7 +53,7 @@ def join(address: str) -> None:
     ray = import_ray()
     if ray.is_initialized():
         return
-    for name, value in _QUIET.items():
+    for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if address == "auto":
         if not _join_running(ray):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.pictures.named_model import NamedModel, find_revision
+from anyaccel.pictures.quiet import importing
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
@@ -100,15 +101,16 @@ def _load(
     model: NamedModel, opened: OpenDevice, wishes: Wishes, spared: Decision[str] | None, listener: Listener | None
 ) -> Any:
     """A pipeline on its device, read in the type that it will run in: half of the memory for half precision."""
-    from anyaccel.pictures.progress import counting_components
-    from anyaccel.runtime.loading import DiffusionPipeline
-
     chosen = spared or choose_dtype(opened.sheet, Facts(pipeline=""), wishes)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
-    with counting_components(listener):
-        pipe = DiffusionPipeline.from_pretrained(model.source, **options)
+    with importing():
+        from anyaccel.pictures.progress import counting_components
+        from anyaccel.runtime.loading import DiffusionPipeline
+
+        with counting_components(listener):
+            pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     remember_wishes(pipe, wishes)
     pipe.to(f"{opened.sheet.name}:{opened.index}")
     if spared or chosen.value in HALF_PRECISIONS:

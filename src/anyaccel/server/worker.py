@@ -103,11 +103,12 @@ class Worker:
 
     def load(self) -> tuple[ModelFacts, ...]:
         """Load all models once, as far as they fit, and make their sizes warm."""
-        from anyaccel.pictures.quiet import share_no_lock
+        from anyaccel.pictures.quiet import importing, share_no_lock
 
         share_no_lock()
-        from anyaccel.server.served_model import ServedModel
-        from anyaccel.server.shelf import Shelf
+        with importing():
+            from anyaccel.server.served_model import ServedModel
+            from anyaccel.server.shelf import Shelf
 
         total = len(self.settings.models)
 
