@@ -6,7 +6,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
-import gc
 import logging
 import pickle
 import signal
@@ -37,12 +36,6 @@ NEEDS_RECIPES = pytest.mark.skipif(
     Version(version("diffusers")) < Version("0.42") or Version(version("transformers")) < Version("5"),
     reason="the recipes are made of classes of diffusers 0.42 and transformers 5, which Python 3.10 cannot have",
 )
-
-
-def pytest_collection_finish() -> None:
-    """What the tests import stays: nobody looks for garbage among it again."""
-    gc.collect()
-    gc.freeze()
 
 
 class Kept:
@@ -149,7 +142,6 @@ def _run_here(
     limit_s: int,
 ) -> NoReturn:
     """What the fork does; it never comes back."""
-    gc.freeze()
     status = 3
     try:
         signal.alarm(limit_s)

@@ -35,6 +35,7 @@ def run_forked(
     """Call `function(accelerator)` in a process of its own that has the virtual device, and give its result."""
 
     def use() -> T:
+        gc.freeze()  # what was there before stays: looking for garbage among it is up to a quarter of the time
         with virtual(device, count=count, memory=memory, strict=strict) as accelerator:
             return function(accelerator)
 
@@ -75,7 +76,6 @@ def fork(function: Callable[[], T], *, name: str = "it", timeout_s: float = 600.
 
 
 def _work(sender: Connection, function: Callable[[], Any]) -> None:
-    gc.freeze()  # what was there before stays: looking for garbage among it is up to a quarter of the time
     try:
         message = pickle.dumps((True, function()))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's process raises it again
