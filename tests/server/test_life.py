@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ import psutil
 import pytest
 
 from anyaccel.errors import UsageError
+from anyaccel.server.bus import Bus
+from anyaccel.server.dispatcher import Dispatcher
+from anyaccel.server.jobs import Jobs
+from anyaccel.server.messages import Ready
+from anyaccel.server.metrics import Metrics
 from anyaccel.server.serve import check_address
-from anyaccel.server.settings import read_limits, read_lora, read_served_names, read_size
+from anyaccel.server.settings import Limits, Settings, read_limits, read_lora, read_served_names, read_size
 from tests.server.kills import kill_often
 from tests.server.live import Live
 
@@ -25,7 +31,7 @@ LIMITS = ("--limit", "max_steps=1000")
 
 
 def test_a_worker_that_dies_or_hangs_is_replaced_and_an_end_waits_for_what_is_under_way(tmp_path: Path) -> None:
-    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=10", *LIMITS)
+    live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=15", *LIMITS)
     with live.http() as http:
         first, second = (http.post("/v1/jobs", json=LONG).json()["id"] for _ in range(2))
         live.wait_state(http, first, "running")
@@ -67,6 +73,54 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     assert told.wrong == []
     assert len(told.accepted) > 2
     assert set(states) <= {"done", "failed"}
+
+
+class Silent:
+    """A place of work that says nothing at its first start, and is ready at its second."""
+
+    heals = False
+
+    def __init__(self, starts: list["Silent"]) -> None:
+        self.words: list[Any] = [Ready(())] if starts else []
+        self.ended = threading.Event()
+        starts.append(self)
+
+    def start(self) -> None:
+        return
+
+    def send(self, message: object) -> None:
+        raise AssertionError("there is nothing to do")
+
+    def hear(self, timeout_s: float) -> Any:
+        if self.words:
+            return self.words.pop()
+        if self.ended.wait(0.01):
+            raise EOFError
+        return None
+
+    def has_room(self, busy: int, pictures: int) -> bool:
+        return True
+
+    def end(self) -> None:
+        self.ended.set()
+
+    def describe_end(self) -> str:
+        return "in silence"
+
+
+def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path) -> None:
+    settings = Settings(models=(), data=tmp_path, limits=replace(Limits(), hang_s=0.5))
+    jobs, starts = Jobs(tmp_path), list[Silent]()
+    dispatcher = Dispatcher(settings, jobs, Bus(), Metrics(jobs), lambda _: Silent(starts))
+    dispatcher.start()
+    end = time.monotonic() + 60
+    while not dispatcher.is_ready():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    dispatcher.stop()
+    jobs.close()
+    assert len(starts) == 2
+    assert all(one.ended.is_set() for one in starts)
 
 
 def run(*options: str, **environment: str) -> Any:

@@ -87,7 +87,8 @@ class Dispatcher:
         self.running: dict[str, _Running] = {}
         self.stopping = False
         self.begun = time.time()
-        self.last_sign = time.monotonic()
+        self.last_word = self.last_sign = time.monotonic()
+        """When the worker last said anything, and when it last came forward."""
         self.seconds = 1.0
         """What a picture takes, about."""
         self._workplace: Workplace | None = None
@@ -198,17 +199,18 @@ class Dispatcher:
 
     def _listen(self, workplace: Workplace) -> bool:
         was_ready, tidied = False, time.monotonic()
-        self.last_sign = time.monotonic()
+        self.last_word = self.last_sign = time.monotonic()
         while not self.stopping:
             try:
                 said = workplace.hear(_TICK_S)
             except EOFError:
                 return was_ready
             if said is not None:
+                self.last_word = time.monotonic()
                 self._hear_safely(said)
                 was_ready = was_ready or self.start_state.state == "ready"
             if not workplace.heals and self._hangs():
-                _LOG.error("anyaccel: the worker took no step for %.0f s, and is replaced", self.settings.limits.hang_s)
+                _LOG.error("anyaccel: the worker hung for %.0f s, and is replaced", self.settings.limits.hang_s)
                 self.metrics.worker_ends.labels("hang").inc()
                 return was_ready
             tidies = time.monotonic() - tidied > _TIDY_S
@@ -236,9 +238,10 @@ class Dispatcher:
         self.jobs.expire(older_than_s=limits.keep_s, most_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
+        """Whether it said nothing for long, at its start or later, or works and took no step."""
         with self.lock:
-            quiet = time.monotonic() - self.last_sign
-            return bool(self.running) and quiet > self.settings.limits.hang_s
+            since = self.last_sign if self.running else self.last_word
+            return time.monotonic() - min(since, self.last_word) > self.settings.limits.hang_s
 
     def _end_of_worker(self, workplace: Workplace, was_ready: bool) -> None:
         with self.lock:

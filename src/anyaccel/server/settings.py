@@ -57,7 +57,7 @@ class Limits:
     send_s: float = 60.0
     """How long a client may take to read a part of an answer."""
     hang_s: float = 300.0
-    """A worker that runs something and takes no step for so long is ended."""
+    """A worker that says nothing for so long, or works and takes no step, is ended and replaced."""
     drain_s: float = 60.0
     """How long what is under way may take after the service was told to end."""
     keep_s: float = 7 * 24 * 3600.0

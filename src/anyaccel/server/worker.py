@@ -61,13 +61,13 @@ class _Line:
     def run(self) -> None:
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
+        threading.Thread(target=self.worker.beat, daemon=True).start()
         try:
             self._send(Ready(self.worker.load()))
         except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
             self._send(describe_start(error))
             _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
             os._exit(1)
-        threading.Thread(target=self.worker.beat, daemon=True).start()
         reader.join()
 
     def _read(self) -> None:
@@ -100,6 +100,7 @@ class Worker:
         self.stops: dict[str, threading.Event] = {}
         self.threads = ThreadPoolExecutor(settings.max_batch, thread_name_prefix="picture")
         self.started = 0
+        self.loaded = threading.Event()
 
     def load(self) -> tuple[ModelFacts, ...]:
         """Load all models once, as far as they fit, and make their sizes warm."""
@@ -123,6 +124,7 @@ class Worker:
                 facts.append(model.facts())
             self.started += 1
             self.tell(Loading(self.started, total, f"{served.name} is ready"))
+        self.loaded.set()
         return tuple(facts)
 
     def begin(self, said: Run) -> None:
@@ -141,12 +143,14 @@ class Worker:
             stop.set()
 
     def beat(self) -> None:
-        """Tell every second what is held, for as long as the process lives."""
+        """Tell every second that the process lives, and what is held as soon as something is."""
         import psutil
 
         from anyaccel.errors import NotMeasurableError
 
         process, before = psutil.Process(), Counter[int]()
+        while not self.loaded.wait(_BEAT_S):
+            self.tell(Beat(None, process.memory_info().rss, {}, ()))
         while True:
             time.sleep(_BEAT_S)
             models = dict(self.shelf.models)
