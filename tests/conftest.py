@@ -38,6 +38,14 @@ NEEDS_RECIPES = pytest.mark.skipif(
 )
 
 
+LONGEST = ("server/test_load.py", "cluster/test_serve_ray.py", "server/test_life.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that wait longest come first, so that at the end nobody waits for one of them alone."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+
+
 class Kept:
     """What is computed once for all workers of a run, by name.
 
