@@ -35,8 +35,8 @@ calibrate: $(READY) ## Public failures and known good cases on the virtual devic
 	$(BIN)/python -m tests.calibration
 
 check: $(READY) ## The one check, for people and for CI
-	$(MAKE) --jobs 2 lint types imports docs
-	$(MAKE) test
+	$(MAKE) lint
+	$(MAKE) --jobs 2 test types imports docs
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -46,11 +46,9 @@ def run_ranks(device: str, folder: Path, cases: list[str]) -> tuple[dict[str, An
     return first, second
 
 
-SLOW = {"virtual:xpu:2,strict": pytest.mark.slow, "virtual:hpu:2,strict": pytest.mark.slow}
-"""Devices that have nothing of their own here: weights are split as on neuron, or not at all."""
-
-
-@pytest.mark.parametrize("device", [pytest.param(device, marks=SLOW.get(device, ())) for device in MORE])
+@pytest.mark.parametrize(
+    "device", [pytest.param(device, marks=pytest.mark.slow if ":" in device else ()) for device in MORE]
+)
 def test_two_ranks_make_the_picture_of_one(device: str, tmp_path: Path) -> None:
     cases = ([] if "xpu" in device else ON_EVERY_DEVICE) + MORE[device]
     found = run_ranks(device, tmp_path, cases)

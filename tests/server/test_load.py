@@ -10,7 +10,7 @@ NOISE_MIB = 8
 
 
 def test_memory_stays_flat_under_mixed_load(tmp_path: Path) -> None:
-    result = measure(SECONDS, tmp_path, clients=2, pause_s=1.5)  # beside all other tests
+    result = measure(SECONDS, tmp_path, clients=2, pause_s=3)  # beside all other tests
     assert result["worker_survived"]
     for part in ("service", "worker"):
         before, after = (result[part][f"{quarter}_quarter_mib"] for quarter in ("second", "last"))
