@@ -24,7 +24,7 @@ from tests.memory.sweeps import SAME, use_quietly
 NAME = "stable-diffusion"
 ELSEWHERE = [
     ("mps", "phase"),
-    ("hpu", "layer"),
+    pytest.param("hpu", "layer", marks=pytest.mark.slow),
     pytest.param("mps", "layer", marks=pytest.mark.slow),
     pytest.param("hpu", "component", marks=pytest.mark.slow),
 ]
