@@ -133,7 +133,8 @@ def measure(seconds: float, data: Path, clients: int = 3, pause_s: float = 0.5) 
         for load in loads:
             load.start()
         for load in loads:
-            load.settled.wait(_SETTLE_S)
+            if not load.settled.wait(_SETTLE_S):
+                raise TimeoutError(f"a client did not do everything once in {_SETTLE_S} s")
         start = time.monotonic()
         while (now := time.monotonic() - start) < seconds:
             readings.append((now, service.memory_info().rss, worker.memory_info().rss))
