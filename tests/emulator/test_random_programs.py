@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -41,6 +41,11 @@ def _compare(program: list[Instruction], device: torch.device) -> None:
         assert same, f"tensor {place} is {moved} and should be {host}"
 
 
+def _tell(program: list[Instruction]) -> None:
+    """Put the program into the error's notes; Schemathesis takes Hypothesis's own way of printing it out."""
+    note(f"program={program}")
+
+
 def _search(accelerator: VirtualAccelerator) -> int:
     """Try many programs; the error of a failure carries the shortest program that shows it."""
     tried = 0
@@ -58,6 +63,7 @@ def _search(accelerator: VirtualAccelerator) -> int:
     def check(program: list[Instruction]) -> None:
         nonlocal tried
         tried += 1
+        _tell(program)
         _compare(program, accelerator.device(0))
 
     with torch.no_grad():
@@ -76,6 +82,7 @@ def test_a_failure_arrives_with_its_program() -> None:
         @settings(max_examples=20, derandomize=True, deadline=None, database=None, phases=PHASES)
         @given(PROGRAM)
         def check(program: list[Instruction]) -> None:
+            _tell(program)
             raise AssertionError(f"{len(program)} instructions")
 
         check()
