@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow chart calibrate evaluate check lint types imports docs docs-serve clean
+.PHONY: help demo test test-slow test-order test-first-to-last test-last-to-first chart calibrate evaluate check lint types imports docs docs-serve clean
 
 help: ## Show what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -26,6 +26,12 @@ test: $(READY) ## The tests
 
 test-slow: $(READY) ## The long sweeps
 	$(BIN)/python -m pytest -m slow
+
+test-order: $(READY) ## The tests in one process from first to last, beside them in another from last to first
+	$(MAKE) --jobs 2 --output-sync test-first-to-last test-last-to-first
+
+test-first-to-last test-last-to-first: $(READY)
+	$(BIN)/python -m pytest -m "not slow" $(if $(findstring test-last,$@),--last-first)
 
 chart: $(READY) ## Every tiny pipeline on every virtual device, plain and placed (about a quarter of an hour)
 	rm -f benchmarks/results/chart.json

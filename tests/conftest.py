@@ -39,11 +39,32 @@ NEEDS_RECIPES = pytest.mark.skipif(
 
 
 LONGEST = ("server/test_load.py", "cluster/test_serve_ray.py", "server/test_life.py")
+"""They come first, so that at the end nobody waits for one of them alone."""
+LIVE = tuple(
+    f"{name}.py"
+    for name in (
+        "server/test_api", "server/test_bad_input", "server/test_life", "server/test_load", "server/test_page",
+        "server/test_schema", "server/test_virtual", "cluster/test_batch", "cluster/test_leading",
+        "cluster/test_serve_ray", "parallel/test_parallel",
+    )
+)  # fmt: skip
+"""Here processes, sockets and a browser must meet in time, on a machine that others use too: a test that fails is tried
+once more, and the summary names it (docs/decisions/0011-second-try.md). Nowhere else."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait longest come first, so that at the end nobody waits for one of them alone."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--last-first`, to find tests that need what another has left behind, or suffer from it."""
+    parser.addoption("--last-first", action="store_true", help="run the tests in the opposite order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Bring the tests into order, and mark those that may be tried twice."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
+    for item in items:
+        if item.path.as_posix().endswith(LIVE):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+    if config.getoption("--last-first"):
+        items.reverse()
 
 
 class Kept:
