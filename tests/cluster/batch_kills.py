@@ -11,10 +11,10 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +78,30 @@ def start_batch(rows: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+class Leader:
+    """A batch under way, whose words are read while it runs: a pipe that nobody reads would stop it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.errors = process, [""]
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    def end(self) -> str:
+        """Wait for its end; gives what it told on stdout."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        told = self.process.stdout.read()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        return told
+
+
 def find_workers(leader: int) -> list[psutil.Process]:
     """The processes that work for a leader."""
     try:
@@ -122,25 +146,26 @@ def end_with_kills(
 
     Between two kills at least one picture is made: a worker takes seconds to begin, and on a busy machine many.
     """
-    chance, leader, kills, starts, seen = random.Random(0), start(), 0, 1, 0
+    chance, leader, kills, starts, seen = random.Random(0), Leader(start()), 0, 1, 0
     leaders = [rows // 3, 2 * rows // 3]
-    while leader.poll() is None:
+    while leader.process.poll() is None:
         time.sleep(every_s)
-        workers = find(leader.pid)
+        workers = find(leader.process.pid)
         made = len(read_manifest(out))
-        if workers and made > seen and leader.poll() is None:
+        if workers and made > seen and leader.process.poll() is None:
             seen = made
             chance.choice(workers).kill()
             kills += 1
             between(kills)
-        if leaders and len(read_manifest(out)) >= leaders[0] and leader.poll() is None:
+        if leaders and len(read_manifest(out)) >= leaders[0] and leader.process.poll() is None:
             leaders.pop(0)
-            leader.send_signal(signal.SIGKILL)
-            leader.communicate()
-            leader, starts = start(), starts + 1
+            leader.process.kill()
+            leader.end()
+            leader, starts = Leader(start()), starts + 1
         print(f"\r{len(read_manifest(out))} of {rows}, {kills} kills, {starts} starts ", end="", file=sys.stderr)
-    _, errors = leader.communicate()
-    assert leader.returncode == 0, errors
+    told = leader.end()
+    assert leader.process.returncode == 0, "".join(leader.errors)
+    assert told.count("\n") == 1, f"more than the summary on stdout: {told}"
     return {"rows": rows, "workers_killed": kills, "leaders_killed": starts - 1}
 
 

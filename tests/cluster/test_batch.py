@@ -152,6 +152,9 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
         ('{"prompt": "x"}', ["--speed", "warp"], "speed is one of"),
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "there is no device 'nope'"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu:0"], "virtual:hpu:0 has no device"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu:-1"], "virtual:'hpu:-1' cannot be read"),
+        ('{"prompt": "x"}', ["--device", "cpu:5"], "there is no cpu:5"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "no Ray cluster answers at 127.0.0.1:9"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "the device that it has"),
     ],
@@ -182,7 +185,7 @@ def test_on_ray_the_same_worker_runs(tmp_path: Path, model: str) -> None:
     leader = start_batch(rows, out, "--model", model, "--ray", "local", "--workers", "1")
     told, errors = leader.communicate(timeout=600)
     assert leader.returncode == 0, errors
-    assert told.splitlines()[-1].startswith("3 of 3 pictures")
+    assert told == f"3 of 3 pictures: {out}/manifest.jsonl\n"
     assert [line["row"] for line in read_manifest(out)] == [1, 2, 3]
 
 
@@ -203,8 +206,9 @@ def test_on_ray_workers_and_nodes_may_die(tmp_path: Path, alone: Path, model: st
     nodes.find_workers()[0].kill()
     wait_for(out, 5)
     nodes.replace_second()
-    _, errors = leader.communicate(timeout=600)
+    told, errors = leader.communicate(timeout=600)
     assert leader.returncode == 0, errors
+    assert told == f"{ROWS} of {ROWS} pictures: {out}/manifest.jsonl\n", "what Ray says of the dead goes to stderr"
     assert "another takes its place" in errors
     assert check_pictures(out, alone / "out", ROWS) == []
 

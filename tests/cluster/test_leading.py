@@ -119,7 +119,7 @@ def test_a_row_that_fails_twice_is_told_and_the_rest_goes_on(tmp_path: Path) -> 
     summary, heard, folder = lead(tmp_path, crew, rows(5))
     assert (summary.done, summary.failed) == (4, 1)
     assert folder.entries[2]["error"] == "too large"
-    assert heard.troubles == ["line 2 failed: too large"]
+    assert heard.troubles == ["line 2 failed, and is tried once more: too large", "line 2 failed: too large"]
     assert crew.tries[2] == 2
 
 

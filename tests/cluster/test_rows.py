@@ -1,6 +1,7 @@
 """The rows of a batch, and the folder that it writes."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from PIL import Image
 
 from anyaccel.cluster.manifest import Folder
 from anyaccel.cluster.rows import Row, check_parameters, read_rows
-from anyaccel.errors import UsageError
+from anyaccel.emulator.process import fork
+from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.pictures.format import encode_picture
 from anyaccel.pictures.origin import Origin
 
@@ -151,7 +153,7 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="another process writes to"):
             Folder(tmp_path, RUN)
         folder.add_failure(row(1), "it broke", {})
-    with pytest.raises(UsageError, match="of another run: input was abc, and is xyz"):
+    with pytest.raises(UsageError, match="of another run: the rows are others"):
         Folder(tmp_path, {**RUN, "input": "xyz"})
     with Folder(tmp_path, RUN) as folder:
         assert folder.settle("dtype", "bfloat16") == "float32", "what was decided first holds"
@@ -159,6 +161,55 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is damaged"):
         Folder(tmp_path, RUN)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, **RUN}))
-    (tmp_path / "manifest.jsonl").write_text("nonsense\n")
-    with pytest.raises(UsageError, match="is damaged"):
+    manifest = tmp_path / "manifest.jsonl"
+    manifest.write_bytes(manifest.read_bytes() + b"nonsense\n")
+    with pytest.raises(UsageError, match=r"line 2 of .* is damaged"):
         Folder(tmp_path, RUN)
+
+
+def test_a_line_whose_path_is_none_has_no_picture(tmp_path: Path) -> None:
+    with Folder(tmp_path, RUN) as folder:
+        for path in (5, "a\0b", "missing.png"):
+            folder.entries[1] = {"row": 1, "path": path}
+            assert folder.find_open([row(1)]) == [row(1)]
+
+
+def test_what_was_tried_again_has_one_line_in_the_end(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.jsonl"
+    with Folder(tmp_path, RUN) as folder:
+        folder.add_failure(row(1), "it broke", {})
+        folder.add_picture(row(2), picture(), {})
+        before = manifest.read_bytes()
+        folder.tidy()
+        assert manifest.read_bytes() == before, "there was nothing to tidy"
+        folder.add_picture(row(1), picture(), {})
+        folder.tidy()
+        folder.add_failure(row(3), "it broke", {})
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    assert [(line["row"], "error" in line) for line in lines] == [(1, False), (2, False), (3, True)]
+
+
+def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def fill() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        with pytest.raises(AnyaccelError, match="could not be written") as raised:
+            Folder(out, RUN)
+        return raised.value.hint
+
+    assert "make room and start again" in fork(fill)
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "pictures"]
+
+    def fill_later() -> str:
+        try:
+            with Folder(out, RUN) as folder:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+                folder.add_failure(row(1), "it broke", {})
+        except AnyaccelError as error:
+            return error.message
+        return ""
+
+    assert "manifest.jsonl could not be written" in fork(fill_later), "and not what closing the file met"
+    with Folder(out, RUN) as folder:
+        assert folder.find_open([row(1)]) == [row(1)]

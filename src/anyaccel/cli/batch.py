@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -42,12 +44,17 @@ def make_batch(
     """
     from anyaccel.cluster.job import Job, run_job
     from anyaccel.cluster.maker import Settings
+    from anyaccel.cluster.ray_cluster import leave
 
     settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
     show = _Show()
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        summary = run_job(Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray), show)
+        with redirect_stdout(sys.stderr):  # where Ray tells of workers that died: stdout is for the summary
+            job = Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
+            summary = run_job(job, show)
+            if ray is not None:
+                leave()
     except (KeyboardInterrupt, _EndedError) as error:
         told = f": {show.over} of {show.rows} rows are over; the same command goes on from there" if show.rows else ""
         show.display.say(f"{'ended' if isinstance(error, _EndedError) else 'interrupted'}{told}")

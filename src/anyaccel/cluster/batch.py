@@ -177,6 +177,7 @@ class Batch:
         task.errors += 1
         task.failed_on = worker
         if task.errors < _TRIES:
+            self.listener.on_trouble(f"line {task.row.number} failed, and is tried once more: {refused.error}")
             self.tasks.append(task)
             return
         self._fail(task, refused.error, worker)

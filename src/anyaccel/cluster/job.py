@@ -49,7 +49,9 @@ def run_job(job: Job, listener: Listener) -> Summary:
         "speed": job.settings.speed,
     }
     with Folder(job.out, run) as folder:
-        return Batch(folder, rows, crew, workers, listener).run()
+        summary = Batch(folder, rows, crew, workers, listener).run()
+        folder.tidy()
+        return summary
 
 
 def _find_crew(job: Job) -> tuple[Crew, Sequence[Settings], Places]:

@@ -6,6 +6,7 @@ the two, the next start finds the picture by the record that it carries, and wri
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -49,8 +50,17 @@ class Folder:
 
     def close(self) -> None:
         """Let go of it."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a line that could not be written was told; the others are on the disk
+            self._file.close()
         self._lock.close()
+
+    def tidy(self) -> None:
+        """Leave the last line of each row alone, where one was tried or made again."""
+        path = self.path / _MANIFEST
+        if path.read_bytes().count(b"\n") > len(self.entries):
+            self._file.close()
+            self._write(path, b"".join(map(_as_line, self.entries.values())))
+            self._file = path.open("ab")
 
     def __enter__(self) -> Folder:
         return self
@@ -66,7 +76,7 @@ class Folder:
         """Remember something that was decided once for the whole run; gives what was decided first."""
         if name not in self.run:
             self.run[name] = value
-            write_whole(self.path / _RUN, _as_line(self.run, indent=1), force=True)
+            self._write(self.path / _RUN, _as_line(self.run, indent=1))
         return self.run[name]
 
     def find_open(self, rows: Iterable[Row]) -> list[Row]:
@@ -83,10 +93,7 @@ class Folder:
     def add_picture(self, row: Row, content: bytes, facts: Mapping[str, Any]) -> None:
         """Write a picture, and its line."""
         path = self.picture_path(row)
-        try:
-            write_whole(path, content, force=True)
-        except AnyaccelError as error:
-            raise AnyaccelError(error.message, hint=_MAKE_ROOM) from error
+        self._write(path, content)
         self._add(row, {**self._describe(path, content), **facts})
 
     def add_failure(self, row: Row, error: str, facts: Mapping[str, Any]) -> None:
@@ -98,7 +105,7 @@ class Folder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file, and not a folder", hint="give another name to --out")
         if self.path.is_dir() and not (self.path / _RUN).exists():
-            there = [one.name for one in self.path.iterdir() if not one.name.startswith(".")]
+            there = [one.name for one in self.path.iterdir() if not one.name.startswith(".") and not _is_bare(one)]
             if there:
                 raise UsageError(
                     f"{self.path} holds other things ({', '.join(sorted(there)[:3])}), and no batch",
@@ -114,7 +121,7 @@ class Folder:
     def _join_run(self) -> None:
         path = self.path / _RUN
         if not path.exists() or self._is_unused():
-            write_whole(path, _as_line(self.run, indent=1), force=True)
+            self._write(path, _as_line(self.run, indent=1))
             return
         try:
             found = json.loads(path.read_bytes())
@@ -123,8 +130,9 @@ class Folder:
             raise UsageError(f"{path} is damaged", hint="take another folder with --out") from error
         for name, value in self.run.items():
             if found.get(name) != value:
+                both = "the rows are others" if name == "input" else f"{name} was {found.get(name)}, and is {value}"
                 raise UsageError(
-                    f"{self.path} is of another run: {name} was {found.get(name)}, and is {value}",
+                    f"{self.path} is of another run: {both}",
                     hint="take another folder with --out, or start it as it was started",
                 )
         self.run = found
@@ -144,19 +152,22 @@ class Folder:
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             os.truncate(path, len(whole))
-        try:
-            entries = [json.loads(line) for line in whole.splitlines()]
-            return {entry["row"]: entry for entry in entries}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{path} is damaged: {error}", hint="take another folder with --out, or remove the bad line"
-            ) from error
+        entries: dict[int, dict[str, Any]] = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                entry = json.loads(line)
+                entries[entry["row"]] = entry
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(
+                    f"line {number} of {path} is damaged", hint="remove it, or take another folder with --out"
+                ) from error
+        return entries
 
     def _holds(self, row: Row, entry: Mapping[str, Any]) -> bool:
         """Whether the picture of a line is there as it was written."""
         try:
             content = (self.path / entry["path"]).read_bytes()
-        except (OSError, KeyError):
+        except (OSError, KeyError, TypeError, ValueError):
             return False
         return hashlib.sha256(content).hexdigest() == entry.get("sha256") and entry.get("seed") == row.seed
 
@@ -181,6 +192,12 @@ class Folder:
     def _describe(self, path: Path, content: bytes) -> dict[str, Any]:
         return {"path": path.relative_to(self.path).as_posix(), "sha256": hashlib.sha256(content).hexdigest()}
 
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            write_whole(path, content, force=True)
+        except AnyaccelError as error:
+            raise AnyaccelError(error.message, hint=_MAKE_ROOM) from error
+
     def _add(self, row: Row, facts: Mapping[str, Any]) -> None:
         entry = {"row": row.number, "prompt": row.prompt, "seed": row.seed, **row.call, **facts}
         try:
@@ -193,6 +210,11 @@ class Folder:
                 hint=_MAKE_ROOM,
             ) from error
         self.entries[row.number] = entry
+
+
+def _is_bare(path: Path) -> bool:
+    """Whether it is where pictures go, without any: a batch that could not write down what it was of leaves that."""
+    return path.name == _PICTURES and path.is_dir() and not any(path.iterdir())
 
 
 def _as_line(document: Mapping[str, Any], indent: int | None = None) -> bytes:

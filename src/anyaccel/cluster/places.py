@@ -40,7 +40,7 @@ def find_places(device: str) -> Places:
     """Look at the devices here in a process that ends: some belong to the first process that looks at them."""
     from anyaccel.backends.device import sheet
 
-    if device not in ("auto", "") and not device.startswith(_VIRTUAL):
+    if device not in ("auto", "") and ":" not in device:
         found_sheet = sheet(device)
         if found_sheet.torch_name == "cpu":
             return Places(device=found_sheet.name, name=found_sheet.name, count=_count_cores(), on_host=True)
@@ -96,8 +96,10 @@ def find_named(device: str) -> Places:
 
     virtual = device.startswith(_VIRTUAL)
     if virtual:
-        name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL))
+        name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL), _VIRTUAL)
         sheet(name)  # raises if there is none
+        if not count:
+            raise UsageError(f"{device} has no device", hint=f"--device {_VIRTUAL}{name}:1")
         return Places(device=device, name=name, count=count, on_host=False, virtual=True)
     if ":" in device:
         raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")

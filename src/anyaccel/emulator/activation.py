@@ -110,11 +110,11 @@ def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | 
     return sheet.on(versions=versions), parse_size(memory)
 
 
-def parse_request(text: str) -> tuple[str, int, str | None, bool]:
-    """`NAME[:COUNT][,memory=SIZE][,strict]` as name, count, memory and strict."""
+def parse_request(text: str, given: str = "ANYACCEL_VIRTUAL=") -> tuple[str, int, str | None, bool]:
+    """`NAME[:COUNT][,memory=SIZE][,strict]` as name, count, memory and strict; `given` is what stood before it."""
     match = _REQUEST.fullmatch(text)
     form = "NAME[:COUNT][,memory=SIZE][,strict]"
-    problem = UsageError(f"ANYACCEL_VIRTUAL={text!r} cannot be read", hint=f"write {form}: mps,memory=16GiB,strict")
+    problem = UsageError(f"{given}{text!r} cannot be read", hint=f"write {form}: mps,memory=16GiB,strict")
     if match is None:
         raise problem
     memory, strict = None, False

@@ -79,7 +79,7 @@ def _start_virtual(request: str) -> str:
     """Give this process the virtual device that was asked for, unless it has it already."""
     from anyaccel.emulator.activation import parse_request, start
 
-    name, count, memory, strict = parse_request(request)
+    name, count, memory, strict = parse_request(request, _VIRTUAL)
     if not find_device(name).virtual:
         start(name, count=count, memory=memory, strict=strict)
     return name
