@@ -112,7 +112,7 @@ def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str)
     assert check_pictures(out, alone / "out", ROWS) == []
 
 
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interruption_is_told_and_the_folder_goes_on(ended: bool, tmp_path: Path, model: str) -> None:
     out = tmp_path / "out"
     rows = 40 * ROWS  # more than are made while the test is held up

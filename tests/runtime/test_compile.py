@@ -81,10 +81,12 @@ def test_as_many_graphs_as_buckets_and_none_in_a_second_process(
 @pytest.mark.parametrize(
     "name",
     [
-        "stable-diffusion-xl",
         "flux",
         "wan",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pixart-alpha", "flux-2-klein", "ltx")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("stable-diffusion-xl", "pixart-alpha", "flux-2-klein", "ltx")
+        ),
     ],
 )
 def test_denoisers_of_every_kind_are_one_graph(name: str) -> None:

@@ -91,6 +91,7 @@ def precision_kept() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("precision_kept")
+@pytest.mark.slow
 def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
     """With two pictures a batch, a few steps: enough to walk every line.
 
