@@ -44,8 +44,8 @@ LIVE = tuple(
     f"{name}.py"
     for name in (
         "server/test_api", "server/test_bad_input", "server/test_life", "server/test_load", "server/test_page",
-        "server/test_schema", "server/test_virtual", "cluster/test_batch", "cluster/test_leading",
-        "cluster/test_serve_ray", "parallel/test_parallel",
+        "server/test_schema", "server/test_virtual", "cluster/test_batch", "cluster/test_serve_ray",
+        "parallel/test_parallel",
     )
 )  # fmt: skip
 """Here processes, sockets and a browser must meet in time, on a machine that others use too: a test that fails is tried
