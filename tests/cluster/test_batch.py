@@ -152,7 +152,7 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
         ('{"prompt": "x"}', ["--speed", "warp"], "speed is one of"),
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "there is no device 'nope'"),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu:0"], "virtual:hpu:0 has no device"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu:0"], "at least one device, not 0"),
         ('{"prompt": "x"}', ["--device", "virtual:hpu:-1"], "virtual:'hpu:-1' cannot be read"),
         ('{"prompt": "x"}', ["--device", "cpu:5"], "there is no cpu:5"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "no Ray cluster answers at 127.0.0.1:9"),

@@ -98,8 +98,6 @@ def find_named(device: str) -> Places:
     if virtual:
         name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL), _VIRTUAL)
         sheet(name)  # raises if there is none
-        if not count:
-            raise UsageError(f"{device} has no device", hint=f"--device {_VIRTUAL}{name}:1")
         return Places(device=device, name=name, count=count, on_host=False, virtual=True)
     if ":" in device:
         raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")

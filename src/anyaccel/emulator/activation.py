@@ -46,8 +46,7 @@ def virtual(
 
 def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
     """The same without an end."""
-    if not isinstance(count, int) or count < 1:
-        raise UsageError(f"a virtual accelerator has at least one device, not {count!r}", hint="count=1")
+    _check_count(count)
     if not isinstance(memory, str | int | None):
         raise UsageError(f"{memory!r} is no size of a memory", hint="write it as 16GiB, 96GB or a number of bytes")
     sheet, capacity = _read_product(find_sheet(name), memory)
@@ -128,7 +127,14 @@ def parse_request(text: str, given: str = "ANYACCEL_VIRTUAL=") -> tuple[str, int
             memory = option.removeprefix("memory=")
         else:
             raise problem
-    return match["name"], int(match["count"] or 1), memory, strict
+    count = int(match["count"] or 1)
+    _check_count(count)
+    return match["name"], count, memory, strict
+
+
+def _check_count(count: int) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise UsageError(f"a virtual accelerator has at least one device, not {count!r}", hint="count=1")
 
 
 def _offer() -> list[str]:
