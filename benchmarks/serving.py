@@ -11,6 +11,7 @@ written as soon as it is there. Sizes are compiled by processes side by side fir
 """
 
 import argparse
+import gc
 import json
 import queue
 import random
@@ -31,6 +32,7 @@ import torch
 from anyaccel.bench.pipelines import make_call, make_pipeline
 from anyaccel.bench.work import OURS, Work
 from anyaccel.server.rendezvous import Rounds
+from anyaccel.server.settings import count_in_hand
 from anyaccel.server.shared import SharedPipeline
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES
@@ -111,7 +113,7 @@ def whole_requests(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Sub
 def steps_of_all(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
     """Each request a call of its own, which meets the others at every step."""
     seen = shared.meetings["unet"].seen = Rounds()
-    with ThreadPoolExecutor(MOST) as threads:
+    with ThreadPoolExecutor(count_in_hand(MOST)) as threads:
         yield lambda seed: threads.submit(lambda: fetch(shared.run({**call, "seed": seed})))
     print(json.dumps({"rounds": seen.sizes}), file=sys.stderr)
 
@@ -119,11 +121,11 @@ def steps_of_all(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submi
 @contextmanager
 def running_ahead(shared: SharedPipeline) -> Iterator[None]:
     """While the block runs nobody waits for the device at each step: there is one call at a time, and none to join."""
-    wait, shared.rendezvous.wait = shared.rendezvous.wait, None
+    mark, shared.rendezvous.mark = shared.rendezvous.mark, None
     try:
         yield
     finally:
-        shared.rendezvous.wait = wait
+        shared.rendezvous.mark = mark
 
 
 WAYS = {"one at a time": one_at_a_time, "whole requests": whole_requests, "steps": steps_of_all}
@@ -184,21 +186,16 @@ def time_batch(shared: SharedPipeline, call: dict[str, Any], size: int) -> float
 
 
 def measure_capacity(submit: Submit, seconds: float) -> float:
-    """Requests a second where there is always one more."""
+    """Requests a second where there is always one more, up to the first picture after so many seconds."""
     start = time.perf_counter()
     under_way: list[Future[float]] = [submit(seed) for seed in range(2 * MOST)]
-    done, seed = 0, len(under_way)
-    while True:
-        now = under_way.pop(0).result()
-        done += 1
-        if now - start > seconds and done >= 2 * MOST:
-            break
-        under_way.append(submit(seed))
-        seed += 1
-    rate = done / (now - start)
-    for future in under_way:
-        future.result()
-    return rate
+    ends: list[float] = []
+    while not ends or ends[-1] - start < seconds:
+        ends.append(under_way.pop(0).result())
+        under_way.append(submit(len(ends) + len(under_way)))
+    last = ends[-1]
+    ends += [future.result() for future in under_way]
+    return sum(end <= last for end in ends) / (last - start)  # those of its batch are there as well
 
 
 def measure_load(submit: Submit, rate: float, seconds: float, seed: int) -> dict[str, float]:
@@ -242,6 +239,7 @@ def main() -> None:
     if not options.tiny:
         fill_cache(options.device)
     shared, call = make_shared(work, list_sizes())
+    gc.freeze()  # as a worker of the service does
     result: dict[str, Any] = {
         **describe_run(options.commit or read_commit()),
         "device": options.device,

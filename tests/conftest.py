@@ -57,6 +57,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--last-first", action="store_true", help="run the tests in the opposite order")
 
 
+def pytest_configure() -> None:
+    """Refuse gradients in the tests' own process: torch counts the devices at its first one and never again.
+
+    Virtual devices that are forked later could compute none, whichever test they are for. In a fork a test may.
+    """
+    import torch
+
+    run_backward, own = torch.autograd.graph._engine_run_backward, os.getpid()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        assert os.getpid() != own, "a gradient in the tests' own process: compute it in a fork, or without gradients"
+        return run_backward(*args, **kwargs)
+
+    for module in (torch.autograd, torch.autograd.graph):
+        module._engine_run_backward = refuse  # type: ignore[attr-defined]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Bring the tests into order, and mark those that may be tried twice."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))

@@ -113,7 +113,7 @@ def test_memory_that_runs_out_is_answered_as_in_the_library(model: ServedModel, 
     assert abs(pixels(made[0]) - alone(folder)).max() <= 1
     assert abs(pixels(made[1]) - alone(folder, 8)).max() <= 1
     assert model.shared is not None, "it is shared again"
-    assert model.turnstile.at_once == 4
+    assert model.at_once == 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")

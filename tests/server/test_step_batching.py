@@ -1,9 +1,11 @@
 """Calls that meet at a model: joined step by step, each picture is the one that it would have been alone."""
 
+import functools
 import itertools
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.server.joining import join, make_ticket, split
-from anyaccel.server.rendezvous import MeetingPlace, Rendezvous
+from anyaccel.server.rendezvous import MeetingPlace, Rendezvous, _Waiting
 from anyaccel.server.shared import SharedPipeline
 
 
@@ -171,21 +173,24 @@ def test_nobody_waits_for_one_that_is_elsewhere() -> None:
 
 def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
     """Whoever comes while another call is at its steps joins it, though its steps are asked for in no time."""
-    steps, waits = 8, itertools.count(1)
+    steps, marks = 8, itertools.count(1)
     under_way = threading.Event()
 
     class Later(torch.nn.Module):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             return given + 1
 
-    def wait() -> None:
+    def mark() -> Callable[[], None]:
+        return functools.partial(wait, next(marks))
+
+    def wait(number: int) -> None:
         """The device is done with the second step when the other call has come."""
-        if next(waits) == 2:
+        if number == 2:
             under_way.set()
             with there.changed:
                 assert there.changed.wait_for(lambda: len(meeting.waiting) == 2, 60)
 
-    there = Rendezvous(most_rows=4, patience_s=60, wait=wait)
+    there = Rendezvous(most_rows=4, patience_s=60, mark=mark)
     meeting = MeetingPlace(Later(), there)
 
     def call() -> torch.Tensor:
@@ -200,8 +205,101 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
         assert under_way.wait(60), "the calls run ahead of the device"
         second = threads.submit(call)
         assert first.result(60).tolist() == second.result(60).tolist() == [[float(steps)] * 2]
-    assert meeting.seen.sizes == {1: 4, 2: 6}, "two steps of each alone, and all others together"
+    assert meeting.seen.sizes == {1: 6, 2: 5}, "three steps of each alone, and all others together"
     assert not there.busy
+    assert not there.asked, "nobody is there to wait for it"
+
+
+def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
+    seen: list[str] = []
+    marks = itertools.count(1)
+
+    class Told(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            seen.append("run")
+            return given
+
+    def mark() -> Callable[[], None]:
+        return functools.partial(seen.append, f"wait for {next(marks)}")
+
+    there = Rendezvous(most_rows=4, mark=mark)
+    meeting = MeetingPlace(Told(), there)
+    with there.taking_part(), torch.no_grad():
+        for _ in range(4):
+            meeting(torch.zeros(1, 2))
+    assert seen == ["run", "run", "wait for 1", "run", "wait for 2", "run"]
+
+
+def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None:
+    seen: list[str] = []
+    there = Rendezvous(most_rows=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    with there.taking_part(), torch.no_grad():
+        meeting(torch.zeros(1, 2))
+        with there.changed:
+            there.where[-1] = meeting  # another call, on the way here
+        assert seen == []
+        meeting(torch.zeros(1, 2))
+        assert seen == ["idle"]
+        with there.changed:
+            del there.where[-1]
+
+
+def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyaccel.server.rendezvous._TURN_S", 60)
+    there = Rendezvous(most_rows=4, patience_s=60)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    begin, inside, most = threading.Barrier(4), [0], [0]
+
+    def call() -> None:
+        with there.taking_part(), torch.no_grad():
+            with there.changed:
+                there.where[threading.get_ident()] = meeting
+            begin.wait(60)
+            for _ in range(6):
+                meeting(torch.zeros(1, 2))
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(0.002)
+                inside[0] -= 1
+
+    with ThreadPoolExecutor(4) as threads:
+        for one in [threads.submit(call) for _ in range(4)]:
+            one.result(60)
+    assert most == [1]
+    assert there.whose is None
+    assert there.turn.acquire(blocking=False)
+
+
+def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
+    there = Rendezvous(most_rows=4, patience_s=0.01)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    others_done = threading.Event()
+
+    def call(waits: bool) -> None:
+        with there.taking_part(), torch.no_grad():
+            meeting(torch.zeros(1, 2))
+            if waits:
+                assert others_done.wait(60), "the other cannot go on"
+            else:
+                others_done.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        for one in [threads.submit(call, waits) for waits in (True, False)]:
+            one.result(60)
+
+
+def test_who_came_beyond_a_full_batch_takes_the_place_of_one_that_is_missing() -> None:
+    there = Rendezvous(most_rows=2)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    ticket = make_ticket((torch.zeros(1, 2),), {})
+    assert ticket is not None
+    there.where = dict.fromkeys((1, 2, 3), meeting)  # in the order of their coming
+    third, first, second = (_Waiting(ticket, who, since=0.0) for who in (3, 1, 2))
+    meeting.waiting = [third, first, second]
+    assert meeting._take() == [first, second], "the third waits longest, but came last"
+    meeting.waiting = [third, second]
+    assert meeting._take() == [second, third]
 
 
 @pytest.mark.parametrize(
@@ -247,14 +345,14 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
 
 def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
     waited: list[float] = []
-    there = Rendezvous(most_rows=4, wait=lambda: waited.append(time.monotonic()))
+    there = Rendezvous(most_rows=4, mark=lambda: lambda: waited.append(time.monotonic()))
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
-        meeting(torch.zeros(1, 2))
-        assert waited == [], "the device is waited for by whoever wants it next"
-        meeting(torch.zeros(1, 2))
+        for _ in range(3):
+            meeting(torch.zeros(1, 2))
         assert len(waited) == 1
-        there.wait = None
-        meeting(torch.zeros(1, 2))
-    assert len(waited) == 1
+        there.mark = None
+        for _ in range(3):
+            meeting(torch.zeros(1, 2))
+    assert len(waited) == 2, "what it was asked for before"
     assert not there.busy

@@ -5,6 +5,7 @@ A backend overrides only what differs. Nothing here decides: what a device can d
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from dataclasses import dataclass, fields, replace
@@ -83,6 +84,10 @@ class Driver:
     def synchronize(self, index: int) -> None:
         """Wait until the device has done all that was asked of it."""
         self.module().synchronize(index)
+
+    def mark(self, index: int) -> Callable[[], None]:
+        """What waits until the device has done what it was asked for up to now; here, all that it was asked for."""
+        return functools.partial(self.synchronize, index)
 
     def empty_cache(self) -> None:
         """Give cached memory back; a device whose allocator caches nothing has nothing to give."""

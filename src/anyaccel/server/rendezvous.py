@@ -8,9 +8,11 @@ runs it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +23,13 @@ import torch
 
 from anyaccel.server.joining import Ticket, are_alike, join, make_ticket, split
 
-__all__ = ["MeetingPlace", "Rendezvous", "Rounds"]
+__all__ = ["Mark", "MeetingPlace", "Rendezvous", "Rounds"]
 
 _LOG = logging.getLogger(__name__)
 
 Run = Callable[..., Any]
-_SHORTEST_S, _LONGEST_S = 0.005, 0.5
+Mark = Callable[[], Callable[[], None]]
+_SHORTEST_S, _LONGEST_S, _TURN_S = 0.005, 0.5, 0.005
 _RUNS = 4
 """Of a size of batch that is made ready: the first compiles, and the third is recorded."""
 
@@ -42,6 +45,15 @@ class _Waiting:
     done: bool = False
     result: Any = None
     error: BaseException | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Something that a device was asked for."""
+
+    begun: float
+    wait: Callable[[], None]
+    """Waits until it is done."""
 
 
 @dataclass
@@ -68,20 +80,23 @@ class Rendezvous:
     Nobody waits for another any longer than `patience_s` after the device became free; without one, than half of the
     time that the last round took.
 
-    An accelerator is asked for a round and does it later. `wait` waits until it has: without it calls would run ahead
-    of the device, and whoever comes would find the steps of all others asked for already.
+    An accelerator is asked for a round and does it later. `mark` notes how far it was asked, and gives what waits until
+    it is there. While it does one round it is asked for the next, so that it never stands idle between two, but for no
+    more: whoever comes would find the steps of all others asked for already.
     """
 
-    def __init__(
-        self, *, most_rows: int, patience_s: float | None = None, wait: Callable[[], None] | None = None
-    ) -> None:
-        self.most_rows, self.patience_s, self.wait = most_rows, patience_s, wait
+    def __init__(self, *, most_rows: int, patience_s: float | None = None, mark: Mark | None = None) -> None:
+        self.most_rows, self.patience_s, self.mark = most_rows, patience_s, mark
         self.changed = threading.Condition()
         self.busy = False
-        self.asked = False
-        """Whether the device was asked for a round that it may not have done yet."""
-        self.begun, self.free_since = 0.0, 0.0
-        self.last_round_s = 0.0
+        """Whether somebody asks the device for something, or the host does it."""
+        self.asked: deque[_Asked] = deque(maxlen=2)
+        """The last things that the device was asked for, unless it is known to have done them."""
+        self.settling = False
+        self.free_since, self.last_round_s = 0.0, 0.0
+        self.turn = threading.Lock()
+        self.whose: int | None = None
+        """The call that has the turn."""
         self.where: dict[int, MeetingPlace | None] = {}
         """Each call that is under way, with the model that it was last at."""
 
@@ -94,9 +109,27 @@ class Rendezvous:
         try:
             yield
         finally:
+            self.pass_on()
             with self.changed:
                 self.where.pop(who, None)
+                if not self.where:
+                    self.asked.clear()
                 self.changed.notify_all()
+
+    def take_turn(self) -> None:
+        """Wait for this thread's turn to go on after a round, or until it seems that whoever has it waits as well.
+
+        All could go on at once, but Python runs one at a time: what they do between two rounds takes twice as long
+        where each operation is another thread's.
+        """
+        if self.turn.acquire(timeout=_TURN_S):
+            self.whose = threading.get_ident()
+
+    def pass_on(self) -> None:
+        """Let the next one go on."""
+        if self.whose == threading.get_ident():
+            self.whose = None
+            self.turn.release()
 
     def is_part(self) -> bool:
         """Whether this thread's call takes part."""
@@ -121,32 +154,38 @@ class Rendezvous:
     @contextmanager
     def releasing(self) -> Iterator[None]:
         """Let go of the device after the block; it was taken already."""
-        self.begun = time.monotonic()
+        begun = time.monotonic()
         try:
             yield
         finally:
             with self.changed:
-                self.asked = self.wait is not None
-                self._free()
+                self.busy = False
+                self.changed.notify_all()
+                if self.mark is None:
+                    self._note_free(begun)
+                else:
+                    self.asked.append(_Asked(begun, self.mark()))
 
     def settle(self) -> None:
-        """Wait until the device has done what it was asked for; whoever comes meanwhile goes into the next round.
+        """Wait until the device has done the first thing that it was asked for; others may ask it for more meanwhile.
 
         The lock is held when this is called, and is not while it waits.
         """
-        self.busy, self.asked = True, False
+        first, self.settling = self.asked[0], True
         self.changed.release()
         try:
-            if self.wait is not None:
-                self.wait()
+            first.wait()
         finally:
             self.changed.acquire()
-            self._free()
+            self.settling = False
+            if self.asked and self.asked[0] is first:
+                self.asked.popleft()
+            self._note_free(first.begun)
+            self.changed.notify_all()
 
-    def _free(self) -> None:
-        self.busy, self.free_since = False, time.monotonic()
-        self.last_round_s = self.free_since - self.begun
-        self.changed.notify_all()
+    def _note_free(self, begun: float) -> None:
+        self.free_since = time.monotonic()
+        self.last_round_s = self.free_since - begun
 
 
 class MeetingPlace:
@@ -196,11 +235,11 @@ class MeetingPlace:
                 self.full_rows[rows] = min(self._time(args, kwargs) for _ in range(_RUNS))
 
     def _time(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        wait = self.rendezvous.wait or (lambda: None)
-        wait()
+        mark = self.rendezvous.mark or (lambda: lambda: None)
+        mark()()
         start = time.monotonic()
         self.run(*args, **kwargs)
-        wait()
+        mark()()
         return time.monotonic() - start
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,6 +248,7 @@ class MeetingPlace:
         if not there.is_part() or torch.is_grad_enabled() or torch.compiler.is_compiling():
             with there.occupying():
                 return self.run(*args, **kwargs)
+        there.pass_on()
         if self.heard is not None:
             self._listen(args, kwargs)
         ticket = make_ticket(args, kwargs) if self.joins else None
@@ -220,6 +260,7 @@ class MeetingPlace:
             batch = self._await(one)
             if batch:
                 self._run_round(batch)
+        there.take_turn()
         if one.error is not None:
             raise one.error
         return one.result
@@ -250,38 +291,46 @@ class MeetingPlace:
     def _await(self, one: _Waiting) -> list[_Waiting]:
         """Wait until the call is in a round that another runs, or a round is this thread's to run: the calls in it.
 
-        While a round runs, whoever comes joins the next one: it is put together when the device is free.
+        Once all are here, a round is asked for while the device still does the one before. Until then they are waited
+        for as long as it has something to do, and patiently after that.
         """
         there = self.rendezvous
         with there.changed:
             while not one.done:
                 left: float | None = None
                 if not one.taken and not there.busy:
-                    if there.asked:
-                        there.settle()
-                        continue
-                    left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
-                    if left <= 0 or self._all_here(one):
-                        batch = self._take()
-                        there.busy = True
-                        return batch
+                    ready = len(there.asked) <= 1 and self._all_here(one)
+                    if there.asked and not ready:
+                        if not there.settling:
+                            there.settle()
+                            continue
+                    else:
+                        left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
+                        if ready or left <= 0:
+                            there.busy = True
+                            return self._take()
                 there.changed.wait(left)
         return []
 
     def _all_here(self, one: _Waiting) -> bool:
         """Whether nobody who was last at this model is still on the way, or no more would go into the round."""
-        here = {other.who for other in self.waiting}
-        coming = [who for who, place in self.rendezvous.where.items() if place is self and who not in here]
-        rows = sum(other.ticket.rows for other in self.waiting if other.ticket.joins(one.ticket))
-        return not coming or rows >= self.rendezvous.most_rows
+        coming = sum(place is self for place in self.rendezvous.where.values()) - len(self.waiting)
+        most = self.rendezvous.most_rows
+        if coming <= 0 or sum(other.ticket.rows for other in self.waiting) < most:
+            return coming <= 0
+        return sum(other.ticket.rows for other in self.waiting if other.ticket.joins(one.ticket)) >= most
 
     def _take(self) -> list[_Waiting]:
         """The call that waits longest and those that go with it, as many as fit and are worth it.
 
-        Whoever is left out waits longest from then on, and goes into the next round, which may be another's to run.
+        Whoever is left out waits longest from then on, and goes into the next round, which may be another's to run. Who
+        came when as many were under way as go into a batch takes the place of one that is missing, and no other.
         """
-        first = self.waiting[0]
-        group = [other for other in self.waiting if other.ticket.joins(first.ticket)]
+        calls = max(1, self.rendezvous.most_rows // self.waiting[0].ticket.rows)
+        regulars = set(itertools.islice(self.rendezvous.where, calls))  # in the order of their coming
+        waiting = sorted(self.waiting, key=lambda one: one.who not in regulars)
+        first = waiting[0]
+        group = [other for other in waiting if other.ticket.joins(first.ticket)]
         most = min(self.rendezvous.most_rows, self._find_size(sum(other.ticket.rows for other in group)))
         batch, rows = [first], first.ticket.rows
         for other in group[1:]:

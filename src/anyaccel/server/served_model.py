@@ -29,7 +29,7 @@ from anyaccel.runtime.recovery import apply_rule, let_go_of_frames
 from anyaccel.runtime.request import read_request
 from anyaccel.server.denoising import Watcher, watching_steps
 from anyaccel.server.messages import ModelFacts
-from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.settings import ServedName, Settings, count_in_hand
 from anyaccel.server.shared import SharedPipeline, light_copy
 from anyaccel.server.turnstile import Turnstile
 from anyaccel.server.work import Task, Work
@@ -87,7 +87,7 @@ class ServedModel:
             steps=self.defaults.get("num_inference_steps", find_default(self.pipe, "num_inference_steps")),
             guidance=self.defaults.get("guidance_scale", find_default(self.pipe, "guidance_scale")),
             joins=self.joins,
-            at_once=self.turnstile.at_once,
+            at_once=self.at_once,
             plan=str(plan),
             loras=tuple(one.name for one in self.settings.loras),
         )
@@ -181,13 +181,13 @@ class ServedModel:
         except Exception as error:  # noqa: BLE001 - the model still serves, one call at a time
             _LOG.warning("anyaccel: calls of %s are no longer joined: %r", self.name, error)
             self.close()
-            self.turnstile.at_once = 1
+            self._let_in(1)
 
     def _warm_up(self) -> None:
         """Make one picture of each size, and find out which models can run several calls as one."""
         for width, height in self.sizes:
             self.pipe(**self._trial(_PROMPTS[0], width, height, _STEPS), seed=0)
-        self.turnstile.at_once = 1
+        self._let_in(1)
         placement = find_placement(self.pipe)
         assert placement is not None
         if placement.residence != "resident" or placement.plan.reuse.value is not None:
@@ -207,7 +207,12 @@ class ServedModel:
         if not any(self.joins.get(name) for name in placement.denoisers):
             shared.close()
             return
-        self.shared, self.turnstile.at_once = shared, most
+        self.shared = shared
+        self._let_in(most)
+
+    def _let_in(self, at_once: int) -> None:
+        """So many pictures are made at once from now on."""
+        self.at_once, self.turnstile.at_once = at_once, count_in_hand(at_once)
 
     def _try_tasks(self) -> None:
         """Run the other tasks once: diffusers has a pipeline for many models that then refuses some of them."""

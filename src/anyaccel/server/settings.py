@@ -16,6 +16,7 @@ __all__ = [
     "Limits",
     "ServedName",
     "Settings",
+    "count_in_hand",
     "is_loopback",
     "name_owner",
     "read_limits",
@@ -88,6 +89,16 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     otlp: str | None = None
     """Where traces go."""
+
+    @property
+    def in_hand(self) -> int:
+        """Pictures that a worker is given: some more than it makes at once, as `count_in_hand` says."""
+        return count_in_hand(self.max_batch)
+
+
+def count_in_hand(at_once: int) -> int:
+    """How many calls may be under way where so many run as one: while one is decoded, another takes its place."""
+    return at_once + at_once // 4
 
 
 def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:

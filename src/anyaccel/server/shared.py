@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from anyaccel.backends.host import is_host
 from anyaccel.runtime.placement import Placement, find_components, find_models, find_placement, keep_placement
 from anyaccel.server.joining import Ticket
-from anyaccel.server.rendezvous import MeetingPlace, Rendezvous
+from anyaccel.server.rendezvous import Mark, MeetingPlace, Rendezvous
 
 __all__ = ["SharedPipeline"]
 
@@ -27,7 +27,7 @@ class SharedPipeline:
 
     def __init__(self, pipe: Any, *, most_rows: int = _MOST_ROWS, patience_s: float | None = None) -> None:
         self.pipe = pipe
-        self.rendezvous = Rendezvous(most_rows=most_rows, patience_s=patience_s, wait=_find_wait(pipe))
+        self.rendezvous = Rendezvous(most_rows=most_rows, patience_s=patience_s, mark=_find_mark(pipe))
         self.meetings = {name: self._put(module) for name, module in _list_meeting_places(pipe)}
 
     def run(self, call: Mapping[str, Any], copied: Any = None) -> Any:
@@ -88,12 +88,12 @@ class SharedPipeline:
         return meeting
 
 
-def _find_wait(pipe: Any) -> Callable[[], None] | None:
-    """What waits for the device; None on the host, which has done what it was asked for when a call returns."""
+def _find_mark(pipe: Any) -> Mark | None:
+    """What marks how far the device was asked; None on the host, which has done all when a call returns."""
     placement = find_placement(pipe)
     if placement is None or is_host(placement.opened.torch_device):
         return None
-    return functools.partial(placement.opened.driver.synchronize, placement.opened.index)
+    return functools.partial(placement.opened.driver.mark, placement.opened.index)
 
 
 def _list_meeting_places(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -94,6 +94,7 @@ class Shelf:
             if oldest is None:  # all are in use: whoever ends first makes room
                 time.sleep(_LOOK_S)
                 continue
+            gc.unfreeze()  # the model's own objects, some of which hold one another
             gc.collect()
             if self.opened is not None:
                 try:

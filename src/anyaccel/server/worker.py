@@ -6,6 +6,7 @@ another machine holds a worker as well.
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -98,7 +99,7 @@ class Worker:
     def __init__(self, settings: Settings, tell: Callable[[Any], None]) -> None:
         self.settings, self.tell = settings, tell
         self.stops: dict[str, threading.Event] = {}
-        self.threads = ThreadPoolExecutor(settings.max_batch, thread_name_prefix="picture")
+        self.threads = ThreadPoolExecutor(settings.in_hand, thread_name_prefix="picture")
         self.started = 0
         self.loaded = threading.Event()
 
@@ -125,6 +126,7 @@ class Worker:
             self.started += 1
             self.tell(Loading(self.started, total, f"{served.name} is ready"))
         self.loaded.set()
+        gc.freeze()  # looking for garbage among all that is there now would hold every call up, each time
         return tuple(facts)
 
     def begin(self, said: Run) -> None:

@@ -52,7 +52,7 @@ class WorkerProcess:
             target=run_worker, args=(settings, self._there), name="anyaccel-worker", daemon=False
         )
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._most = settings.max_batch
+        self._most = settings.in_hand
         self._ending = threading.Lock()
         self._ended = False
 
@@ -74,7 +74,7 @@ class WorkerProcess:
             raise EOFError from error
 
     def has_room(self, busy: int, pictures: int) -> bool:
-        """As many as one device makes at once; a job that is larger than that comes when nothing else runs."""
+        """As many as one device has in hand; a job that is larger than that comes when nothing else runs."""
         return busy == 0 or busy + pictures <= self._most
 
     def end(self) -> None:
