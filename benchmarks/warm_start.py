@@ -28,11 +28,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def measure(works: list[Work]) -> dict[str, Any]:
-    """The first picture's seconds of each work, or why there is none."""
+    """The first picture's seconds of each work and of the compiler in it, or why there is none."""
     rows = run_together(works, rounds=1, tell=lambda words: print(words, file=sys.stderr))
-    return {
-        row["title"]: row["variants"][OURS]["first_picture_s"] if "variants" in row else row["error"] for row in rows
-    }
+    return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 
 def compare(groups: list[list[Work]]) -> list[dict[str, Any]]:
@@ -42,13 +40,21 @@ def compare(groups: list[list[Work]]) -> list[dict[str, Any]]:
         os.environ[CACHE_VARIABLE] = folder
         for group in groups:
             empty, filled = measure(group), measure(group)
-            for title, seconds in empty.items():
-                row: dict[str, Any] = {"title": title, "empty_s": seconds, "filled_s": filled[title]}
-                if isinstance(seconds, float) and isinstance(filled[title], float):
-                    row["share"] = round(filled[title] / seconds, 3)
-                rows.append(row)
-                print(row, flush=True)
+            for title in empty:
+                rows.append(describe(title, empty[title], filled[title]))
+                print(rows[-1], flush=True)
     return rows
+
+
+def describe(title: str, empty: dict[str, Any] | str, filled: dict[str, Any] | str) -> dict[str, Any]:
+    """Both first pictures, their ratio, and where the time goes."""
+    if isinstance(empty, str) or isinstance(filled, str):
+        return {"title": title, "error": next(said for said in (empty, filled) if isinstance(said, str))}
+    before, after = empty["first_picture_s"], filled["first_picture_s"]
+    return {
+        "title": title, "empty_s": before, "filled_s": after, "share": round(after / before, 3),
+        "empty_compiling_s": empty.get("compiling_s"), "filled_compiling_s": filled.get("compiling_s"),
+    }  # fmt: skip
 
 
 def main() -> None:

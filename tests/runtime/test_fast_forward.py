@@ -1,6 +1,7 @@
 """What stands in for a forward: the same output from recordings, none that is stale, and a model that stays a model."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, release
 from anyaccel.runtime.snapshot import Snapshot
+from anyaccel.runtime.speed import _collecting_later
 
 
 class Recorder:
@@ -170,3 +172,18 @@ def test_a_pipeline_that_is_recorded_makes_the_same_picture(monkeypatch: pytest.
     assert recorder.replayed
     assert "recorded" in pipe.plan.capture.reason
     assert pipe.to("cpu", capture=False).unet.forward.__self__ is pipe.unet
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_is_looked_for_again_after_compiling(before: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        with pytest.raises(RuntimeError), _collecting_later(True):
+            assert not gc.isenabled()
+            raise RuntimeError
+        assert gc.isenabled() is before
+        with _collecting_later(False):
+            assert gc.isenabled() is before
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -62,6 +62,33 @@ def test_a_layer_stays_a_layer(kernel: int) -> None:
     assert layer not in host_layers._FILTERS
 
 
+@torch.no_grad()
+def test_a_compiler_is_given_the_plain_layers() -> None:
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn2 = torch.nn.ModuleDict({"to_k": torch.nn.Linear(32, 32)})
+            self.layer = convolution()
+
+        def forward(self, picture: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.attn2["to_k"](self.layer(picture))
+            return made
+
+    model, picture = Both(), torch.randn(2, 64, 32, 32)
+    plain = model(picture)
+    host_layers.install(model)
+    called: set[str] = set()
+
+    def look(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(model, backend=look, fullgraph=True)
+    torch.testing.assert_close(compiled(picture), plain, rtol=1e-5, atol=1e-5)
+    assert any("conv2d" in name for name in called), called
+    torch._dynamo.reset()
+
+
 def test_gradients_go_the_usual_way() -> None:
     def has_gradient() -> bool:
         layer = convolution()

@@ -43,13 +43,13 @@ class _Worker:
         """The first pictures, and the last of them in a file, to be compared."""
         import numpy
 
-        first = self.picture()[1]
+        first, compiling = self.picture()[1], _read_compile_times()
         made = None
         for _ in range(pictures - 1):
             made, _ = self.picture()
         made = made if made is not None else self.picture()[0]
         numpy.save(self.folder / f"{self.variant}.npy", made.images.float().cpu().numpy())
-        return {"first_picture_s": round(first, 4)}
+        return {"first_picture_s": round(first, 4), **({"compiling_s": compiling} if compiling else {})}
 
     def measure(self) -> dict[str, Any]:
         return {"seconds": self.picture()[1]}
@@ -92,6 +92,13 @@ class _Worker:
         ]
         busy = round(sum(one.device_time_total for one in kernels) / 1e6, 4)
         return {"kernels": sum(one.count for one in kernels), "busy_s": busy, "most": most[:15]}
+
+
+def _read_compile_times() -> dict[str, float]:
+    """What torch's compiler says of its own time, the longest first; one part may be inside another."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    found = {name: round(sum(times), 2) for name, times in getattr(utils, "compilation_time_metrics", {}).items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:12])
 
 
 def main() -> None:

@@ -63,6 +63,8 @@ def serves(module: torch.nn.Module) -> bool:
 def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
     """The forward of a convolution; named so that what is pickled or copied finds the class's own again."""
     weight, bias = self.weight, self.bias
+    if torch.compiler.is_compiling():  # a compiler has ways of its own, and no state to keep
+        return _convolve_plainly(self, picture)
     if torch.is_grad_enabled() or picture.dtype != torch.float32 or weight.dtype != torch.float32 or picture.dim() != 4:
         return _convolve_plainly(self, picture)
     if self.kernel_size == (1, 1):
@@ -93,6 +95,8 @@ def _convolve_plainly(layer: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Te
 
 def project_once(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     """The forward of what an encoded prompt goes through in attention: the same at every step, so done at the first."""
+    if torch.compiler.is_compiling():
+        return functional.linear(rows, self.weight, self.bias)
     once = not torch.is_grad_enabled() and not rows.is_inference() and not self.weight.is_inference()
     state = (_read_state(rows), _read_state(self.weight)) if once else None
     kept = _PROJECTED.get(self)
