@@ -179,9 +179,11 @@ def test_garbage_is_looked_for_again_after_compiling(before: bool) -> None:
     was = gc.isenabled()
     try:
         (gc.enable if before else gc.disable)()
-        with pytest.raises(RuntimeError), _collecting_later(True):
+        with _collecting_later(True):
             assert not gc.isenabled()
-            raise RuntimeError
+        assert gc.isenabled() is before
+        with pytest.raises(ZeroDivisionError), _collecting_later(True):
+            1 / 0  # noqa: B018
         assert gc.isenabled() is before
         with _collecting_later(False):
             assert gc.isenabled() is before
