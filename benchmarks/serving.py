@@ -160,7 +160,7 @@ def make_shared(work: Work, sizes: Sequence[int]) -> tuple[SharedPipeline, dict[
     with torch.no_grad():
         torch.compiler.set_stance("force_eager")
         pipe(**short, seed=0)
-        shared = SharedPipeline(pipe, most_rows=2 * MOST)
+        shared = SharedPipeline(pipe, most_calls=MOST)
         joins = shared.warm_up({**short, "seed": 0}, {**short, "seed": 1})
         assert joins["unet"], joins
         torch.compiler.set_stance("default")

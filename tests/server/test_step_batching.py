@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -190,7 +191,7 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
             with there.changed:
                 assert there.changed.wait_for(lambda: len(meeting.waiting) == 2, 60)
 
-    there = Rendezvous(most_rows=4, patience_s=60, mark=mark)
+    there = Rendezvous(most_calls=4, patience_s=60, mark=mark)
     meeting = MeetingPlace(Later(), there)
 
     def call() -> torch.Tensor:
@@ -222,7 +223,7 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
     def mark() -> Callable[[], None]:
         return functools.partial(seen.append, f"wait for {next(marks)}")
 
-    there = Rendezvous(most_rows=4, mark=mark)
+    there = Rendezvous(most_calls=4, mark=mark)
     meeting = MeetingPlace(Told(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(4):
@@ -232,7 +233,7 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
 
 def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None:
     seen: list[str] = []
-    there = Rendezvous(most_rows=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
+    there = Rendezvous(most_calls=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         meeting(torch.zeros(1, 2))
@@ -247,7 +248,7 @@ def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None
 
 def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyaccel.server.rendezvous._TURN_S", 60)
-    there = Rendezvous(most_rows=4, patience_s=60)
+    there = Rendezvous(most_calls=4, patience_s=60)
     meeting = MeetingPlace(torch.nn.Identity(), there)
     begin, inside, most = threading.Barrier(4), [0], [0]
 
@@ -272,30 +273,118 @@ def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
-    there = Rendezvous(most_rows=4, patience_s=0.01)
+    there = Rendezvous(most_calls=4, patience_s=0.01)
     meeting = MeetingPlace(torch.nn.Identity(), there)
-    others_done = threading.Event()
+    has_the_turn, other_done = threading.Event(), threading.Event()
 
-    def call(waits: bool) -> None:
+    def wait() -> None:
         with there.taking_part(), torch.no_grad():
             meeting(torch.zeros(1, 2))
-            if waits:
-                assert others_done.wait(60), "the other cannot go on"
-            else:
-                others_done.set()
+            has_the_turn.set()
+            assert other_done.wait(60), "the other cannot go on"
+
+    def go_on() -> None:
+        with there.taking_part(), torch.no_grad():
+            assert has_the_turn.wait(60)
+            meeting(torch.zeros(1, 2))
+            other_done.set()
 
     with ThreadPoolExecutor(2) as threads:
-        for one in [threads.submit(call, waits) for waits in (True, False)]:
+        for one in [threads.submit(wait), threads.submit(go_on)]:
             one.result(60)
 
 
+def test_a_call_that_is_decoded_does_not_take_the_turn() -> None:
+    there = Rendezvous(most_calls=4)
+    decoder = MeetingPlace(torch.nn.Identity(), there, steps=False)
+    with there.taking_part(), torch.no_grad():
+        decoder(torch.zeros(1, 2))
+        assert there.whose is None
+
+
+@pytest.mark.parametrize("where", ["a comparison", "the device"])
+def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that meets it hears of it; nothing of it stays, and the next one runs."""
+    broken = [True]
+
+    def fail(*_: object) -> bool:
+        if broken[0]:
+            broken[0] = False
+            raise RuntimeError("out of memory")
+        return True
+
+    there = Rendezvous(most_calls=4, mark=lambda: lambda: None)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    with there.taking_part(), torch.no_grad():
+        for _ in range(2):
+            meeting(torch.zeros(1, 2))
+        if where == "a comparison":
+            monkeypatch.setattr("anyaccel.server.joining.Ticket.joins", fail)
+        else:
+            there.asked[0] = replace(there.asked[0], wait=lambda: None if fail() else None)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            meeting(torch.zeros(1, 2))
+        assert not there.busy
+        assert meeting.waiting == []
+        assert meeting(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+
+
+def test_a_device_that_cannot_tell_how_far_it_is_has_one_round_at_a_time() -> None:
+    seen: list[str] = []
+    there = Rendezvous(most_calls=4, mark=lambda: lambda: seen.append(f"wait, busy: {there.busy}"), exact=False)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    with there.taking_part(), torch.no_grad():
+        for _ in range(3):
+            meeting(torch.zeros(1, 2))
+            seen.append("asked")
+    assert seen == ["asked", "wait, busy: True", "asked", "wait, busy: True", "asked"]
+
+
+def test_what_calls_share_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the host waits for the answer."""
+    asked: list[bool] = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda one, other: asked.append(True) or equal(one, other))  # type: ignore[func-returns-value]
+    rows, places, others = torch.zeros(1, 2), torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2)
+    first, second = make_ticket((rows, places), {}), make_ticket((rows, others), {})
+    assert first is not None
+    assert second is not None
+    assert [first.joins(second) for _ in range(3)] == [True] * 3
+    assert len(asked) == 1
+    others.add_(1)
+    assert not first.joins(second), "it changed"
+
+
+def test_a_round_has_no_more_calls_than_were_asked_for() -> None:
+    there = Rendezvous(most_calls=2, patience_s=60)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    begin = threading.Barrier(3)
+
+    def call() -> None:
+        with there.taking_part(), torch.no_grad():
+            with there.changed:
+                there.where[threading.get_ident()] = meeting
+            begin.wait(60)
+            for _ in range(4):
+                meeting(torch.zeros(1, 2))
+
+    with ThreadPoolExecutor(3) as threads:
+        for one in [threads.submit(call) for _ in range(3)]:
+            one.result(60)
+    assert meeting.seen.sizes == {2: 4, 1: 4}, "the two that came first together, and then the third"
+
+
 def test_who_came_beyond_a_full_batch_takes_the_place_of_one_that_is_missing() -> None:
-    there = Rendezvous(most_rows=2)
+    there = Rendezvous(most_calls=2)
     meeting = MeetingPlace(torch.nn.Identity(), there)
     ticket = make_ticket((torch.zeros(1, 2),), {})
     assert ticket is not None
     there.where = dict.fromkeys((1, 2, 3), meeting)  # in the order of their coming
     third, first, second = (_Waiting(ticket, who, since=0.0) for who in (3, 1, 2))
+    meeting.waiting = [third, first]
+    assert not meeting._all_here(), "the second is needed, though two are here"
+    meeting.waiting = [first, second]
+    assert meeting._all_here(), "the third is not"
     meeting.waiting = [third, first, second]
     assert meeting._take() == [first, second], "the third waits longest, but came last"
     meeting.waiting = [third, second]
@@ -315,7 +404,7 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
             assert given.shape[0] in seconds, "a size that nobody made ready"
             return given + 1
 
-    there = Rendezvous(most_rows=4, patience_s=60)
+    there = Rendezvous(most_calls=4, patience_s=60)
     meeting = MeetingPlace(Count(), there)
     meeting.full_rows = seconds
     together = threading.Barrier(3)
@@ -345,7 +434,7 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
 
 def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
     waited: list[float] = []
-    there = Rendezvous(most_rows=4, mark=lambda: lambda: waited.append(time.monotonic()))
+    there = Rendezvous(most_calls=4, mark=lambda: lambda: waited.append(time.monotonic()))
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(3):

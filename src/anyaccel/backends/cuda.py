@@ -418,7 +418,9 @@ ROCM = replace(
 
 
 class CudaDriver(Driver):
-    """CUDA: work can be recorded as a graph."""
+    """CUDA: work can be recorded as a graph, and marked by events."""
+
+    marks = True
 
     def __init__(self, sheet: Sheet) -> None:
         super().__init__(sheet)

@@ -42,6 +42,9 @@ class Memory:
 class Driver:
     """Does things on the devices of one sheet; the default goes through `torch.get_device_module`."""
 
+    marks = False
+    """Whether what `mark` gives waits for what was asked before it alone."""
+
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
 

@@ -34,7 +34,7 @@ _RUNS = 4
 """Of a size of batch that is made ready: the first compiles, and the third is recorded."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
     """A call that waits for its round."""
 
@@ -81,12 +81,16 @@ class Rendezvous:
     time that the last round took.
 
     An accelerator is asked for a round and does it later. `mark` notes how far it was asked, and gives what waits until
-    it is there. While it does one round it is asked for the next, so that it never stands idle between two, but for no
-    more: whoever comes would find the steps of all others asked for already.
+    it is there. Where that is exact, the device is asked for the next round while it does one, so that it never stands
+    idle between two, but for no more: whoever comes would find the steps of all others asked for already.
     """
 
-    def __init__(self, *, most_rows: int, patience_s: float | None = None, mark: Mark | None = None) -> None:
-        self.most_rows, self.patience_s, self.mark = most_rows, patience_s, mark
+    def __init__(
+        self, *, most_calls: int, patience_s: float | None = None, mark: Mark | None = None, exact: bool = True
+    ) -> None:
+        self.most_calls, self.patience_s, self.mark = most_calls, patience_s, mark
+        self.ahead = 1 if exact else 0
+        """Rounds that the device may have to do when it is asked for one more."""
         self.changed = threading.Condition()
         self.busy = False
         """Whether somebody asks the device for something, or the host does it."""
@@ -163,36 +167,42 @@ class Rendezvous:
                 self.changed.notify_all()
                 if self.mark is None:
                     self._note_free(begun)
-                else:
+                elif self.where:
                     self.asked.append(_Asked(begun, self.mark()))
 
     def settle(self) -> None:
         """Wait until the device has done the first thing that it was asked for; others may ask it for more meanwhile.
 
-        The lock is held when this is called, and is not while it waits.
+        Not where more is waited for than that. The lock is held when this is called, and is not while it waits.
         """
-        first, self.settling = self.asked[0], True
+        first, self.settling, self.busy = self.asked[0], True, not self.ahead
         self.changed.release()
         try:
             first.wait()
         finally:
             self.changed.acquire()
             self.settling = False
+            if not self.ahead:
+                self.busy = False
             if self.asked and self.asked[0] is first:
                 self.asked.popleft()
             self._note_free(first.begun)
             self.changed.notify_all()
 
     def _note_free(self, begun: float) -> None:
-        self.free_since = time.monotonic()
-        self.last_round_s = self.free_since - begun
+        now = time.monotonic()
+        self.last_round_s, self.free_since = now - max(begun, self.free_since), now
 
 
 class MeetingPlace:
     """Stands in for one model's forward."""
 
-    def __init__(self, module: torch.nn.Module, rendezvous: Rendezvous, *, joins: bool = True) -> None:
+    def __init__(
+        self, module: torch.nn.Module, rendezvous: Rendezvous, *, joins: bool = True, steps: bool = True
+    ) -> None:
         self.module, self.rendezvous, self.joins = module, rendezvous, joins
+        self.steps = steps
+        """Whether calls come again after a round; if not, they may wait for the device next, and take no turns."""
         self.before: Any = vars(module).get("forward")
         """What stood in for the model's forward already, such as what is compiled or recorded."""
         self.run: Run = self.before if self.before is not None else MethodType(type(module).forward, module)
@@ -256,11 +266,15 @@ class MeetingPlace:
             return self._run_alone(args, kwargs)
         one = _Waiting(ticket, threading.get_ident(), time.monotonic())
         self._enter(one)
-        while not one.done:
-            batch = self._await(one)
-            if batch:
-                self._run_round(batch)
-        there.take_turn()
+        try:
+            while not one.done:
+                batch = self._await(one)
+                if batch:
+                    self._run_round(batch)
+        finally:
+            self._leave(one)
+        if self.steps:
+            there.take_turn()
         if one.error is not None:
             raise one.error
         return one.result
@@ -288,6 +302,13 @@ class MeetingPlace:
                 there.changed.notify_all()  # whoever waited for this one elsewhere need not; those here see no change
             self.waiting.append(one)
 
+    def _leave(self, one: _Waiting) -> None:
+        """Whatever ended the wait, nobody is to count on the call any more."""
+        with self.rendezvous.changed:
+            if one in self.waiting:
+                self.waiting.remove(one)
+                self.rendezvous.changed.notify_all()
+
     def _await(self, one: _Waiting) -> list[_Waiting]:
         """Wait until the call is in a round that another runs, or a round is this thread's to run: the calls in it.
 
@@ -299,7 +320,7 @@ class MeetingPlace:
             while not one.done:
                 left: float | None = None
                 if not one.taken and not there.busy:
-                    ready = len(there.asked) <= 1 and self._all_here(one)
+                    ready = len(there.asked) <= there.ahead and self._all_here()
                     if there.asked and not ready:
                         if not there.settling:
                             there.settle()
@@ -307,39 +328,40 @@ class MeetingPlace:
                     else:
                         left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
                         if ready or left <= 0:
+                            batch = self._take()
                             there.busy = True
-                            return self._take()
+                            return batch
                 there.changed.wait(left)
         return []
 
-    def _all_here(self, one: _Waiting) -> bool:
-        """Whether nobody who was last at this model is still on the way, or no more would go into the round."""
-        coming = sum(place is self for place in self.rendezvous.where.values()) - len(self.waiting)
-        most = self.rendezvous.most_rows
-        if coming <= 0 or sum(other.ticket.rows for other in self.waiting) < most:
-            return coming <= 0
-        return sum(other.ticket.rows for other in self.waiting if other.ticket.joins(one.ticket)) >= most
+    def _all_here(self) -> bool:
+        """Whether nobody who was last at this model is still on the way, or at least nobody whom a full round needs."""
+        here, where = {one.who for one in self.waiting}, self.rendezvous.where
+        coming = {who for who, place in where.items() if place is self and who not in here}
+        return not coming or (len(here) >= self.rendezvous.most_calls and not coming & self._list_regulars())
+
+    def _list_regulars(self) -> set[int]:
+        """Those that are under way longest, as many as go into a round; all others are in reserve."""
+        return set(itertools.islice(self.rendezvous.where, self.rendezvous.most_calls))
 
     def _take(self) -> list[_Waiting]:
         """The call that waits longest and those that go with it, as many as fit and are worth it.
 
         Whoever is left out waits longest from then on, and goes into the next round, which may be another's to run. Who
-        came when as many were under way as go into a batch takes the place of one that is missing, and no other.
+        is in reserve takes the place of one that is missing, such as one that is decoded, and no other.
         """
-        calls = max(1, self.rendezvous.most_rows // self.waiting[0].ticket.rows)
-        regulars = set(itertools.islice(self.rendezvous.where, calls))  # in the order of their coming
+        regulars = self._list_regulars()
         waiting = sorted(self.waiting, key=lambda one: one.who not in regulars)
-        first = waiting[0]
-        group = [other for other in waiting if other.ticket.joins(first.ticket)]
-        most = min(self.rendezvous.most_rows, self._find_size(sum(other.ticket.rows for other in group)))
-        batch, rows = [first], first.ticket.rows
-        for other in group[1:]:
-            if rows + other.ticket.rows <= most:
-                batch.append(other)
-                rows += other.ticket.rows
-        for other in batch:
-            other.taken = True
-            self.waiting.remove(other)
+        group = [one for one in waiting if one.ticket.joins(waiting[0].ticket)][: self.rendezvous.most_calls]
+        most = self._find_size(sum(one.ticket.rows for one in group))
+        batch, rows = [waiting[0]], waiting[0].ticket.rows
+        for one in group[1:]:
+            if rows + one.ticket.rows <= most:
+                batch.append(one)
+                rows += one.ticket.rows
+        for one in batch:
+            one.taken = True
+            self.waiting.remove(one)
         return batch
 
     def _find_size(self, rows: int) -> int:

@@ -195,7 +195,7 @@ class ServedModel:
         most = self._find_most()
         if most == 1:
             return
-        shared = SharedPipeline(self.pipe, most_rows=2 * most)
+        shared = SharedPipeline(self.pipe, most_calls=most)
         self.joins = dict.fromkeys(shared.meetings, True)
         for width, height in self.sizes:
             trials = [{**self._trial(prompt, width, height, 2), "seed": place} for place, prompt in enumerate(_PROMPTS)]

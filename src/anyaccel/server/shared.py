@@ -19,16 +19,21 @@ from anyaccel.server.rendezvous import Mark, MeetingPlace, Rendezvous
 
 __all__ = ["SharedPipeline"]
 
-_MOST_ROWS = 16
+_MOST_CALLS = 8
 
 
 class SharedPipeline:
     """A placed pipeline whose calls may come from several threads at once, and are joined where that is right."""
 
-    def __init__(self, pipe: Any, *, most_rows: int = _MOST_ROWS, patience_s: float | None = None) -> None:
+    def __init__(self, pipe: Any, *, most_calls: int = _MOST_CALLS, patience_s: float | None = None) -> None:
         self.pipe = pipe
-        self.rendezvous = Rendezvous(most_rows=most_rows, patience_s=patience_s, mark=_find_mark(pipe))
-        self.meetings = {name: self._put(module) for name, module in _list_meeting_places(pipe)}
+        placement = find_placement(pipe)
+        exact = placement is not None and placement.opened.driver.marks
+        self.rendezvous = Rendezvous(
+            most_calls=most_calls, patience_s=patience_s, mark=_find_mark(placement), exact=exact
+        )
+        denoisers = placement.denoisers if placement is not None else ()
+        self.meetings = {name: self._put(module, name in denoisers) for name, module in _list_meeting_places(pipe)}
 
     def run(self, call: Mapping[str, Any], copied: Any = None) -> Any:
         """What the pipeline makes of a call; the picture is the one that it would make if nobody else called.
@@ -82,15 +87,14 @@ class SharedPipeline:
         for meeting in self.meetings.values():
             meeting.remove()
 
-    def _put(self, module: torch.nn.Module) -> MeetingPlace:
-        meeting = MeetingPlace(module, self.rendezvous, joins=False)
+    def _put(self, module: torch.nn.Module, steps: bool) -> MeetingPlace:
+        meeting = MeetingPlace(module, self.rendezvous, joins=False, steps=steps)
         module.forward = meeting
         return meeting
 
 
-def _find_mark(pipe: Any) -> Mark | None:
+def _find_mark(placement: Placement | None) -> Mark | None:
     """What marks how far the device was asked; None on the host, which has done all when a call returns."""
-    placement = find_placement(pipe)
     if placement is None or is_host(placement.opened.torch_device):
         return None
     return functools.partial(placement.opened.driver.mark, placement.opened.index)

@@ -74,6 +74,8 @@ class Shelf:
             self.making_room = True
             self._make_room(served, is_stopped)
             model = self.load(served)
+            gc.collect()
+            gc.freeze()  # looking for garbage among all that is there now would hold every call up, each time
         with self.lock:
             self.models[name] = model
             self.users[name] = self.users.get(name, 0) + 1

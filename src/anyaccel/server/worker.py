@@ -6,7 +6,6 @@ another machine holds a worker as well.
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import os
@@ -126,7 +125,6 @@ class Worker:
             self.started += 1
             self.tell(Loading(self.started, total, f"{served.name} is ready"))
         self.loaded.set()
-        gc.freeze()  # looking for garbage among all that is there now would hold every call up, each time
         return tuple(facts)
 
     def begin(self, said: Run) -> None:
