@@ -307,10 +307,13 @@ def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: 
     """The call that meets it hears of it; nothing of it stays, and the next one runs."""
     broken = [True]
 
-    def fail(*_: object) -> bool:
+    def fail() -> None:
         if broken[0]:
             broken[0] = False
             raise RuntimeError("out of memory")
+
+    def joins(*_: object) -> bool:
+        fail()
         return True
 
     there = Rendezvous(most_calls=4, mark=lambda: lambda: None)
@@ -319,9 +322,9 @@ def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: 
         for _ in range(2):
             meeting(torch.zeros(1, 2))
         if where == "a comparison":
-            monkeypatch.setattr("anyaccel.server.joining.Ticket.joins", fail)
+            monkeypatch.setattr("anyaccel.server.joining.Ticket.joins", joins)
         else:
-            there.asked[0] = replace(there.asked[0], wait=lambda: None if fail() else None)
+            there.asked[0] = replace(there.asked[0], wait=fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             meeting(torch.zeros(1, 2))
         assert not there.busy
