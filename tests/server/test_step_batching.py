@@ -43,6 +43,24 @@ def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
     meeting.module.forward = forward
 
 
+def step_together(meeting: MeetingPlace, calls: int, steps: int, between: Callable[[], None] = lambda: None) -> None:
+    """Let so many calls take so many steps, with something to do after each; none begins before all are there."""
+    there, begin = meeting.rendezvous, threading.Barrier(calls)
+
+    def call() -> None:
+        with there.taking_part(), torch.no_grad():
+            with there.changed:
+                there.where[threading.get_ident()] = meeting
+            begin.wait(60)
+            for _ in range(steps):
+                meeting(torch.zeros(1, 2))
+                between()
+
+    with ThreadPoolExecutor(calls) as threads:
+        for one in [threads.submit(call) for _ in range(calls)]:
+            one.result(60)
+
+
 def pixels(made: Any) -> Any:
     return numpy.asarray(made.images if hasattr(made, "images") else made.frames)
 
@@ -250,23 +268,15 @@ def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("anyaccel.server.rendezvous._TURN_S", 60)
     there = Rendezvous(most_calls=4, patience_s=60)
     meeting = MeetingPlace(torch.nn.Identity(), there)
-    begin, inside, most = threading.Barrier(4), [0], [0]
+    inside, most = [0], [0]
 
-    def call() -> None:
-        with there.taking_part(), torch.no_grad():
-            with there.changed:
-                there.where[threading.get_ident()] = meeting
-            begin.wait(60)
-            for _ in range(6):
-                meeting(torch.zeros(1, 2))
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(0.002)
-                inside[0] -= 1
+    def go_on() -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.002)
+        inside[0] -= 1
 
-    with ThreadPoolExecutor(4) as threads:
-        for one in [threads.submit(call) for _ in range(4)]:
-            one.result(60)
+    step_together(meeting, 4, 6, go_on)
     assert most == [1]
     assert there.whose is None
     assert there.turn.acquire(blocking=False)
@@ -361,19 +371,7 @@ def test_what_calls_share_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_round_has_no_more_calls_than_were_asked_for() -> None:
     there = Rendezvous(most_calls=2, patience_s=60)
     meeting = MeetingPlace(torch.nn.Identity(), there)
-    begin = threading.Barrier(3)
-
-    def call() -> None:
-        with there.taking_part(), torch.no_grad():
-            with there.changed:
-                there.where[threading.get_ident()] = meeting
-            begin.wait(60)
-            for _ in range(4):
-                meeting(torch.zeros(1, 2))
-
-    with ThreadPoolExecutor(3) as threads:
-        for one in [threads.submit(call) for _ in range(3)]:
-            one.result(60)
+    step_together(meeting, 3, 4)
     assert meeting.seen.sizes == {2: 4, 1: 4}, "the two that came first together, and then the third"
 
 

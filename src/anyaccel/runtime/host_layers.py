@@ -14,7 +14,7 @@ import time
 import weakref
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import psutil
 import torch
@@ -23,18 +23,16 @@ from torch.nn import functional
 from anyaccel.backends.cache_folder import keep_fact, read_fact
 from anyaccel.runtime.fast_forward import is_free
 from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
+from anyaccel.runtime.tensor_state import TensorState, read_state
 
 __all__ = ["install", "is_installed", "measure_gain", "remove", "serves"]
-
-_State: TypeAlias = tuple[int, int]
-"""Where a tensor lies, and how often it was written."""
 
 
 @dataclass
 class _Filters:
     """The second form of one layer's filters: beside the layer, so that no copy and no pickle carries it."""
 
-    state: _State
+    state: TensorState
     sample: torch.Tensor
     """Some of the weight's numbers: what writes past torch's count of writes changes them too."""
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -73,15 +71,11 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
     if not tile:
         return _convolve_plainly(self, picture)
     kept = _FILTERS.get(self)
-    if kept is None or kept.state != _read_state(weight):
-        kept = _FILTERS[self] = _Filters(_read_state(weight), _sample(weight))
+    if kept is None or kept.state != read_state(weight):
+        kept = _FILTERS[self] = _Filters(read_state(weight), _sample(weight))
     if tile not in kept.tiles:
         kept.tiles[tile] = transform_filters(weight, tile)
     return convolve(picture, kept.tiles[tile], bias, tile)
-
-
-def _read_state(tensor: torch.Tensor) -> _State:
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
@@ -98,7 +92,7 @@ def project_once(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return functional.linear(rows, self.weight, self.bias)
     once = not torch.is_grad_enabled() and not rows.is_inference() and not self.weight.is_inference()
-    state = (_read_state(rows), _read_state(self.weight)) if once else None
+    state = (read_state(rows), read_state(self.weight)) if once else None
     kept = _PROJECTED.get(self)
     if once and kept is not None and kept[0]() is rows and kept[1] == state:
         return kept[2]
