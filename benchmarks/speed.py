@@ -75,6 +75,11 @@ def list_works(names: list[str], device: str, wishes: dict[str, Any]) -> Iterato
         yield replace(work, device=device, dtype="bfloat16", random=True, wishes=told)
 
 
+def tell(words: str) -> None:
+    """Say where the run is, with the time of the day: some first pictures take minutes."""
+    print(f"{datetime.now():%H:%M:%S} {words}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Run the cases and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,7 +101,7 @@ def main() -> None:
     }  # fmt: skip
     works = list(list_works(options.cases, options.device, options.wishes))
     for group in [works] if options.together else [[work] for work in works]:
-        for row in run_together(group, rounds=options.rounds, tell=lambda words: print(words, file=sys.stderr)):
+        for row in run_together(group, rounds=options.rounds, at_once=options.together, tell=tell):
             report["rows"].append(row)
             shown = ("title", "error", "hint", "against stock compiled", "fast against exact", "fast_psnr_db")
             print({key: row.get(key) for key in shown}, flush=True)

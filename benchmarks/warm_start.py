@@ -9,7 +9,6 @@ folder that is empty at first; `--together` starts all cases at once, the first 
 import argparse
 import json
 import os
-import sys
 import tempfile
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -22,14 +21,14 @@ from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
 from anyaccel.bench.work import OURS, Work
 from benchmarks.provenance import read_commit
-from benchmarks.speed import CASES, list_works
+from benchmarks.speed import CASES, list_works, tell
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def measure(works: list[Work]) -> dict[str, Any]:
     """The first picture's seconds of each work and of the compiler in it, or why there is none."""
-    rows = run_together(works, rounds=1, tell=lambda words: print(words, file=sys.stderr))
+    rows = run_together(works, rounds=1, tell=tell)
     return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 

@@ -82,16 +82,16 @@ class _Variant:
 
 def run_bench(work: Work, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
     """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times."""
-    [row] = run_together([work], rounds=rounds, tell=tell)
+    [row] = run_together([work], rounds=rounds, at_once=False, tell=tell)
     if "error" in row:
         raise NotMeasurableError(row["error"], hint=row["hint"])
     return row
 
 
 def run_together(
-    works: Sequence[Work], *, rounds: int = 5, tell: Tell = lambda words: None
+    works: Sequence[Work], *, rounds: int = 5, at_once: bool = True, tell: Tell = lambda words: None
 ) -> Iterator[dict[str, Any]]:
-    """Rows for several works that warm up side by side, where that saves time, and are measured one after another."""
+    """Rows for several works: all warm up at once, or undisturbed by each other, and are measured one after another."""
     unknown = [name for work in works for name in work.variants if name not in VARIANTS]
     if unknown or rounds < 1:
         raise UsageError(f"there is no variant {unknown} or no round to run", hint=f"variants: {', '.join(VARIANTS)}")
@@ -107,10 +107,10 @@ def run_together(
                 stack.callback(variant.close)
                 variant.begin()
                 made.append(variant)
-                if len(works) == 1:  # nothing to save: what comes first is not disturbed by what comes next
+                if not at_once:
                     _hear(variant, work, tell)
             started.append((work, made, own))
-        if len(works) > 1:
+        if at_once:
             for work, made, _ in started:
                 for variant in made:
                     _hear(variant, work, tell)
