@@ -26,7 +26,8 @@ def draw(report: dict[str, Any]) -> str:
         begin = top
         for name, one in variants.items():
             length = ROOM * one["median_s"] / longest
-            ratio = f", {row['against stock compiled']:.2f} times as fast" if name == "anyaccel" else ""
+            against = row.get("against stock compiled")
+            ratio = f", {against:.2f} times as fast" if against and name == "anyaccel" else ""
             lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" fill="{COLOURS[name]}"/>')
             text = f"{one['median_s']:.3f} s{ratio}"
             lines.append(f'<text x="{LEFT + length + 6:.1f}" y="{top + 11}" class="small">{text}</text>')

@@ -3,6 +3,7 @@
     python -m benchmarks.speed cuda                        every case, one after another
     python -m benchmarks.speed cuda --together             they warm up side by side, and are measured one at a time
     python -m benchmarks.speed cuda --cases sdxl "schnell:anyaccel,anyaccel fast"
+    python -m benchmarks.speed cuda --explain h200         what `explain` says of the memory of the rows that are kept
 
 Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in a process of its own, in
 turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--wishes` for anyaccel with others.
@@ -23,11 +24,12 @@ import diffusers
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
-from anyaccel.bench.work import FAST, Work
+from anyaccel.bench.work import FAST, OURS, Work
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 SIDE = {"height": 1024, "width": 1024}
+KINDS = ("unet", "transformer", "vae")
 CASES = {
     "schnell": Work(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-schnell, 1024², 4 steps", floor_s=0.365,
@@ -75,6 +77,23 @@ def list_works(names: list[str], device: str, wishes: dict[str, Any]) -> Iterato
         yield replace(work, device=device, dtype="bfloat16", random=True, wishes=told)
 
 
+def explain_rows(kept: Path, device: str) -> None:
+    """Put beside each row that is kept what `explain` says of its memory, without the models that were left out."""
+    report = json.loads(kept.read_text())
+    for row in report["rows"]:
+        size, images = {side: row["call"][side] for side in SIDE}, row["call"].get("num_images_per_prompt", 1)
+        plan = anyaccel.explain(row["model"], device, batch=images, dtype=row["dtype"], compile=True, **size)
+        assert plan.forecast is not None
+        without = sum(held for name, held in plan.forecast.components if name not in KINDS)
+        row["explained_bytes"] = {
+            "peak": max(held for phase, held in plan.forecast.phases if phase != "encode") - without,
+            "once recorded": plan.forecast.recorded_peak_bytes - without,
+        }
+        held = {name: one["held_bytes"] for name, one in row["variants"].items() if OURS in name}
+        print(row["title"], row["explained_bytes"], "held", held, flush=True)
+    kept.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def tell(words: str) -> None:
     """Say where the run is, with the time of the day: some first pictures take minutes."""
     print(f"{datetime.now():%H:%M:%S} {words}", file=sys.stderr, flush=True)
@@ -88,9 +107,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--wishes", type=json.loads, default={})
+    parser.add_argument("--explain", metavar="PRODUCT")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.explain:
+        explain_rows(options.out / f"speed_{options.device}.json", options.explain)
+        return
     opened, machine = anyaccel.open_device(options.device), this_machine()
     report: dict[str, Any] = {
         "what": "stock diffusers and anyaccel in turns, full size, random weights, without text encoders",

@@ -68,10 +68,6 @@ class _Worker:
         if self.variant in (OURS, FAST):
             found["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in self.pipe.plan.decisions()}
             found["profile"] = self._profile()
-            if (forecast := self.pipe.plan.forecast) is not None:
-                found["predicted_bytes"] = {
-                    "peak": forecast.peak_bytes, "with_recordings": forecast.recorded_peak_bytes,
-                }  # fmt: skip
         return found
 
     def _count_held(self) -> int | None:
