@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -77,10 +76,11 @@ class Boundary:
         if torch.compiler.is_compiling():
             return None
         left = enter_model(self.seam)
-        with ExitStack() as stack:
-            stack.callback(leave_model, *left)
+        try:
             adapted = self._adapt(args, kwargs)
-            stack.pop_all()  # from here on `leave` steps back
+        except BaseException:
+            leave_model(*left)
+            raise
         _LEFT.__dict__.setdefault("stack", []).append(left)
         return adapted
 

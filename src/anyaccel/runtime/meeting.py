@@ -37,12 +37,14 @@ class Meeting:
 
     def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the host's tensors moved if the device's are among them."""
-        if self.on_host or not self._is_mixed(args, kwargs):
+        if self.on_host or not _has_host(args, kwargs) or not self._is_mixed(args, kwargs):
             return args, kwargs
         return tuple(self._bring(value) for value in args), {name: self._bring(value) for name, value in kwargs.items()}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function with its arguments in one place; what is made of the schedulers' numbers is one of them."""
+        if self.on_host or not _has_host(args, kwargs):
+            return func(*args, **kwargs)
         gathered, named = self.gather(args, kwargs)
         result = func(*gathered, **named)
         if (
@@ -87,6 +89,19 @@ class Meeting:
         if tensor.dim() == 0:
             return tensor.clone() if self.clone_numbers and tensor.storage_offset() else tensor
         return send(tensor, self.device)
+
+
+def _has_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor of the host is among the arguments; asked of every call, and most have none."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if is_host(value.device):
+                return True
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, torch.Tensor) and is_host(item.device):
+                    return True
+    return False
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

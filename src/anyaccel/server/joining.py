@@ -19,7 +19,11 @@ _SAME, _SAME_IN_HALF = 1e-4, 3e-2
 _COMPARED: Any = WeakIdKeyDictionary()
 """For each tensor those that it was compared with, their states at that time, and the answer."""
 _LOCK = threading.Lock()
-_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
+_LEAVES = (torch.Tensor, str, int, float, bool, type(None), torch.dtype, torch.device)
+
+
+_Spec = TreeSpec | tuple[int, tuple[str, ...]]
+"""How arguments are put together again; where none is nested, how many have no name, and the names of the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +31,7 @@ class Ticket:
     """One call's arguments, taken apart."""
 
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: _Spec
     rows: int
     """How many rows of a batch it is."""
     key: tuple[Any, ...]
@@ -60,11 +64,27 @@ def _are_equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool(kept[1])
 
 
+def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Spec]:
+    """The leaves of a call's arguments; every call is taken apart at every step, and few have any that are nested."""
+    given = [*args, *kwargs.values()]
+    if all(isinstance(one, _LEAVES) for one in given):
+        return given, (len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+def _put_together(leaves: Sequence[Any], spec: _Spec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(spec, tuple):
+        number, names = spec
+        return tuple(leaves[:number]), dict(zip(names, leaves[number:], strict=True))
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
 def make_ticket(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket | None:
     """A call's ticket; None where an argument may hold what cannot be joined."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = _take_apart(args, kwargs)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
-    if first is None or not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
+    if first is None or not all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return None
     rows = first.shape[0]
     return Ticket(tuple(leaves), spec, rows, tuple(_describe(leaf, rows) for leaf in leaves))
@@ -87,14 +107,12 @@ def join(tickets: Sequence[Ticket], rows: int | None = None) -> tuple[tuple[Any,
     """The arguments of one call in the place of several; with `rows`, filled up to so many by the last row."""
     first = tickets[0]
     if len(tickets) == 1 and rows is None:
-        args, kwargs = tree_unflatten(list(first.leaves), first.spec)
-        return args, kwargs
+        return _put_together(first.leaves, first.spec)
     missing = 0 if rows is None else rows - sum(ticket.rows for ticket in tickets)
     leaves = [
         _join_leaf([ticket.leaves[place] for ticket in tickets], tickets, missing) for place in range(len(first.leaves))
     ]
-    args, kwargs = tree_unflatten(leaves, first.spec)
-    return args, kwargs
+    return _put_together(leaves, first.spec)
 
 
 def _join_leaf(found: list[Any], tickets: Sequence[Ticket], missing: int) -> Any:

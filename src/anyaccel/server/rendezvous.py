@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
@@ -49,7 +49,7 @@ class _Waiting:
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """Something that a device was asked for."""
+    """A round that a device was asked for, and whatever else until the next one."""
 
     begun: float
     wait: Callable[[], None]
@@ -95,12 +95,16 @@ class Rendezvous:
         self.busy = False
         """Whether somebody asks the device for something, or the host does it."""
         self.asked: deque[_Asked] = deque(maxlen=2)
-        """The last things that the device was asked for, unless it is known to have done them."""
+        """The last rounds that the device was asked for, unless it is known to have done them."""
         self.settling = False
+        self.unsaid = False
+        """Whether the device has done a round, and whoever waited for that has told nobody."""
         self.free_since, self.last_round_s = 0.0, 0.0
         self.turn = threading.Lock()
         self.whose: int | None = None
         """The call that has the turn."""
+        self.turns = 0
+        """How many had it."""
         self.where: dict[int, MeetingPlace | None] = {}
         """Each call that is under way, with the model that it was last at."""
 
@@ -126,13 +130,17 @@ class Rendezvous:
         All could go on at once, but Python runs one at a time: what they do between two rounds takes twice as long
         where each operation is another thread's.
         """
-        if self.turn.acquire(timeout=_TURN_S):
-            self.whose = threading.get_ident()
+        before = -1
+        while before != self.turns:
+            before = self.turns
+            if self.turn.acquire(timeout=_TURN_S):
+                self.whose = threading.get_ident()
+                return
 
     def pass_on(self) -> None:
         """Let the next one go on."""
         if self.whose == threading.get_ident():
-            self.whose = None
+            self.whose, self.turns = None, self.turns + 1
             self.turn.release()
 
     def is_part(self) -> bool:
@@ -156,7 +164,7 @@ class Rendezvous:
             yield
 
     @contextmanager
-    def releasing(self) -> Iterator[None]:
+    def releasing(self, *, is_round: bool = False) -> Iterator[None]:
         """Let go of the device after the block; it was taken already."""
         begun = time.monotonic()
         try:
@@ -168,10 +176,18 @@ class Rendezvous:
                 if self.mark is None:
                     self._note_free(begun)
                 elif self.where:
-                    self.asked.append(_Asked(begun, self.mark()))
+                    self._note_asked(begun, is_round=is_round)
+
+    def _note_asked(self, begun: float, *, is_round: bool) -> None:
+        """Mark how far the device was asked; what is no round, such as a decoder, keeps none from being asked for."""
+        assert self.mark is not None
+        if self.asked and not is_round:
+            self.asked[-1] = replace(self.asked[-1], wait=self.mark())
+        else:
+            self.asked.append(_Asked(begun, self.mark()))
 
     def settle(self) -> None:
-        """Wait until the device has done the first thing that it was asked for; others may ask it for more meanwhile.
+        """Wait until the device has done the first round that it was asked for; others may ask it for more meanwhile.
 
         Not where more is waited for than that. The lock is held when this is called, and is not while it waits.
         """
@@ -187,6 +203,12 @@ class Rendezvous:
             if self.asked and self.asked[0] is first:
                 self.asked.popleft()
             self._note_free(first.begun)
+            self.unsaid = True
+
+    def tell(self) -> None:
+        """Let others look whether they can go on, if the device has done something and this thread cannot."""
+        if self.unsaid:
+            self.unsaid = False
             self.changed.notify_all()
 
     def _note_free(self, begun: float) -> None:
@@ -272,7 +294,8 @@ class MeetingPlace:
                 if batch:
                     self._run_round(batch)
         finally:
-            self._leave(one)
+            if not one.taken:
+                self._leave(one)
         if self.steps:
             there.take_turn()
         if one.error is not None:
@@ -329,9 +352,11 @@ class MeetingPlace:
                         left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
                         if ready or left <= 0:
                             batch = self._take()
-                            there.busy = True
+                            there.busy, there.unsaid = True, False
                             return batch
+                there.tell()
                 there.changed.wait(left)
+            there.tell()
         return []
 
     def _all_here(self) -> bool:
@@ -371,7 +396,7 @@ class MeetingPlace:
         return max(self.full_rows, key=lambda size: min(rows, size) / self.full_rows[size])
 
     def _run_round(self, batch: list[_Waiting]) -> None:
-        with self.rendezvous.releasing():
+        with self.rendezvous.releasing(is_round=self.steps):
             try:
                 self._fill(batch)
             finally:
