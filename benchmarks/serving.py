@@ -1,13 +1,15 @@
 """Requests that come at random: step batching beside one request at a time and batches of whole requests.
 
     python -m benchmarks.serving cuda --json benchmarks/results/serving_cuda.json
+    python -m benchmarks.serving cuda --loads 0.8 --seconds 90
     python -m benchmarks.serving cpu --tiny --seconds 5
 
 A model of Stable Diffusion 1.5's shape with random weights, 512 x 512, guidance, without the text encoder. Its graphs,
-one for each size of batch, are compiled once, and all three use them in turn; pictures are decoded one by one. What a
+one for each size of batch, are compiled once, and all ways use them in turn; pictures are decoded one by one. What a
 device can do is measured with a queue that never empties; then requests come by Poisson's law at 50, 80 and 95 % of
-what batches of whole requests can do. Latency is from a request's coming to its picture on the host. Each row is
-written as soon as it is there. Sizes are compiled by processes side by side first: each takes a minute or two.
+what batches of whole requests can do. Batches are of up to 16; since whole requests wait less for smaller ones, they
+are measured with up to 8 as well. Latency is from a request's coming to its picture on the host. Each row is written as
+soon as it is there. Sizes are compiled by processes side by side first: each takes a minute or two.
 """
 
 import argparse
@@ -22,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +41,11 @@ from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES
 
 LOADS = (0.5, 0.8, 0.95)
-STEPS, MOST = 30, 8
+STEPS, MOST, FEWER = 30, 16, 8
 TINY = {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 64, "attention_head_dim": 8}
+
+_FEWEST = 4
+"""Batches that a capacity is measured by."""
 
 Submit = Callable[[int], "Future[float]"]
 """Takes a seed; the future is done, with the time, when the picture is on the host."""
@@ -71,7 +77,7 @@ def one_at_a_time(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Subm
 
 
 @contextmanager
-def whole_requests(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
+def whole_requests(shared: SharedPipeline, call: dict[str, Any], most: int = MOST) -> Iterator[Submit]:
     """Whatever waits when the device is free goes as one batch, filled up to a size that is ready."""
     waiting: queue.SimpleQueue[tuple[int, Future[float]] | None] = queue.SimpleQueue()
     ending = threading.Event()
@@ -82,7 +88,7 @@ def whole_requests(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Sub
             if first is None:
                 return
             batch = [first]
-            while len(batch) < MOST and not waiting.empty():
+            while len(batch) < most and not waiting.empty():
                 more = waiting.get()
                 if more is None:
                     ending.set()
@@ -128,7 +134,12 @@ def running_ahead(shared: SharedPipeline) -> Iterator[None]:
         shared.rendezvous.mark = mark
 
 
-WAYS = {"one at a time": one_at_a_time, "whole requests": whole_requests, "steps": steps_of_all}
+WAYS: dict[str, Callable[[SharedPipeline, dict[str, Any]], AbstractContextManager[Submit]]] = {
+    "one at a time": one_at_a_time,
+    "whole requests": whole_requests,
+    f"whole requests, {FEWER} at once": partial(whole_requests, most=FEWER),
+    "steps": steps_of_all,
+}
 
 
 def list_sizes() -> list[int]:
@@ -193,7 +204,7 @@ def measure_capacity(submit: Submit, seconds: float) -> float:
     start = time.perf_counter()
     under_way: list[Future[float]] = [submit(seed) for seed in range(2 * MOST)]
     ends: list[float] = []
-    while not ends or ends[-1] - start < seconds:
+    while not ends or ends[-1] - start < seconds or len({end for end in ends if end - start >= seconds / 4}) < _FEWEST:
         ends.append(under_way.pop(0).result())
         under_way.append(submit(len(ends) + len(under_way)))
     last = ends[-1]
@@ -203,14 +214,15 @@ def measure_capacity(submit: Submit, seconds: float) -> float:
 
 
 def measure_load(submit: Submit, rate: float, seconds: float, seed: int) -> dict[str, float]:
-    """Requests that come by Poisson's law: how many were done a second, and how long they took."""
+    """Requests that come by Poisson's law: how many were done a second, and how long they took.
+
+    As many come as the rate makes, each at any time: so it is by that law, given their number.
+    """
     chance = random.Random(seed)
     came: list[float] = []
     futures: list[Future[float]] = []
     start = time.perf_counter()
-    due = start
-    while due - start < seconds:
-        due += chance.expovariate(rate)
+    for due in sorted(start + chance.uniform(0, seconds) for _ in range(round(rate * seconds))):
         time.sleep(max(0.0, due - time.perf_counter()))
         came.append(due)
         futures.append(submit(len(came)))
@@ -231,6 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device")
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--loads", type=float, nargs="*", default=LOADS, help="shares of whole requests' capacity")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it works")
     parser.add_argument("--only", type=int, help="make the graph of one size of batch, and end")
     parser.add_argument("--commit")
@@ -266,7 +279,7 @@ def main() -> None:
         with way(shared, call) as submit:
             capacity[name] = measure_capacity(submit, options.seconds / 2)
         keep({"way": name, "load": "full", "per_s": capacity[name]})
-    for load in LOADS:
+    for load in options.loads:
         rate = load * capacity["whole requests"]
         for name, way in WAYS.items():
             if name == "one at a time" and rate > 1.5 * capacity[name]:
