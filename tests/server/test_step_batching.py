@@ -165,6 +165,13 @@ def test_arguments_are_joined_row_by_row() -> None:
     assert not first.joins(ticket(1, 1.0, scale=2)), "another argument"
     assert not ticket(1, 1.0, scale=1).joins(ticket(1, 1.0, scale=2))
     assert make_ticket((object(),), {}) is None
+    nested = make_ticket((torch.zeros(1, 5),), {"more": {"ids": [shared]}, "scale": 1})
+    assert nested is not None
+    assert nested.joins(nested)
+    assert not nested.joins(first)
+    (again,), named = join([nested])
+    assert torch.equal(again, torch.zeros(1, 5))
+    assert named == {"more": {"ids": [shared]}, "scale": 1}
     other_ids = make_ticket((torch.zeros(1, 5), torch.tensor(0.0)), {"ids": shared + 1})
     assert other_ids is not None
     assert not first.joins(other_ids), "what they share is not the same"
@@ -249,6 +256,26 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
     assert seen == ["run", "run", "wait for 1", "run", "wait for 2", "run"]
 
 
+def test_a_decoder_keeps_no_round_from_being_asked_for() -> None:
+    """It lies behind one round, and the next one behind both: the device does not stand idle after a decoder."""
+    seen: list[str] = []
+    marks = itertools.count(1)
+
+    def mark() -> Callable[[], None]:
+        return functools.partial(seen.append, f"wait for {next(marks)}")
+
+    there = Rendezvous(most_calls=4, mark=mark)
+    meeting = MeetingPlace(torch.nn.Identity(), there)
+    decoder = MeetingPlace(torch.nn.Identity(), there, joins=False, steps=False)
+    with there.taking_part(), torch.no_grad():
+        meeting(torch.zeros(1, 2))
+        decoder(torch.zeros(1, 2))
+        meeting(torch.zeros(1, 2))
+        assert seen == []
+        meeting(torch.zeros(1, 2))
+    assert seen == ["wait for 2"], "the first round, with the decoder behind it"
+
+
 def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None:
     seen: list[str] = []
     there = Rendezvous(most_calls=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
@@ -280,6 +307,26 @@ def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     assert most == [1]
     assert there.whose is None
     assert there.turn.acquire(blocking=False)
+
+
+def test_a_turn_is_waited_for_as_long_as_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are before, each by itself is short."""
+    monkeypatch.setattr("anyaccel.server.rendezvous._TURN_S", 1)
+    there = Rendezvous(most_calls=8)
+    inside, most = [0], [0]
+
+    def go_on() -> None:
+        there.take_turn()
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.15)
+        inside[0] -= 1
+        there.pass_on()
+
+    with ThreadPoolExecutor(8) as threads:
+        for one in [threads.submit(go_on) for _ in range(8)]:
+            one.result(60)
+    assert most == [1]
 
 
 def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
