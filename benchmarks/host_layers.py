@@ -1,12 +1,13 @@
 """Layers on the host: torch's own beside ours, a whole UNet beside OpenVINO too, and the embedded model.
 
-    python -m benchmarks.host_layers
+    python -m benchmarks.host_layers --json benchmarks/results/host_layers_cpu.json
 
-Writes benchmarks/results/host_layers_cpu.json: layers of Stable Diffusion 1.5 at 256 by 256 and of the embedded model,
-and how exact each is; a UNet of the former's shape with random weights, one step with guidance, and OpenVINO's if it is
-there; and the embedded model's pictures, the first and the next. All in turns.
+Layers of Stable Diffusion 1.5 at 256 by 256 and of the embedded model, and how exact each is; a UNet of the former's
+shape with random weights, one step with guidance, and OpenVINO's if it is there; and the embedded model's pictures, the
+first and the next. All in turns.
 """
 
+import argparse
 import copy
 import importlib
 import importlib.util
@@ -28,7 +29,6 @@ from anyaccel.runtime import host_layers
 from anyaccel.runtime.kernels import winograd
 from benchmarks.provenance import describe_run, read_commit
 
-RESULT = Path(__file__).parent / "results" / "host_layers_cpu.json"
 LAYERS = [(2, 320, 32, 320), (2, 960, 32, 320), (2, 640, 16, 640), (2, 1280, 8, 1280), (2, 2560, 8, 1280),
           (2, 160, 16, 160), (2, 192, 8, 192), (1, 64, 128, 64)]  # fmt: skip
 """Images, channels, side, channels of the result."""
@@ -124,7 +124,7 @@ def measure_embedded() -> dict[str, Any]:
         model=str(find_embedded_model()), title="the embedded model, 8 steps", device="cpu", dtype="float32",
         call=dict(CALL_DEFAULTS), variants=("stock eager", "anyaccel"),
     )  # fmt: skip
-    row = run_bench(work, rounds=9)
+    row = run_bench(work, rounds=21)
     names = ("median_s", "spread_s", "first_picture_s", "psnr_db")
     return {
         "variants": {name: {one: found.get(one) for one in names} for name, found in row["variants"].items()},
@@ -137,6 +137,9 @@ def measure_embedded() -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
     with torch.no_grad():
         report: dict[str, Any] = {
             "what": "torch's own layers and ours, in turns",
@@ -146,7 +149,8 @@ def main() -> None:
             "layers": [measure_layer(*layer) for layer in LAYERS],
             "unet": measure_unet(),
         }
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     for layer in report["layers"]:
         print(layer)
     print(report["unet"], report["embedded"], sep="\n")
