@@ -24,12 +24,12 @@ import diffusers
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
+from anyaccel.bench.pipelines import KINDS
 from anyaccel.bench.work import FAST, OURS, Work
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 SIDE = {"height": 1024, "width": 1024}
-KINDS = ("unet", "transformer", "vae")
 CASES = {
     "schnell": Work(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-schnell, 1024², 4 steps", floor_s=0.365,

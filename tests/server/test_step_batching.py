@@ -17,7 +17,7 @@ import torch
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.server.joining import join, make_ticket, split
-from anyaccel.server.rendezvous import MeetingPlace, Rendezvous, _Waiting
+from anyaccel.server.rendezvous import Mark, MeetingPlace, Rendezvous, _Waiting
 from anyaccel.server.shared import SharedPipeline
 
 
@@ -59,6 +59,12 @@ def step_together(meeting: MeetingPlace, calls: int, steps: int, between: Callab
     with ThreadPoolExecutor(calls) as threads:
         for one in [threads.submit(call) for _ in range(calls)]:
             one.result(60)
+
+
+def mark_in(seen: list[str]) -> Mark:
+    """Marks that are counted; whoever waits for one is written down."""
+    marks = itertools.count(1)
+    return lambda: functools.partial(seen.append, f"wait for {next(marks)}")
 
 
 def pixels(made: Any) -> Any:
@@ -238,17 +244,13 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
 
 def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
     seen: list[str] = []
-    marks = itertools.count(1)
 
     class Told(torch.nn.Module):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             seen.append("run")
             return given
 
-    def mark() -> Callable[[], None]:
-        return functools.partial(seen.append, f"wait for {next(marks)}")
-
-    there = Rendezvous(most_calls=4, mark=mark)
+    there = Rendezvous(most_calls=4, mark=mark_in(seen))
     meeting = MeetingPlace(Told(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(4):
@@ -259,12 +261,7 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
 def test_a_decoder_keeps_no_round_from_being_asked_for() -> None:
     """It lies behind one round, and the next one behind both: the device does not stand idle after a decoder."""
     seen: list[str] = []
-    marks = itertools.count(1)
-
-    def mark() -> Callable[[], None]:
-        return functools.partial(seen.append, f"wait for {next(marks)}")
-
-    there = Rendezvous(most_calls=4, mark=mark)
+    there = Rendezvous(most_calls=4, mark=mark_in(seen))
     meeting = MeetingPlace(torch.nn.Identity(), there)
     decoder = MeetingPlace(torch.nn.Identity(), there, joins=False, steps=False)
     with there.taking_part(), torch.no_grad():

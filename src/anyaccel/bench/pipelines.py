@@ -16,10 +16,11 @@ from anyaccel.explanation.described_model import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.build import build_components
 
-__all__ = ["drawing_alike", "make_call", "make_pipeline"]
+__all__ = ["KINDS", "drawing_alike", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
-_KINDS = ("unet", "transformer", "vae")
+KINDS = ("unet", "transformer", "vae")
+"""The models of a pipeline that are measured: its denoiser and its autoencoder."""
 
 
 def make_pipeline(work: Work, variant: str) -> Any:
@@ -53,9 +54,9 @@ def _make_random(work: Work, device: torch.device) -> Any:
     library: Any = diffusers
     folder = find_model(work.model)
     parts = [
-        replace(part, config={**(part.config or {}), **work.config}) if part.name in _KINDS[:2] else part
+        replace(part, config={**(part.config or {}), **work.config}) if part.name in KINDS[:2] else part
         for part in folder.components
-        if part.name in (*_KINDS, "scheduler")
+        if part.name in (*KINDS, "scheduler")
     ]
     torch.manual_seed(0)
     made = build_components(parts, str(device), getattr(torch, work.dtype or "float32"))
@@ -70,7 +71,7 @@ def _make_random(work: Work, device: torch.device) -> Any:
 
 def _compile(pipe: Any) -> None:
     """As diffusers' documentation has it: the denoiser, and the decoder."""
-    for name in _KINDS[:2]:
+    for name in KINDS[:2]:
         if getattr(pipe, name, None) is not None:
             setattr(pipe, name, torch.compile(getattr(pipe, name)))
     if getattr(pipe, "vae", None) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -76,11 +77,10 @@ class Boundary:
         if torch.compiler.is_compiling():
             return None
         left = enter_model(self.seam)
-        try:
+        with ExitStack() as stack:
+            stack.callback(leave_model, *left)
             adapted = self._adapt(args, kwargs)
-        except BaseException:
-            leave_model(*left)
-            raise
+            stack.pop_all()  # from here on `leave` steps back
         _LEFT.__dict__.setdefault("stack", []).append(left)
         return adapted
 

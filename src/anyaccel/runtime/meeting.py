@@ -37,15 +37,16 @@ class Meeting:
 
     def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the host's tensors moved if the device's are among them."""
-        if self.on_host or not _has_host(args, kwargs) or not self._is_mixed(args, kwargs):
+        if self.on_host or self._find_places(args, kwargs) != (True, True):
             return args, kwargs
-        return tuple(self._bring(value) for value in args), {name: self._bring(value) for name, value in kwargs.items()}
+        return self._bring_all(args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function with its arguments in one place; what is made of the schedulers' numbers is one of them."""
-        if self.on_host or not _has_host(args, kwargs):
+        here, there = (False, False) if self.on_host else self._find_places(args, kwargs)
+        if not here:  # as nearly always: nothing is moved, and nothing is made of numbers
             return func(*args, **kwargs)
-        gathered, named = self.gather(args, kwargs)
+        gathered, named = self._bring_all(args, kwargs) if there else (args, kwargs)
         result = func(*gathered, **named)
         if (
             self.numbers is not None
@@ -60,8 +61,8 @@ class Meeting:
         """Whether a tensor that is asked to go to the device stays: the schedulers' numbers go when they are needed."""
         return self.numbers is not None and target.type == self.kind and self.numbers.owns(tensor)
 
-    def _is_mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether tensors of both places are among the arguments, in lists too."""
+    def _find_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+        """Whether tensors of the host are among the arguments, and of the device, in lists too."""
         here = there = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -70,7 +71,10 @@ class Meeting:
                         there = True
                     elif is_host(tensor.device):
                         here = True
-        return here and there
+        return here, there
+
+    def _bring_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._bring(value) for value in args), {name: self._bring(value) for name, value in kwargs.items()}
 
     def _bring(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -89,19 +93,6 @@ class Meeting:
         if tensor.dim() == 0:
             return tensor.clone() if self.clone_numbers and tensor.storage_offset() else tensor
         return send(tensor, self.device)
-
-
-def _has_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor of the host is among the arguments; asked of every call, and most have none."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            if is_host(value.device):
-                return True
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, torch.Tensor) and is_host(item.device):
-                    return True
-    return False
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
