@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +19,7 @@ from anyaccel.errors import NotMeasurableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import ModuleType
 
     import torch
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Driver", "Memory", "Recorder"]
 
 Recorder: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
+_MOST_PINNED = 64 * 2**20
+"""Bytes; what is pinned stays with the process, and so videos are not."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Driver:
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
+        self._aside: dict[int, Any] = {}
 
     def load(self) -> None:
         """Import the vendor's modules, so that torch learns of the device."""
@@ -91,6 +96,22 @@ class Driver:
     def mark(self, index: int) -> Callable[[], None]:
         """What waits until the device has done what it was asked for up to now; here, all that it was asked for."""
         return functools.partial(self.synchronize, index)
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor of the host on the device; from memory that it reads by itself, for which nobody waits."""
+        if not self.marks or tensor.nbytes > _MOST_PINNED:
+            return tensor.to(device)
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def aside(self, index: int) -> AbstractContextManager[Any]:
+        """While the block runs, the device does what it is asked for beside what it was asked for before."""
+        if not self.marks:
+            return nullcontext()
+        module = self.module()
+        if index not in self._aside:
+            self._aside[index] = module.Stream(index)
+        stream: AbstractContextManager[Any] = module.stream(self._aside[index])
+        return stream
 
     def empty_cache(self) -> None:
         """Give cached memory back; a device whose allocator caches nothing has nothing to give."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
+from anyaccel.runtime.ferry import find_ferry
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.parallel import run_split, share_noise
 from anyaccel.runtime.place import fall_back_in_type, place_newcomers, without_advice
@@ -148,6 +150,7 @@ class _Run:
     def __init__(self, pipe: Any, placement: Placement, call: Call, part: Request, begin: Any) -> None:
         self.pipe, self.placement, self.call, self.part, self.begin = pipe, placement, call, part, begin
         self.components = find_components(pipe)
+        self.ferry = find_ferry(placement)
 
     def finish(self) -> Any:
         """The result, which is finite."""
@@ -155,7 +158,11 @@ class _Run:
         result, outputs = self._once()
         if not self.placement.plan.watch.value:
             return result
-        broken = find_broken(outputs)
+        broken = (
+            find_broken(outputs)
+            if self.ferry is None
+            else self.ferry.read(outputs.done, functools.partial(find_broken, outputs))
+        )
         if broken:
             result = self._mend(broken)
         explain_black(result)
@@ -174,7 +181,7 @@ class _Run:
 
     def _once(self) -> tuple[Any, Outputs]:
         part, source = self.begin(self.part)
-        with watching() as outputs, self._seams(source):
+        with watching(None if self.ferry is None else self.ferry.mark) as outputs, self._seams(source):
             try:
                 return self.call(self.pipe, **part.arguments), outputs
             except ValueError as error:
@@ -192,7 +199,7 @@ class _Run:
             on_host = placement.plan.schedule.value == "host"
             numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
             stack.enter_context(drawing_from(source))
-            stack.enter_context(make_glue_seam(placement.plan, placement.device, numbers))
+            stack.enter_context(make_glue_seam(placement.plan, placement.device, numbers, self.ferry))
             yield
 
     def _mend(self, broken: list[str]) -> Any:

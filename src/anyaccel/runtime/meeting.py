@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from anyaccel.runtime.scheduler import HostNumbers
 
 __all__ = ["Meeting", "send"]
 
+Carry = Callable[[torch.Tensor, torch.device], torch.Tensor]
 _FEW = 64
 
 
@@ -34,6 +36,8 @@ class Meeting:
         self.on_host = is_host(device)
         self.numbers: HostNumbers | None = None
         """The schedulers' numbers, where they stay on the host."""
+        self.carry: Carry = torch.Tensor.to
+        """How a tensor goes there."""
 
     def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the host's tensors moved if the device's are among them."""
@@ -92,10 +96,10 @@ class Meeting:
             tensor = tensor.to(instead)
         if tensor.dim() == 0:
             return tensor.clone() if self.clone_numbers and tensor.storage_offset() else tensor
-        return send(tensor, self.device)
+        return send(tensor, self.device, self.carry)
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send(tensor: torch.Tensor, device: torch.device, carry: Carry = torch.Tensor.to) -> torch.Tensor:
     """A tensor of the host on the device; one that holds a single value is filled there, which waits for nothing.
 
     A copy from the host's ordinary memory drains the device's queue first. A timestep of a batch is one value.
@@ -104,4 +108,4 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         first = tensor.flatten()[0]
         if tensor.numel() == 1 or not any(tensor.stride()) or bool((tensor == first).all()):
             return torch.full(tensor.shape, first.item(), dtype=tensor.dtype, device=device)
-    return tensor.to(device)
+    return carry(tensor, device)

@@ -15,6 +15,7 @@ __all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "drawing_from", "make_g
 
 Tensor = torch.Tensor
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
+Send = Callable[[Tensor, torch.device], Tensor]
 _IN_PLACE = (
     Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.geometric_,
@@ -87,9 +88,11 @@ def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
     return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
 
-def make_handlers(device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> dict[Any, Any]:
-    """Handlers for every function of torch's that draws."""
-    drawing = _Drawing(device, replacements)
+def make_handlers(
+    device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Send = Tensor.to
+) -> dict[Any, Any]:
+    """Handlers for every function of torch's that draws; `send` takes what was drawn to where it is wanted."""
+    drawing = _Drawing(device, replacements, send)
     handlers: dict[Any, Any] = dict.fromkeys(_BY_SHAPE, drawing.by_shape)
     handlers |= dict.fromkeys(_LIKE, drawing.like)
     handlers |= dict.fromkeys(_IN_PLACE, drawing.in_place)
@@ -99,8 +102,8 @@ def make_handlers(device: torch.device, replacements: dict[torch.dtype, torch.dt
 
 
 class _Drawing:
-    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype]) -> None:
-        self.device, self.replacements = device, replacements
+    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Send) -> None:
+        self.device, self.replacements, self.send = device, replacements, send
 
     def _is_drawn_there(self, generator: Any, place: torch.device) -> bool:
         """Whether the caller's own generator lives where the numbers are wanted, and so draws them itself."""
@@ -108,7 +111,8 @@ class _Drawing:
 
     def _finish(self, drawn: Tensor, dtype: torch.dtype, place: torch.device, kwargs: dict[str, Any]) -> Tensor:
         dtype = self.replacements.get(dtype, dtype) if place.type == self.device.type else dtype
-        finished = drawn.to(dtype).to(place)
+        finished = drawn.to(dtype)
+        finished = finished if is_host(place) else self.send(finished, place)
         return finished.requires_grad_() if kwargs.get("requires_grad") else finished
 
     def by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

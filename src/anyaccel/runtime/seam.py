@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from anyaccel.backends.host import is_host
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime import attention, dtypes, noise, pairs, shapes, unwritten
+from anyaccel.runtime.ferry import Ferry
 from anyaccel.runtime.meeting import Meeting
 from anyaccel.runtime.scheduler import HostNumbers
 
@@ -43,7 +44,7 @@ _ATTRIBUTES = ("__get__", "__set__")
 """Reading `tensor.shape`, writing `tensor.data`: what is written must be the tensor itself, wherever it lies."""
 _LONGEST_SCHEDULE = 4096
 _MOVES = (torch.Tensor.to, torch.Tensor.type_as)
-_PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.__getitem__}
+_PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.cpu, torch.Tensor.__getitem__}
 """Functions whose own repair brings the arguments together."""
 
 
@@ -117,12 +118,18 @@ def _make_handlers(
     return handlers
 
 
-def make_glue_seam(plan: Plan, device: torch.device, numbers: HostNumbers | None = None) -> GlueSeam:
-    """The seam around the models, for one call."""
+def make_glue_seam(
+    plan: Plan, device: torch.device, numbers: HostNumbers | None = None, ferry: Ferry | None = None
+) -> GlueSeam:
+    """The seam around the models, for one call; with a ferry where it is not the only one on the device."""
     meeting = make_meeting(plan, device)
     meeting.numbers = numbers
+    if ferry is not None:
+        meeting.carry = ferry.send
     handlers = _make_handlers(plan, device, meeting.replacements)
-    handlers |= noise.make_handlers(device, meeting.replacements)
+    handlers |= noise.make_handlers(device, meeting.replacements, meeting.carry)
+    if ferry is not None:
+        handlers |= ferry.make_handlers(handlers)
     if numbers is not None:
         handlers |= {func: _let_numbers_stay(meeting, handlers.get(func)) for func in _MOVES}
         handlers |= {func: _know_schedules(numbers, handlers.get(func)) for func in (torch.linspace, torch.logspace)}

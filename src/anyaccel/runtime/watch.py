@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from anyaccel.tracing.shell import WATCHED_BYTES, first_floating
 
 __all__ = ["Outputs", "explain_black", "find_broken", "note_output", "trace_first_break", "watching"]
 
+Mark = Callable[[], Callable[[], None]]
 _NOW = threading.local()
 _LOG = logging.getLogger("anyaccel")
 
@@ -21,16 +22,19 @@ _LOG = logging.getLogger("anyaccel")
 class Outputs:
     """What each model gave last: references, which nobody reads before the end; of something large, its sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark: Mark | None = None) -> None:
         self.last: dict[str, torch.Tensor] = {}
         self.passes: dict[str, int] = {}
+        self.mark = mark
+        self.done: Callable[[], None] = lambda: None
+        """Waits until the device has made them, where a mark was given."""
 
 
 @contextmanager
-def watching() -> Iterator[Outputs]:
-    """Note what the models give while the block runs."""
+def watching(mark: Mark | None = None) -> Iterator[Outputs]:
+    """Note what the models give while the block runs; `mark` notes how far the device was asked."""
     before = getattr(_NOW, "outputs", None)
-    _NOW.outputs = outputs = Outputs()
+    _NOW.outputs = outputs = Outputs(mark)
     try:
         yield outputs
     finally:
@@ -45,6 +49,8 @@ def note_output(name: str, output: Any) -> None:
         large = tensor.numel() * tensor.element_size() > WATCHED_BYTES
         outputs.last[name] = tensor.sum(dtype=torch.float32) if large else tensor
         outputs.passes[name] = outputs.passes.get(name, 0) + 1
+        if outputs.mark is not None:
+            outputs.done = outputs.mark()
 
 
 def find_broken(outputs: Outputs) -> list[str]:
