@@ -39,6 +39,15 @@ def test_memory_is_counted(device: str) -> None:
     assert 0 < before.free_bytes <= before.total_bytes
 
 
+def test_tensors_go_there_and_come_back_beside_other_work(device: str) -> None:
+    opened = anyaccel.open_device(device)
+    host = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(7))
+    there = opened.driver.send(host, opened.torch_device) * 2
+    opened.driver.mark(opened.index)()
+    with opened.driver.aside(opened.index):
+        assert torch.equal(there.cpu(), host * 2)
+
+
 def test_noise_from_a_host_generator_is_the_host_noise(device: str) -> None:
     host = anyaccel.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(7))
     there = anyaccel.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(7), device=device)
