@@ -10,6 +10,7 @@ import diffusers
 import numpy
 import pytest
 import torch
+from torch import overrides
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -19,6 +20,7 @@ from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
 LIBRARY: Any = diffusers
+MODES: Any = overrides._get_current_function_mode_stack
 CALL: dict[str, Any] = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "np"}
 
 
@@ -165,3 +167,34 @@ def test_a_modular_pipeline(caplog: pytest.LogCaptureFixture) -> None:
     assert bad == waits == []
     for picture in (pictures[0][0], pictures[1]):
         assert numpy.abs(expected[0] - picture).max() < 1e-3
+
+
+class FailedError(Exception):
+    """Whatever a model or a hook may raise."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "neuron"])
+@pytest.mark.parametrize("how", ["inside a model", "before a model"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FailedError])
+def test_what_ends_a_model_ends_the_call_and_the_next_is_as_before(
+    folder: Path, device: str, how: str, error: type[BaseException]
+) -> None:
+    def fail(*given: Any) -> None:
+        raise error
+
+    def use(accelerator: VirtualAccelerator | None = None) -> None:
+        pipe = load(folder).to(device)
+        expected = pipe("a fox", seed=3, **CALL).images
+        # Ctrl-C may come anywhere: deep in the denoiser, and in a hook that runs before ours in a model inside another.
+        if how == "inside a model":
+            handle = pipe.unet.conv_out.register_forward_pre_hook(fail)
+        else:
+            handle = pipe.vae.decoder.register_forward_pre_hook(fail, prepend=True)
+        for _ in range(2):
+            with pytest.raises(error):
+                pipe("a fox", seed=3, **CALL)
+        assert not MODES()
+        handle.remove()
+        assert numpy.abs(pipe("a fox", seed=3, **CALL).images - expected).max() == 0
+
+    use() if device == "cpu" else run_forked(device, use)

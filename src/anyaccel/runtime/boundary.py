@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,11 @@ from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
 
-__all__ = ["Boundary", "find_boundaries", "remove_boundaries", "set_boundaries"]
+__all__ = ["Boundary", "find_boundaries", "remove_boundaries", "set_boundaries", "stepping_back"]
 
 _MARK = "_anyaccel_boundary"
 _TIMESTEPS = ("timestep", "timesteps")
-_LEFT = threading.local()
+_INSIDE = threading.local()
 
 
 class Boundary:
@@ -76,13 +77,8 @@ class Boundary:
         """Before the model runs."""
         if torch.compiler.is_compiling():
             return None
-        left = enter_model(self.seam)
-        with ExitStack() as stack:
-            stack.callback(leave_model, *left)
-            adapted = self._adapt(args, kwargs)
-            stack.pop_all()  # from here on `leave` steps back
-        _LEFT.__dict__.setdefault("stack", []).append(left)
-        return adapted
+        _entered().append((self, enter_model(self.seam)))  # whatever fails from here on, `leave` steps back
+        return self._adapt(args, kwargs)
 
     def _adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         position, name = self.timestep_position
@@ -98,9 +94,9 @@ class Boundary:
         """After it ran, or failed."""
         if torch.compiler.is_compiling():
             return None
-        stack = _LEFT.__dict__.get("stack")
-        if stack:
-            leave_model(*stack.pop())
+        entered = _entered()
+        if entered and entered[-1][0] is self:  # not where another hook failed before `enter`
+            leave_model(*entered.pop()[1])
         note_output(self.name, output)
         return None if self.cast_to is None else _cast_back(output, getattr(torch, self.plan.dtype.value))
 
@@ -145,6 +141,23 @@ def _rebuild(name: str, plan: Plan, device: torch.device, position: Any, floats:
     made.meeting = make_meeting(plan, device)
     made.timestep_position, made.float_timesteps, made.cast_to, made.handles = position, floats, cast_to, []
     return made
+
+
+def _entered() -> list[tuple[Boundary, Any]]:
+    """The models that this thread is inside of, with what leaving each needs."""
+    entered: list[tuple[Boundary, Any]] = _INSIDE.__dict__.setdefault("entered", [])
+    return entered
+
+
+@contextmanager
+def stepping_back() -> Iterator[None]:
+    """After the block, be outside of all models that were entered in it: Ctrl-C ends a model without its hooks."""
+    before = len(_entered())
+    try:
+        yield
+    finally:
+        while len(_entered()) > before:
+            leave_model(*_entered().pop()[1])
 
 
 def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device) -> None:

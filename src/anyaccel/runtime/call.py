@@ -14,7 +14,7 @@ from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results
-from anyaccel.runtime.boundary import find_boundaries, set_boundaries
+from anyaccel.runtime.boundary import find_boundaries, set_boundaries, stepping_back
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.ferry import find_ferry
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
@@ -200,6 +200,7 @@ class _Run:
             numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
             stack.enter_context(drawing_from(source))
             stack.enter_context(make_glue_seam(placement.plan, placement.device, numbers, self.ferry))
+            stack.enter_context(stepping_back())
             yield
 
     def _mend(self, broken: list[str]) -> Any:
