@@ -267,3 +267,46 @@ def test_inference_mode() -> None:
         made = [draw(pipe) for _ in range(3)]
     for one in made:
         assert abs(one - expected).max() < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 2}, {"stride": 2, "padding": 0}, {"kernel_size": 7, "padding": 3}, {"dilation": 2, "padding": 2},
+     {"bias": False}, {"kernel_size": 1, "padding": 0, "stride": 2}, {}],
+)  # fmt: skip
+def test_all_other_convolutions_keep_a_packed_weight(
+    options: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packs:
+        monkeypatch.setattr(host_layers, "can_pack", lambda: False)
+    given = {"kernel_size": 3, "padding": 1, **options}
+    layer = torch.nn.Conv2d(4, 24, **given)
+    pictures = [torch.randn(2, 4, side, side) for side in (8, 9, 12, 16, 20, 24)]
+    expected = [layer(picture) for picture in pictures]
+    host_layers.install(layer)
+    assert host_layers.is_installed(layer)
+    for _ in range(2):
+        for picture, plain in zip(pictures, expected, strict=True):
+            torch.testing.assert_close(layer(picture), plain, rtol=1e-5, atol=1e-5)
+    kept = host_layers._FILTERS.get(layer)
+    if packs and host_layers.can_pack():
+        assert kept is not None
+        assert 0 < len(kept.packed) <= 4, "not one for each shape that ever came"
+    else:
+        assert kept is None
+    layer.weight.mul_(2)
+    doubled = functional.conv2d(
+        pictures[0], layer.weight, layer.bias, stride=layer.stride, padding=given["padding"], dilation=layer.dilation
+    )
+    torch.testing.assert_close(layer(pictures[0]), doubled, rtol=1e-5, atol=1e-5)
+    host_layers.remove(layer)
+    assert layer not in host_layers._FILTERS
+
+
+def test_convolutions_that_do_more_are_left_alone() -> None:
+    for options in ({"groups": 2}, {"padding_mode": "reflect"}, {"padding": "same"}):
+        layer = convolution(**options)
+        host_layers.install(layer)
+        assert not host_layers.is_installed(layer), options

@@ -1,8 +1,8 @@
 """Layers as the host does them fastest: the same numbers, in the order in which its matrix products read them.
 
 Convolutions of 3 × 3 are done by Winograd's algorithm, those of 1 × 1 are matrix products, and the weights of products
-lie in memory so that nothing is turned around at every call. What an encoded prompt is projected to is kept for all
-steps. Models keep their layers, shapes and names.
+and of all other convolutions lie in memory so that nothing is turned around at every call. What an encoded prompt is
+projected to is kept for all steps. Models keep their layers, shapes and names.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.backends.cache_folder import keep_fact, read_fact
+from anyaccel.runtime import host_blocks
 from anyaccel.runtime.fast_forward import is_free
 from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
 from anyaccel.runtime.tensor_state import TensorState, read_state
@@ -36,6 +37,8 @@ class _Filters:
     sample: torch.Tensor
     """Some of the weight's numbers: what writes past torch's count of writes changes them too."""
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
+    packed: dict[torch.Size, torch.Tensor] = field(default_factory=dict)
+    """As oneDNN's convolutions read them, for each shape of a picture."""
 
 
 _FILTERS: weakref.WeakKeyDictionary[torch.nn.Module, _Filters] = weakref.WeakKeyDictionary()
@@ -45,6 +48,8 @@ _OF_PROMPTS = ("attn2.to_k", "attn2.to_v")
 _ROUNDS, _LOOK_S, _BUSY = 8, 0.05, 40.0
 """How often a trial is repeated, how long the host is looked at before, and the share of it in percent that others have
 where a trial would tell of them."""
+_MOST_SHAPES = 4
+"""Of pictures, for which one layer keeps its weight."""
 _SMALL = 64
 """A matrix with a side shorter than this is left as it is."""
 
@@ -65,17 +70,72 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
         return _convolve_plainly(self, picture)
     if torch.is_grad_enabled() or picture.dtype != torch.float32 or weight.dtype != torch.float32 or picture.dim() != 4:
         return _convolve_plainly(self, picture)
+    if not serves(self):
+        return _convolve_packed(self, picture)
     if self.kernel_size == (1, 1):
         return functional.linear(picture.permute(0, 2, 3, 1), weight[:, :, 0, 0], bias).permute(0, 3, 1, 2)
     tile = choose_tile(picture.shape, weight.shape)
     if not tile:
-        return _convolve_plainly(self, picture)
-    kept = _FILTERS.get(self)
-    if kept is None or kept.state != read_state(weight):
-        kept = _FILTERS[self] = _Filters(read_state(weight), _sample(weight))
+        return _convolve_packed(self, picture)
+    kept = _find_filters(self)
     if tile not in kept.tiles:
         kept.tiles[tile] = transform_filters(weight, tile)
     return convolve(picture, kept.tiles[tile], bias, tile)
+
+
+def _find_filters(layer: torch.nn.Conv2d) -> _Filters:
+    kept = _FILTERS.get(layer)
+    if kept is None or kept.state != read_state(layer.weight):
+        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), _sample(layer.weight))
+    return kept
+
+
+def _convolve_packed(layer: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
+    """By oneDNN, as torch does it, with a weight that is not turned around at every call."""
+    if not can_pack():
+        return _convolve_plainly(layer, picture)
+    kept = _find_filters(layer)
+    if picture.shape not in kept.packed:
+        if len(kept.packed) >= _MOST_SHAPES:
+            kept.packed.clear()
+        kept.packed[picture.shape] = _pack(layer, picture.shape)
+    last = picture.contiguous(memory_format=torch.channels_last)
+    return _run_packed(layer, last, kept.packed[picture.shape])
+
+
+def _pack(layer: torch.nn.Conv2d, shape: torch.Size) -> torch.Tensor:
+    reorder: Any = torch._C._nn
+    dense = layer.weight.detach().contiguous().to_mkldnn()
+    packed: torch.Tensor = reorder.mkldnn_reorder_conv2d_weight(
+        dense, layer.padding, layer.stride, layer.dilation, layer.groups, list(shape)
+    )
+    return packed
+
+
+def _run_packed(layer: torch.nn.Conv2d, picture: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.mkldnn._convolution_pointwise(
+        picture, packed, layer.bias, layer.padding, layer.stride, layer.dilation, layer.groups, "none", [], ""
+    )
+    return made
+
+
+@functools.cache
+@torch.no_grad()
+def can_pack() -> bool:
+    """Whether this torch has oneDNN's convolutions with a packed weight, and they are right; tried once."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    layer = torch.nn.utils.skip_init(torch.nn.Conv2d, 4, 8, 3, stride=2, padding=1)
+    numbers = torch.arange(8 * 4 * 9, dtype=torch.float32).remainder(7) - 3
+    layer.weight.copy_(numbers.view_as(layer.weight))
+    layer.bias.copy_(numbers[:8])
+    picture = (torch.arange(4 * 64, dtype=torch.float32).remainder(5) - 2).view(1, 4, 8, 8)
+    picture = picture.contiguous(memory_format=torch.channels_last)
+    try:
+        made = _run_packed(layer, picture, _pack(layer, picture.shape))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return torch.equal(made, _convolve_plainly(layer, picture))  # whole numbers, which are exact in any order
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
@@ -118,6 +178,14 @@ def install(module: torch.nn.Module, *, second_filters: bool = True) -> None:
                 vars(part)["forward"] = MethodType(project_once, part)
         elif isinstance(part, torch.nn.Conv2d):
             _install_convolution(part, second_filters)
+        else:
+            host_blocks.install(part)
+
+
+def _is_plain(layer: torch.nn.Conv2d) -> bool:
+    """Whether oneDNN's convolution is all that a layer does."""
+    kind = type(layer) is torch.nn.Conv2d and layer.groups == 1
+    return kind and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> None:
@@ -125,7 +193,7 @@ def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> None:
         _turn(layer)
     elif not serves(layer) and not layer.weight.is_contiguous(memory_format=torch.channels_last):
         layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
-    if not serves(layer) or not (is_free(layer) or is_installed(layer)):
+    if not _is_plain(layer) or not (is_free(layer) or is_installed(layer)):
         return
     if not second_filters:
         _let_go(layer)
@@ -147,7 +215,8 @@ def _turn(layer: torch.nn.Linear | torch.nn.Conv2d) -> None:
 
 def is_installed(module: torch.nn.Module) -> bool:
     """Whether a layer is done so."""
-    return getattr(vars(module).get("forward"), "__func__", None) in (forward, project_once)
+    own = getattr(vars(module).get("forward"), "__func__", None) in (forward, project_once)
+    return own or host_blocks.is_installed(module)
 
 
 def remove(module: torch.nn.Module) -> None:
@@ -159,6 +228,7 @@ def remove(module: torch.nn.Module) -> None:
 
 
 def _let_go(layer: torch.nn.Module) -> None:
+    host_blocks.let_go(layer)
     if is_installed(layer):
         del vars(layer)["forward"]
     _FILTERS.pop(layer, None)

@@ -1,0 +1,141 @@
+"""Blocks of UNets and autoencoders as the host does them in fewest passes over memory: the same numbers.
+
+What a block has just made and nobody else has is changed in place, and nothing is divided by one. The layers inside are
+called as they are, by whatever stands in for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from anyaccel.runtime.fast_forward import is_free
+
+__all__ = ["install", "is_installed", "let_go"]
+
+
+def _can_change(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def forward_residual(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None = None, *more: Any) -> Any:
+    """The forward of diffusers' `ResnetBlock2D`."""
+    if more or not _can_change(input_tensor) or (temb is None) is not (self.time_emb_proj is None):
+        return type(self).forward(self, input_tensor, temb, *more)
+    made = self.conv1(functional.silu(self.norm1(input_tensor), inplace=True))
+    if temb is not None:
+        times = self.time_emb_proj(temb if self.skip_time_act else functional.silu(temb))
+        made.add_(times[:, :, None, None])
+    made = self.conv2(functional.silu(self.norm2(made), inplace=True))
+    return made.add_(input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor))
+
+
+def forward_transformer(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    encoder_hidden_states: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    timestep: torch.Tensor | None = None,
+    cross_attention_kwargs: dict[str, Any] | None = None,
+    class_labels: torch.Tensor | None = None,
+    added_cond_kwargs: dict[str, torch.Tensor] | None = None,
+) -> Any:
+    """The forward of diffusers' `BasicTransformerBlock`."""
+    masked = attention_mask is not None or encoder_attention_mask is not None
+    if masked or cross_attention_kwargs or hidden_states.dim() != 3 or not _can_change(hidden_states):
+        return type(self).forward(
+            self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
+            cross_attention_kwargs, class_labels, added_cond_kwargs,
+        )  # fmt: skip
+    made = _attend(self.attn1, self.norm1(hidden_states), None).add_(hidden_states)
+    made = _attend(self.attn2, self.norm2(made), encoder_hidden_states).add_(made)
+    gated, _, last = self.ff.net
+    numbers, gate = gated.proj(self.norm3(made)).chunk(2, dim=-1)
+    return last(functional.gelu(gate).mul_(numbers)).add_(made)
+
+
+def _attend(attention: Any, states: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(tensor.shape[0], tensor.shape[1], attention.heads, -1).transpose(1, 2)
+
+    seen = states if others is None else others
+    query, key, value = part(attention.to_q(states)), part(attention.to_k(seen)), part(attention.to_v(seen))
+    made = functional.scaled_dot_product_attention(query, key, value)
+    joined: torch.Tensor = attention.to_out[0](made.transpose(1, 2).flatten(2))
+    return joined
+
+
+def _is_plain_residual(block: Any) -> bool:
+    """Whether nothing but norms, convolutions and the time is in it."""
+    return (
+        block.upsample is None
+        and block.downsample is None
+        and (block.time_embedding_norm == "default" or block.time_emb_proj is None)
+        and block.output_scale_factor == 1
+        and type(block.nonlinearity) is torch.nn.SiLU
+        and type(block.norm1) is type(block.norm2) is torch.nn.GroupNorm
+    )
+
+
+def _is_plain_transformer(block: Any) -> bool:
+    """Whether it is attention, attention to the prompt and a gate, each after its norm, with nothing between them."""
+    if block.norm_type != "layer_norm" or block.pos_embed is not None or block.only_cross_attention:
+        return False
+    if block.attn2 is None or block._chunk_size is not None or hasattr(block, "fuser"):
+        return False
+    kinds = tuple(type(part).__name__ for part in block.ff.net)
+    passed_over = (block.attn1, block.attn2, block.ff, block.ff.net[0])
+    return (
+        kinds == ("GEGLU", "Dropout", "Linear")
+        and all(is_free(part) for part in passed_over)
+        and all(_is_plain_attention(part) for part in passed_over[:2])
+    )
+
+
+def _is_plain_attention(attention: Any) -> bool:
+    extras = ("spatial_norm", "group_norm", "norm_q", "norm_k", "norm_cross", "residual_connection")
+    return (
+        type(attention).__name__ == "Attention"
+        and type(attention.processor).__name__ == "AttnProcessor2_0"
+        and not any(getattr(attention, name, None) for name in extras)
+        and attention.rescale_output_factor == 1
+    )
+
+
+_WAYS: dict[tuple[str, str], tuple[Callable[[Any], bool], Callable[..., Any]]] = {
+    ("diffusers.models.resnet", "ResnetBlock2D"): (_is_plain_residual, forward_residual),
+    ("diffusers.models.attention", "BasicTransformerBlock"): (_is_plain_transformer, forward_transformer),
+}
+for _, _forward in _WAYS.values():
+    _forward.__name__ = "forward"  # so that what is pickled or copied finds the class's own again
+
+
+def install(module: torch.nn.Module) -> None:
+    """Let a block be done so if it is one that can be; one that no longer can is as it was."""
+    way = _WAYS.get((type(module).__module__, type(module).__name__))
+    if way is None or not (is_free(module) or is_installed(module)):
+        return
+    is_plain, forward = way
+    inside = [part for part in module.modules() if part is not module]
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
+    if module.training or hooked or not is_plain(module):
+        let_go(module)
+    elif not is_installed(module):
+        vars(module)["forward"] = MethodType(forward, module)
+
+
+def is_installed(module: torch.nn.Module) -> bool:
+    """Whether a block is done so."""
+    forward = getattr(vars(module).get("forward"), "__func__", None)
+    return any(forward is one for _, one in _WAYS.values())
+
+
+def let_go(module: torch.nn.Module) -> None:
+    """Let a block be as diffusers does it."""
+    if is_installed(module):
+        del vars(module)["forward"]
