@@ -122,6 +122,23 @@ def test_a_block_that_was_changed_is_as_it_was(make: Callable[[], Any], change: 
 
 
 @torch.no_grad()
+def test_weights_that_are_joined_are_those_of_now() -> None:
+    block, plain = transformer(), transformer()
+    host_blocks.install(block)
+    run(block)
+    assert host_blocks._JOINED.get(block.attn1) is not None
+    for one in (block, plain):
+        one.attn1.to_k.weight.mul_(3)
+    torch.testing.assert_close(run(block), run(plain), rtol=1e-6, atol=1e-6)
+    for one in (block, plain):
+        one.attn1.to_v.weight.data.mul_(3)  # past torch's count of writes
+    host_blocks.install(block)  # as every call of a pipeline does
+    torch.testing.assert_close(run(block), run(plain), rtol=1e-6, atol=1e-6)
+    host_blocks.let_go(block)
+    assert host_blocks._JOINED.get(block.attn1) is None
+
+
+@torch.no_grad()
 def test_a_mask_and_other_types_go_the_usual_way() -> None:
     block, plain = transformer(), transformer()
     host_blocks.install(block)

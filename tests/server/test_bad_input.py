@@ -52,6 +52,7 @@ def make_png(width: int, height: int) -> bytes:
         (b'{"prompt": "a cat", "seed": 99999999999999999999999}', "invalid_value"),
         (b'{"prompt": "\\ud800"}', "invalid_value"),
         (b'{"prompt": "a cat", "size": "128x128x128"}', "invalid_size"),
+        (b'{"prompt": "a cat", "size": "100000x100000"}', "invalid_size"),
         (b"[" * 100_000, "invalid_request"),
     ],
 )

@@ -209,3 +209,17 @@ def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
             assert file.stat().st_size == 1000
     assert len(accepted) > 12
     jobs.close()
+
+
+def test_nobody_else_reads_what_is_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    Jobs(folder).close()
+    for name in ("results", "inputs", "jobs.sqlite"):
+        assert not (folder / name).stat().st_mode & 0o077, f"{name} has prompts in it"
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    place = tmp_path / "data"
+    place.touch()
+    with pytest.raises(UsageError, match="is a file"):
+        Jobs(place)

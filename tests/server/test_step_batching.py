@@ -477,6 +477,37 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
     assert not meeting.waiting
 
 
+def test_what_ends_the_thread_that_runs_a_round_ends_no_other() -> None:
+    class Once(torch.nn.Module):
+        rounds = 0
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.rounds += 1
+            if self.rounds == 1:
+                raise KeyboardInterrupt
+            return rows + 1
+
+    there = Rendezvous(most_calls=3)
+    meeting, begin = MeetingPlace(Once(), there), threading.Barrier(3)
+
+    def call(start: float) -> float | str:
+        with there.taking_part(), torch.no_grad():
+            with there.changed:
+                there.where[threading.get_ident()] = meeting
+            begin.wait(60)
+            try:
+                return float(meeting(torch.full((1, 2), start))[0, 0])
+            except KeyboardInterrupt:
+                return "interrupted"
+
+    with ThreadPoolExecutor(3) as threads:
+        made = [one.result(60) for one in [threads.submit(call, start) for start in (0.0, 10.0, 20.0)]]
+    assert made.count("interrupted") == 1, made
+    assert all(one in ("interrupted", start + 1) for one, start in zip(made, (0.0, 10.0, 20.0), strict=True)), made
+    assert not meeting.waiting
+    assert not there.busy
+
+
 def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
     waited: list[float] = []
     there = Rendezvous(most_calls=4, mark=lambda: lambda: waited.append(time.monotonic()))

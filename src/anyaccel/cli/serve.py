@@ -28,6 +28,12 @@ Sizes = Annotated[Text, typer.Option("--sizes", metavar="WxH,…", help="Sizes t
 _KEYS = "ANYACCEL_API_KEYS"
 
 
+def _read_folder(text: str) -> Path:
+    if not text:  # as of a variable of the shell that is not set
+        raise typer.BadParameter("it is empty: name a folder, or leave it out")
+    return Path(text)
+
+
 def serve_models(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL", help="Hub ids or folders, NAME=MODEL; else the embedded one.")
@@ -47,7 +53,8 @@ def serve_models(
     sizes: Sizes = None,
     lora: Annotated[list[str] | None, typer.Option("--lora", metavar="NAME=PATH", help="An adapter to serve.")] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.")
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.", parser=_read_folder),
     ] = None,
     limit: Annotated[
         list[str] | None, typer.Option("--limit", metavar="NAME=NUMBER", help="Such as max_steps=50 or deadline_s=60.")

@@ -6,6 +6,7 @@ called as they are, by whatever stands in for them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -14,8 +15,16 @@ import torch
 from torch.nn import functional
 
 from anyaccel.runtime.fast_forward import is_free
+from anyaccel.runtime.tensor_state import TensorState, read_state
 
 __all__ = ["install", "is_installed", "let_go"]
+
+_SMALL = 256 * 256
+"""The numbers of a weight up to which three products are slower than one; a second copy of such takes no memory."""
+_JOINED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[TensorState], torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The weights of an attention's queries, keys and values side by side, made anew for every call of a pipeline."""
 
 
 def _can_change(tensor: torch.Tensor) -> bool:
@@ -63,11 +72,31 @@ def _attend(attention: Any, states: torch.Tensor, others: torch.Tensor | None) -
     def part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(tensor.shape[0], tensor.shape[1], attention.heads, -1).transpose(1, 2)
 
-    seen = states if others is None else others
-    query, key, value = part(attention.to_q(states)), part(attention.to_k(seen)), part(attention.to_v(seen))
-    made = functional.scaled_dot_product_attention(query, key, value)
+    if others is None:
+        query, key, value = _project(attention, states)
+    else:
+        query, key, value = attention.to_q(states), attention.to_k(others), attention.to_v(others)
+    made = functional.scaled_dot_product_attention(part(query), part(key), part(value))
     joined: torch.Tensor = attention.to_out[0](made.transpose(1, 2).flatten(2))
     return joined
+
+
+def _project(attention: Any, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of the same rows: one product where three would be small."""
+    layers = (attention.to_q, attention.to_k, attention.to_v)
+    if not all(_is_small(layer) for layer in layers):
+        return tuple(layer(states) for layer in layers)
+    state = [read_state(layer.weight) for layer in layers]
+    kept = _JOINED.get(attention)
+    if kept is None or kept[0] != state:
+        weights = torch.cat([layer.weight.detach().t() for layer in layers], 1)
+        kept = _JOINED[attention] = (state, weights)
+    return (states @ kept[1]).chunk(3, dim=-1)
+
+
+def _is_small(layer: Any) -> bool:
+    plain = type(layer) is torch.nn.Linear and layer.bias is None and is_free(layer)
+    return plain and layer.weight.numel() <= _SMALL
 
 
 def _is_plain_residual(block: Any) -> bool:
@@ -121,6 +150,7 @@ def install(module: torch.nn.Module) -> None:
     if way is None or not (is_free(module) or is_installed(module)):
         return
     is_plain, forward = way
+    _forget(module)
     inside = [part for part in module.modules() if part is not module]
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
     if module.training or hooked or not is_plain(module):
@@ -135,7 +165,13 @@ def is_installed(module: torch.nn.Module) -> bool:
     return any(forward is one for _, one in _WAYS.values())
 
 
+def _forget(block: torch.nn.Module) -> None:
+    for part in block.children():
+        _JOINED.pop(part, None)
+
+
 def let_go(module: torch.nn.Module) -> None:
     """Let a block be as diffusers does it."""
     if is_installed(module):
+        _forget(module)
         del vars(module)["forward"]

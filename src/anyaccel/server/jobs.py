@@ -83,8 +83,10 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is a file", hint="give a folder, which need not exist")
         for name in ("results", "inputs"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # pictures have their prompts in them
         self._lock = threading.RLock()
         self._claim = claim_folder(
             folder, "lock", f"another service keeps its jobs in {folder}", "give each service a --data of its own"

@@ -43,8 +43,10 @@ class _Waiting:
     since: float
     taken: bool = False
     done: bool = False
+    answered: bool = False
+    """Whether there is a result or an error."""
     result: Any = None
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,14 +398,20 @@ class MeetingPlace:
         return max(self.full_rows, key=lambda size: min(rows, size) / self.full_rows[size])
 
     def _run_round(self, batch: list[_Waiting]) -> None:
-        with self.rendezvous.releasing(is_round=self.steps):
+        there = self.rendezvous
+        with there.releasing(is_round=self.steps):
             try:
                 self._fill(batch)
             finally:
-                with self.rendezvous.changed:
-                    for one in batch:
-                        one.done = True
+                with there.changed:
                     self.seen.note(len(batch))
+                    for one in batch:
+                        one.done = one.answered or one.who == threading.get_ident()
+                    # What ends this thread, such as Ctrl-C, is its own: the others' round is another's to run.
+                    left = [one for one in batch if not one.done]
+                    for one in left:
+                        one.taken = False
+                    self.waiting += left
 
     def _fill(self, batch: list[_Waiting]) -> None:
         """Run a round, and where it fails as one each call by itself: the fault of one is not the others'."""
@@ -413,11 +421,10 @@ class MeetingPlace:
             args, kwargs = join([one.ticket for one in batch], full)
             results = split(self.run(*args, **kwargs), rows if full is None else [*rows, full - sum(rows)])
             for one, result in zip(batch, results, strict=False):  # what it was filled up with is nobody's
-                one.result = result
-        except BaseException as error:  # noqa: BLE001 - every waiting call must hear of it
-            if len(batch) == 1 or not isinstance(error, Exception):
-                for one in batch:
-                    one.error = error
+                one.result, one.answered = result, True
+        except Exception as error:  # noqa: BLE001 - every waiting call must hear of it
+            if len(batch) == 1:
+                batch[0].error, batch[0].answered = error, True
                 return
             for one in batch:
                 self._fill([one])

@@ -150,7 +150,9 @@ def read_size(text: str) -> tuple[int, int]:
     parts = text.lower().replace("\N{MULTIPLICATION SIGN}", "x").split("x")
     if len(parts) in (1, 2) and all(part.isascii() and part.isdigit() for part in parts):
         width, height = int(parts[0]), int(parts[-1])
-        if 0 < width <= _LONGEST_SIDE and 0 < height <= _LONGEST_SIDE:
+        if max(width, height) > _LONGEST_SIDE:
+            raise UsageError(f"{text!r:.40} is too large", hint=f"a side has at most {_LONGEST_SIDE} pixels")
+        if width and height:
             return width, height
     raise UsageError(f"{text!r:.40} is no size", hint="a size is WIDTHxHEIGHT in pixels, such as 512x768")
 
