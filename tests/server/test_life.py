@@ -150,7 +150,9 @@ def test_settings_of_the_command_line() -> None:
     with pytest.raises(UsageError, match="one name"):
         read_served_names(["a=x", "a=y"])
     assert (read_size("512x768"), read_size("64")) == ((512, 768), (64, 64))
-    for text in ("", "x", "0x8", "8x", "-8x8", "1e3x8", "99999x8"):
+    with pytest.raises(UsageError, match="too large"):
+        read_size("99999x8")
+    for text in ("", "x", "0x8", "8x", "-8x8", "1e3x8"):
         with pytest.raises(UsageError, match="no size"):
             read_size(text)
     with pytest.raises(UsageError, match="no adapter"):

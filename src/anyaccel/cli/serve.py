@@ -34,6 +34,12 @@ def _read_folder(text: str) -> Path:
     return Path(text)
 
 
+Folder = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.", parser=_read_folder),
+]
+
+
 def serve_models(
     models: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL", help="Hub ids or folders, NAME=MODEL; else the embedded one.")
@@ -52,10 +58,7 @@ def serve_models(
     max_models: Annotated[int | None, typer.Option("--max-models", min=1, help="In memory; else what fits.")] = None,
     sizes: Sizes = None,
     lora: Annotated[list[str] | None, typer.Option("--lora", metavar="NAME=PATH", help="An adapter to serve.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.", parser=_read_folder),
-    ] = None,
+    data: Folder = None,
     limit: Annotated[
         list[str] | None, typer.Option("--limit", metavar="NAME=NUMBER", help="Such as max_steps=50 or deadline_s=60.")
     ] = None,
