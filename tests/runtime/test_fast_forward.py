@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from anyaccel.backends.driver import Recorder
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, release
 from anyaccel.runtime.snapshot import Snapshot
 from anyaccel.runtime.speed import _collecting_later
 
 
-class Recorder:
+class Keeper:
     """Records a function by keeping it: a replay computes again, from the fixed places and into the fixed places."""
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Recorder:
         self.replayed = 0
         self.spoil = 0.0
 
-    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def __call__(self, function: Callable[[], Any], *_: Any) -> tuple[Any, Callable[[], None]]:
         self.recorded += 1
         result = function()
 
@@ -55,8 +56,8 @@ def make_inputs(seed: int, size: int = 8) -> dict[str, Any]:
     }
 
 
-def stand_in(unet: Any, recorder: Recorder, **options: Any) -> FastForward:
-    made = FastForward(unet, None, recorder, **options)
+def stand_in(unet: Any, recorder: Keeper, **options: Any) -> FastForward:
+    made = FastForward(unet, None, Recorder(recorder), **options)
     made.install()
     made.renew()
     return made
@@ -65,7 +66,7 @@ def stand_in(unet: Any, recorder: Recorder, **options: Any) -> FastForward:
 @torch.no_grad()
 def test_every_replay_reads_its_own_inputs(unet: Any) -> None:
     expected = [unet(**make_inputs(seed)).sample for seed in range(6)]
-    recorder = Recorder()
+    recorder = Keeper()
     stand_in(unet, recorder)
     made = [unet(**make_inputs(seed)).sample for seed in range(6)]
     assert (recorder.recorded, recorder.replayed) == (1, 4), "two runs to warm up, and one replay to look at it"
@@ -80,7 +81,7 @@ def test_every_replay_reads_its_own_inputs(unet: Any) -> None:
 @torch.no_grad()
 def test_a_recording_that_is_wrong_is_not_used(unet: Any) -> None:
     expected = [unet(**make_inputs(seed)).sample for seed in range(5)]
-    recorder = Recorder()
+    recorder = Keeper()
     recorder.spoil = 0.5
     found = stand_in(unet, recorder)
     for seed in range(5):
@@ -91,11 +92,11 @@ def test_a_recording_that_is_wrong_is_not_used(unet: Any) -> None:
 
 @torch.no_grad()
 def test_what_cannot_be_recorded_runs_as_before(unet: Any) -> None:
-    def refuse(function: Any) -> Any:
+    def refuse(*given: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     expected = unet(**make_inputs(3)).sample
-    found = FastForward(unet, None, refuse)
+    found = FastForward(unet, None, Recorder(refuse))
     found.install()
     for _ in range(4):
         torch.testing.assert_close(unet(**make_inputs(3)).sample, expected)
@@ -105,7 +106,7 @@ def test_what_cannot_be_recorded_runs_as_before(unet: Any) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["weights", "free_u", "processor", "adapter"])
 def test_a_model_that_changed_is_recorded_anew(unet: Any, change: str) -> None:
-    recorder = Recorder()
+    recorder = Keeper()
     found = stand_in(unet, recorder)
     for seed in range(4):
         unet(**make_inputs(seed))
@@ -135,7 +136,7 @@ def test_the_strength_of_an_adapter_is_part_of_what_was_recorded(unet: Any) -> N
 
 
 def test_a_copy_is_a_plain_model(unet: Any) -> None:
-    stand_in(unet, Recorder())
+    stand_in(unet, Keeper())
     for other in (copy.deepcopy(unet), pickle.loads(pickle.dumps(unet))):
         assert not isinstance(vars(other).get("forward"), FastForward)
         with torch.no_grad():
@@ -150,7 +151,7 @@ def test_nothing_stands_in_beside_hooks(unet: Any) -> None:
 
 
 def test_gradients_are_not_recorded(unet: Any) -> None:
-    recorder = Recorder()
+    recorder = Keeper()
     stand_in(unet, recorder)
     for seed in range(4):
         assert unet(**make_inputs(seed)).sample.requires_grad
@@ -163,8 +164,8 @@ def test_a_pipeline_that_is_recorded_makes_the_same_picture(monkeypatch: pytest.
 
     recipe = recipes()["stable-diffusion-xl"]
     expected = run(recipe, recipe.make())
-    recorder = Recorder()
-    monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: recorder)
+    recorder = Keeper()
+    monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(recorder))
     pipe = place(recipe.make(), "cpu", dtype="float32", capture=True)
     for _ in range(2):
         made = run(recipe, pipe)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from anyaccel.backends.claim import DtypeLimit, Quirk, Yes
-from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.driver import Driver, Memory, Recorder
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import VersionIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Speedup
@@ -23,6 +23,8 @@ from anyaccel.backends.sources import (
 from anyaccel.errors import NotMeasurableError
 
 _OUR_LAYERS = "benchmarks/results/host_layers_cpu.json"
+_RUNS_BEFORE = 8
+"""Recording takes the time of two runs, and every replay saves a sixth of one: it pays if as many follow as came."""
 
 SHEET = Sheet(
     name="cpu",
@@ -100,6 +102,13 @@ SHEET = Sheet(
             name="host_layers",
             gain=1.3,
             says="Convolutions of 3 by 3 out of matrix products took half to two thirds of the time of torch's own.",
+            source=_OUR_LAYERS,
+            evidence="hardware",
+        ),
+        Speedup(
+            name="capture",
+            gain=1.15,
+            says="Replayed without Python, views and new memory, the embedded model took 0.85 of the time.",
             source=_OUR_LAYERS,
             evidence="hardware",
         ),
@@ -196,6 +205,11 @@ class CpuDriver(Driver):
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak of resident memory: man 5 proc
         except OSError as error:
             raise self._not_measurable() from error
+
+    def recorder(self, index: int) -> Recorder | None:
+        from anyaccel.backends.host_recording import record_host
+
+        return Recorder(record_host, warm=_RUNS_BEFORE, off=1e-5, of_calls=True)
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(

@@ -436,7 +436,7 @@ class CudaDriver(Driver):
         if index not in self._pools:  # one for all recordings, which run one after another; it outlives them
             self._pools[index] = torch.cuda.MemPool()
 
-        def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        def record(function: Callable[[], Any], *_: Any) -> tuple[Any, Callable[[], None]]:
             graph = torch.cuda.CUDAGraph()
             mode = "thread_local"  # what other threads ask of the device meanwhile is no part of it, and no error
             pool = self._pools[index].id
@@ -444,7 +444,7 @@ class CudaDriver(Driver):
                 result = function()
             return result, graph.replay
 
-        return record
+        return Recorder(record)
 
 
 BACKEND = Backend(sheet=CUDA, variants=(ROCM,), driver=CudaDriver)

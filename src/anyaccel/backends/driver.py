@@ -18,7 +18,7 @@ from anyaccel.backends.sheet import Dtypes, Sheet
 from anyaccel.errors import NotMeasurableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from types import ModuleType
 
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Memory", "Recorder"]
 
-Recorder: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
+Record: TypeAlias = (
+    "Callable[[Callable[[], Any], Sequence[torch.Tensor], Sequence[bool]], tuple[Any, Callable[[], None]]]"
+)
+"""Given a function, the tensors that it reads, and whether each was the same one the last time, it gives the function's
+result, whose tensors stay where they are, and a replay that fills them anew."""
 _MOST_PINNED = 64 * 2**20
 """Bytes; what is pinned stays with the process, and so videos are not."""
 
@@ -41,6 +45,20 @@ class Memory:
     """What could still be had, by any process."""
     total_bytes: int
     """What there is, or what the system lets the device have."""
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """What records work of a device to be replayed."""
+
+    record: Record
+    warm: int = 2
+    """Runs of a shape before it is recorded: libraries choose their kernels and make their workspaces in them."""
+    off: float = 2e-2
+    """How far a replay may be from what was recorded, of its size."""
+    of_calls: bool = False
+    """Whether calls are replayed one by one, as on the host, and not a graph of the device: then they are done while
+    they are recorded, and inputs and weights are read again only if torch counts a write to them."""
 
 
 class Driver:
@@ -150,7 +168,7 @@ class Driver:
         )
 
     def recorder(self, index: int) -> Recorder | None:
-        """What records work of the device to be replayed: given a function, it gives its result and a replay."""
+        """What records work of the device to be replayed; None where there is no such thing."""
         return None
 
     def settle(self, device: torch.device) -> Sheet:

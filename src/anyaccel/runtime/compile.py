@@ -24,7 +24,7 @@ from anyaccel.runtime.fusions import fuse, kept_with_graphs
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
 
-__all__ = ["compile_components", "compile_for_speed", "compiling", "note_shape"]
+__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "note_shape"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -66,7 +66,7 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     options = _find_options(plan, plan.compile.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
     denoisers = [name for name in placement.denoisers if can_stand_in(models[name])]
-    decoders = [name for name, model in models.items() if _has_decoder(model) and can_stand_in(model.decoder)]
+    decoders = [name for name, model in models.items() if has_decoder(model) and can_stand_in(model.decoder)]
     for name in (*denoisers, *decoders):
         if plan.channels_last.value:
             models[name].to(memory_format=torch.channels_last)
@@ -80,7 +80,8 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     return (*denoisers, *decoders)
 
 
-def _has_decoder(model: Any) -> bool:
+def has_decoder(model: Any) -> bool:
+    """Whether a model decodes by a part of its own that is called so."""
     return hasattr(model, "decode") and isinstance(getattr(model, "decoder", None), torch.nn.Module)
 
 

@@ -1,4 +1,4 @@
-"""What stands in for a model's forward: compiled, and recorded for each shape and replayed where launching is slow.
+"""What stands in for a model's forward: compiled, and recorded for each shape and replayed where asking is slow.
 
 A recording reads its inputs from fixed places and leaves its outputs in others: inputs are copied in, and outputs out.
 It is used only if its first replay gives what the model gave, and as long as nothing about the model changed.
@@ -7,8 +7,10 @@ It is used only if its first replay gives what the model gave, and as long as no
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -16,23 +18,19 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from anyaccel.backends.driver import Recorder
 from anyaccel.runtime.snapshot import Snapshot
 from anyaccel.runtime.step_reuse import find_steps
+from anyaccel.runtime.tensor_state import TensorState, read_state
 
-__all__ = ["FastForward", "Recorder", "can_stand_in", "find_fast_forward", "is_free", "release"]
+__all__ = ["FastForward", "can_stand_in", "find_fast_forward", "is_free", "release"]
 
 _LOG = logging.getLogger(__name__)
 
-Replay = Callable[[], None]
-Recorder = Callable[[Callable[[], Any]], tuple[Any, Replay]]
-"""Records what a function asks of the device; gives its result, whose tensors stay where they are, and a replay."""
 Wait = Callable[[], None]
 
-_WARM = 2
-"""Runs of a shape before it is recorded: libraries choose their kernels and make their workspaces in them."""
 _MOST_SHAPES = 8
 """Recordings that one model keeps; a call with ever new shapes runs without."""
-_SAME = 2e-2
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -45,7 +43,23 @@ class _Shape:
     """Why it is not recorded."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
-    replay: Replay | None = None
+    replay: Callable[[], None] | None = None
+    given: list[_Given | None] = field(default_factory=list)
+    """The tensors of the run before, of which is told whether they are the same again."""
+    kept: list[bool] = field(default_factory=list)
+    """Whether an input stays from step to step: then it is copied in only if it is another one."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor as it was given."""
+
+    tensor: weakref.ref[torch.Tensor]
+    state: TensorState
+
+    def is_same(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the same one, and nobody wrote to it."""
+        return self.tensor() is tensor and self.state == read_state(tensor)
 
 
 class FastForward:
@@ -55,13 +69,17 @@ class FastForward:
         self,
         module: torch.nn.Module,
         run: Callable[..., Any] | None = None,
-        record: Recorder | None = None,
+        recorder: Recorder | None = None,
         wait: Wait = lambda: None,
     ) -> None:
-        self.module, self.run, self.record, self.wait = module, run or _plain_forward(module), record, wait
+        self.module, self.run, self.recorder, self.wait = module, run or _plain_forward(module), recorder, wait
         self.compiled = run is not None
         self.shapes: dict[Any, _Shape] = {}
         self.recorded_of: Snapshot | None = None
+        self.written = -1
+        """How often the weights had been written to, where recordings do not see that."""
+        self.lock = threading.Lock()
+        """A recording has one place for its inputs."""
         self.told = ""
         """What was found, in words, for the plan."""
 
@@ -74,18 +92,27 @@ class FastForward:
 
     def _answer(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output: replayed where its shape is recorded."""
-        if self.record is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        recorder = self.recorder
+        if recorder is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.run(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        shape = self._find(leaves, spec)
-        if shape is None or shape.refused:
-            return self.run(*args, **kwargs)
-        if shape.replay is None:
+        with self.lock:
+            if recorder.of_calls and self.written != (written := self._count_writes()):
+                self.forget()
+                self.written = written
+            shape = self._find(leaves, spec)
+            if shape is None or shape.refused:
+                return self.run(*args, **kwargs)
+            if shape.replay is not None:
+                return self._again(shape, _find_tensors(leaves))
             shape.runs += 1
-            if shape.runs <= _WARM:
-                return self.run(*args, **kwargs) if shape.runs < _WARM else self._look(shape, args, kwargs)
-            return self._begin(shape, leaves, spec)
-        return self._again(shape, leaves)
+            if shape.runs > recorder.warm:
+                return self._begin(recorder, shape, leaves, spec)
+            shape.given = [_give(tensor) for tensor in _find_tensors(leaves)]
+            return self.run(*args, **kwargs) if shape.runs < recorder.warm else self._look(shape, args, kwargs)
+
+    def _count_writes(self) -> int:
+        return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
 
     def install(self) -> None:
         """Take the place of the model's forward."""
@@ -96,6 +123,8 @@ class FastForward:
         if self.recorded_of is None or not self.recorded_of.holds():
             self.forget()
             self.recorded_of = Snapshot(self.module)
+        for shape in self.shapes.values():
+            shape.given = [None] * len(shape.given)  # a new call: what follows from its inputs is worked out anew
 
     def forget(self) -> None:
         """Let go of all recordings, and of the memory that they hold."""
@@ -125,24 +154,32 @@ class FastForward:
         launched = time.perf_counter()
         self.wait()
         done = time.perf_counter()
-        figures = f"the host launches for {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
+        figures = f"{1e3 * (done - start):.1f} ms by itself"
+        if self.recorder is not None and not self.recorder.of_calls:
+            figures = f"the host launches for {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
         if not before.holds():
             shape.refused = "the model keeps something from one run to the next"
         self.told = shape.refused or figures
         return output
 
-    def _begin(self, shape: _Shape, leaves: list[Any], spec: Any) -> Any:
+    def _begin(self, recorder: Recorder, shape: _Shape, leaves: list[Any], spec: Any) -> Any:
         """Record a shape, and keep the recording if it gives what the model gives."""
-        assert self.record is not None
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        args, kwargs = _fill(spec, leaves, given)
-        expected = self.run(*args, **kwargs)
-        shape.inputs = [tensor.clone() for tensor in given]
-        args, kwargs = _fill(spec, leaves, shape.inputs)
+        given = _find_tensors(leaves)
+        shape.kept = [
+            recorder.of_calls and known is not None and known.is_same(tensor)
+            for known, tensor in zip(shape.given, given, strict=True)
+        ]
+        made = [] if recorder.of_calls else [self._run(spec, leaves, given)]
+        with torch.inference_mode(False), torch.no_grad():  # places that can be written to in any mode
+            shape.inputs = [tensor.clone() for tensor in given]
+
+        def run() -> Any:
+            made.append(self._run(spec, leaves, shape.inputs))
+            return made[-1]
+
         try:
-            shape.output, shape.replay = self.record(lambda: self.run(*args, **kwargs))
-            made = self._again(shape, leaves)
-            if not _is_same(made, expected):
+            shape.output, shape.replay = recorder.record(run, shape.inputs, shape.kept)
+            if not _is_same(self._again(shape, given), made[0], recorder.off):
                 raise RuntimeError("a replay gave another result")
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -151,16 +188,25 @@ class FastForward:
             words = next(iter(str(error).strip().splitlines()), type(error).__name__)
             shape.replay, shape.output, shape.inputs = None, None, []
             self.told = shape.refused = f"it cannot be recorded: {words}"
-        return expected
+        return _copy(made[0]) if made else self._run(spec, leaves, given)
+
+    def _run(self, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
+        """The model with other tensors in the place of those that were given."""
+        following = iter(tensors)
+        filled = [next(following) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(filled, spec)
+        return self.run(*args, **kwargs)
 
     @staticmethod
-    def _again(shape: _Shape, leaves: list[Any]) -> Any:
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        for place, tensor in zip(shape.inputs, given, strict=True):
-            place.copy_(tensor)
+    def _again(shape: _Shape, given: list[torch.Tensor]) -> Any:
+        known = shape.given or [None] * len(given)
+        for place, tensor, last, kept in zip(shape.inputs, given, known, shape.kept, strict=True):
+            if not kept or last is None or not last.is_same(tensor):
+                place.copy_(tensor)
+        shape.given = [_give(tensor) if kept else None for tensor, kept in zip(given, shape.kept, strict=True)]
         assert shape.replay is not None
         shape.replay()
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, shape.output)
+        return _copy(shape.output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the model is a model that nobody recorded.
@@ -183,18 +229,25 @@ def _describe(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def _fill(spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
-    """The arguments with other tensors in the place of theirs."""
-    following = iter(tensors)
-    return tree_unflatten([next(following) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+def _copy(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
 
 
-def _is_same(made: Any, expected: Any) -> bool:
+def _find_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _give(tensor: torch.Tensor) -> _Given | None:
+    """A tensor as it was given; None for one of inference mode, to which writes are not counted."""
+    return None if tensor.is_inference() else _Given(weakref.ref(tensor), read_state(tensor))
+
+
+def _is_same(made: Any, expected: Any, most: float) -> bool:
     pairs = zip(tree_flatten(made)[0], tree_flatten(expected)[0], strict=True)
     tensors = [(one, other) for one, other in pairs if isinstance(one, torch.Tensor) and one.is_floating_point()]
     for one, other in tensors:
         off = (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-20)
-        if not bool(off <= _SAME) and bool(torch.isfinite(other).all()):
+        if not bool(off <= most) and bool(torch.isfinite(other).all()):
             return False
     return True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -15,16 +16,32 @@ import torch
 from torch.nn import functional
 
 from anyaccel.runtime.fast_forward import is_free
-from anyaccel.runtime.tensor_state import TensorState, read_state
+from anyaccel.runtime.tensor_state import TensorState, read_state, take_sample
 
 __all__ = ["install", "is_installed", "let_go"]
 
 _SMALL = 256 * 256
 """The numbers of a weight up to which three products are slower than one; a second copy of such takes no memory."""
-_JOINED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[TensorState], torch.Tensor]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The weights of an attention's queries, keys and values side by side, made anew for every call of a pipeline."""
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The weights of an attention's queries, keys and values side by side."""
+
+    states: list[TensorState]
+    samples: list[torch.Tensor]
+    weights: torch.Tensor
+
+    def holds(self, attention: Any) -> bool:
+        """Whether the weights are what they were."""
+        layers = (attention.to_q, attention.to_k, attention.to_v)
+        return all(
+            type(layer) is torch.nn.Linear and torch.equal(sample, take_sample(layer.weight))
+            for layer, sample in zip(layers, self.samples, strict=True)
+        )
+
+
+_JOINED: weakref.WeakKeyDictionary[torch.nn.Module, _Joined] = weakref.WeakKeyDictionary()
 
 
 def _can_change(tensor: torch.Tensor) -> bool:
@@ -86,12 +103,12 @@ def _project(attention: Any, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = (attention.to_q, attention.to_k, attention.to_v)
     if not all(_is_small(layer) for layer in layers):
         return tuple(layer(states) for layer in layers)
-    state = [read_state(layer.weight) for layer in layers]
+    written = [read_state(layer.weight) for layer in layers]
     kept = _JOINED.get(attention)
-    if kept is None or kept[0] != state:
+    if kept is None or kept.states != written:
         weights = torch.cat([layer.weight.detach().t() for layer in layers], 1)
-        kept = _JOINED[attention] = (state, weights)
-    return (states @ kept[1]).chunk(3, dim=-1)
+        kept = _JOINED[attention] = _Joined(written, [take_sample(layer.weight) for layer in layers], weights)
+    return (states @ kept.weights).chunk(3, dim=-1)
 
 
 def _is_small(layer: Any) -> bool:
@@ -144,19 +161,25 @@ for _, _forward in _WAYS.values():
     _forward.__name__ = "forward"  # so that what is pickled or copied finds the class's own again
 
 
-def install(module: torch.nn.Module) -> None:
-    """Let a block be done so if it is one that can be; one that no longer can is as it was."""
+def install(module: torch.nn.Module) -> bool:
+    """Let a block be done so if it is one that can be, and tell whether what was made of its weights still holds.
+
+    One that no longer can is as it was.
+    """
     way = _WAYS.get((type(module).__module__, type(module).__name__))
     if way is None or not (is_free(module) or is_installed(module)):
-        return
+        return True
     is_plain, forward = way
-    _forget(module)
+    stale = [part for part in module.children() if part in _JOINED and not _JOINED[part].holds(part)]
+    for part in stale:
+        del _JOINED[part]
     inside = [part for part in module.modules() if part is not module]
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
     if module.training or hooked or not is_plain(module):
         let_go(module)
     elif not is_installed(module):
         vars(module)["forward"] = MethodType(forward, module)
+    return not stale
 
 
 def is_installed(module: torch.nn.Module) -> bool:
@@ -165,13 +188,9 @@ def is_installed(module: torch.nn.Module) -> bool:
     return any(forward is one for _, one in _WAYS.values())
 
 
-def _forget(block: torch.nn.Module) -> None:
-    for part in block.children():
-        _JOINED.pop(part, None)
-
-
 def let_go(module: torch.nn.Module) -> None:
     """Let a block be as diffusers does it."""
     if is_installed(module):
-        _forget(module)
+        for part in module.children():
+            _JOINED.pop(part, None)
         del vars(module)["forward"]

@@ -24,7 +24,7 @@ from anyaccel.backends.cache_folder import keep_fact, read_fact
 from anyaccel.runtime import host_blocks
 from anyaccel.runtime.fast_forward import is_free
 from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
-from anyaccel.runtime.tensor_state import TensorState, read_state
+from anyaccel.runtime.tensor_state import TensorState, read_state, take_sample
 
 __all__ = ["install", "is_installed", "measure_gain", "remove", "serves"]
 
@@ -86,7 +86,7 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
 def _find_filters(layer: torch.nn.Conv2d) -> _Filters:
     kept = _FILTERS.get(layer)
     if kept is None or kept.state != read_state(layer.weight):
-        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), _sample(layer.weight))
+        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), take_sample(layer.weight))
     return kept
 
 
@@ -138,10 +138,6 @@ def can_pack() -> bool:
     return torch.equal(made, _convolve_plainly(layer, picture))  # whole numbers, which are exact in any order
 
 
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    return weight.detach()[:: max(1, weight.shape[0] // 8), :: max(1, weight.shape[1] // 8)].clone()
-
-
 def _convolve_plainly(layer: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = layer._conv_forward(picture, layer.weight, layer.bias)
     return made
@@ -165,11 +161,12 @@ def project_once(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
 project_once.__name__ = "forward"
 
 
-def install(module: torch.nn.Module, *, second_filters: bool = True) -> None:
-    """Let every layer of a model that can be done so be done so; filters that were changed are done again.
+def install(module: torch.nn.Module, *, second_filters: bool = True) -> bool:
+    """Let every layer of a model that can be done so be done so, and tell whether what was made of weights still holds.
 
     Without `second_filters`, which take up to four times the memory of the first ones, weights are laid out alone.
     """
+    holds = True
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Linear):
             _turn(part)
@@ -177,9 +174,10 @@ def install(module: torch.nn.Module, *, second_filters: bool = True) -> None:
             if type(part) is torch.nn.Linear and name.endswith(_OF_PROMPTS) and is_free(part):
                 vars(part)["forward"] = MethodType(project_once, part)
         elif isinstance(part, torch.nn.Conv2d):
-            _install_convolution(part, second_filters)
+            holds = _install_convolution(part, second_filters) and holds
         else:
-            host_blocks.install(part)
+            holds = host_blocks.install(part) and holds
+    return holds
 
 
 def _is_plain(layer: torch.nn.Conv2d) -> bool:
@@ -188,20 +186,23 @@ def _is_plain(layer: torch.nn.Conv2d) -> bool:
     return kind and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
-def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> None:
+def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> bool:
+    """Whether filters that were kept of it still hold; those of other weights are let go of."""
     if layer.kernel_size == (1, 1):
         _turn(layer)
     elif not serves(layer) and not layer.weight.is_contiguous(memory_format=torch.channels_last):
         layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
     if not _is_plain(layer) or not (is_free(layer) or is_installed(layer)):
-        return
+        return True
+    kept = _FILTERS.get(layer)
     if not second_filters:
         _let_go(layer)
-        return
-    kept = _FILTERS.get(layer)
-    if kept is not None and not torch.equal(kept.sample, _sample(layer.weight)):
-        del _FILTERS[layer]
+        return kept is None
     vars(layer)["forward"] = MethodType(forward, layer)
+    if kept is not None and not torch.equal(kept.sample, take_sample(layer.weight)):
+        del _FILTERS[layer]
+        return False
+    return True
 
 
 def _turn(layer: torch.nn.Linear | torch.nn.Conv2d) -> None:

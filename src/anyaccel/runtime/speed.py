@@ -18,7 +18,7 @@ from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime import host_layers
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, save_payload
-from anyaccel.runtime.compile import compile_for_speed, compiling
+from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, release
 from anyaccel.runtime.placement import Placement, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
@@ -56,10 +56,12 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
     if placement.plan.host_layers.value and (speed.laid_out or _pays(part)):
         speed.laid_out = True  # from then on every call is: what changed since the last one is looked for here
         for model in find_models(pipe).values():
-            host_layers.install(model, second_filters=placement.plan.memory.value.way.second_filters)
+            if not host_layers.install(model, second_filters=placement.plan.memory.value.way.second_filters):
+                _forget(model)
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
-    if placement.plan.capture.value and (speed.compiled or placement.wishes.capture) and _has_room(placement):
+    fastest = speed.compiled or speed.laid_out or placement.wishes.capture
+    if placement.plan.capture.value and fastest and _has_room(placement):
         _capture(pipe, placement)
     new = speed.compiled and bucket_of(part) not in speed.shapes
     key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if new else None
@@ -167,15 +169,21 @@ def _has_room(placement: Placement) -> bool:
 
 
 def _capture(pipe: Any, placement: Placement) -> None:
-    """Let the models that run at every step be recorded, where nothing else stands in for their forward."""
-    record = placement.opened.driver.recorder(placement.opened.index)
-    if record is None:
+    """Let the models that run at every step be recorded, where nothing else stands in for their forward.
+
+    On the host what decodes is too: the memory that it works in is not asked for at every picture.
+    """
+    recorder = placement.opened.driver.recorder(placement.opened.index)
+    if recorder is None:
         return
     models = find_models(pipe)
-    for name in placement.denoisers:
-        found = _stand_in(models[name])
+    parts: list[Any] = [models[name] for name in placement.denoisers]
+    if recorder.of_calls:
+        parts += [model.decoder for model in models.values() if has_decoder(model)]
+    for part in parts:
+        found = _stand_in(part)
         if found is not None:
-            found.record = record
+            found.recorder = recorder
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
             found.renew()
 
@@ -195,7 +203,12 @@ def _tell(pipe: Any, placement: Placement) -> None:
 def forget_recordings(pipe: Any) -> None:
     """Let go of what was recorded, and of the memory that it holds."""
     for model in find_models(pipe).values():
-        found = find_fast_forward(model)
+        _forget(model)
+
+
+def _forget(model: torch.nn.Module) -> None:
+    for part in (model, *model.children()):
+        found = find_fast_forward(part)
         if found is not None:
             found.forget()
 

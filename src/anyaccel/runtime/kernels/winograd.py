@@ -19,8 +19,9 @@ __all__ = ["choose_tile", "convolve", "transform_filters"]
 _MANY_PIXELS = 512
 _MANY_PRODUCTS = 15_000
 _FEW_CHANNELS = 48
-_STRIP = 16 * 2**20
-"""The numbers of a large picture that are worked on at once, which bounds the memory."""
+_STRIP, _MOST_STRIP = 2**20, 16 * 2**20
+"""The numbers of a large picture that are worked on at once: few enough for the processor's cache, more where filters
+are larger than that, which are read for every strip, and no more than bounds the memory."""
 
 
 def choose_tile(shape: torch.Size, weight: torch.Size) -> int:
@@ -74,7 +75,8 @@ def convolve(picture: torch.Tensor, filters: torch.Tensor, bias: torch.Tensor | 
     padded = functional.pad(picture.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))
     tiles = padded.unfold(1, side, tile).unfold(2, side, tile).permute(4, 5, 0, 1, 2, 3)
     result = picture.new_empty(images, height, width, out)
-    strip = max(1, _STRIP // (side * side * images * across * max(channels, out)))
+    numbers_at_once = min(_MOST_STRIP, max(_STRIP, 2 * filters.numel()))
+    strip = max(1, numbers_at_once // (side * side * images * across * max(channels, out)))
     for top in range(0, down, strip):
         numbers = tiles[:, :, :, top : top + strip].reshape(side * side, -1)
         products = torch.bmm((of_picture @ numbers).view(side * side, -1, channels), filters)
