@@ -3,8 +3,8 @@
     python -m benchmarks.host_layers --json benchmarks/results/host_layers_cpu.json
 
 Layers of Stable Diffusion 1.5 at 256 by 256 and of the embedded model, and how exact each is; a UNet of the former's
-shape with random weights, one step with guidance, and OpenVINO's if it is there; and the embedded model's pictures, the
-first and the next. All in turns.
+shape with random weights, one step with guidance, and OpenVINO's if it is there; the embedded model's UNet, and what
+recording it gains; and its pictures, the first few of new processes and the later ones. All in turns.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import importlib
 import importlib.util
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,17 +24,20 @@ import diffusers
 import torch
 from torch.nn import functional
 
+from anyaccel.backends.host_recording import record_host
 from anyaccel.bench.bench import run_bench
 from anyaccel.bench.work import Work
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
 from anyaccel.runtime import host_layers
 from anyaccel.runtime.kernels import winograd
+from anyaccel.runtime.pipeline import place
 from benchmarks.provenance import describe_run, read_commit
 
 LAYERS = [(2, 320, 32, 320), (2, 960, 32, 320), (2, 640, 16, 640), (2, 1280, 8, 1280), (2, 2560, 8, 1280),
           (2, 160, 16, 160), (2, 192, 8, 192), (1, 64, 128, 64)]  # fmt: skip
 """Images, channels, side, channels of the result."""
 ROUNDS = 7
+PROCESSES, PICTURES = 7, 4
 
 
 def time_in_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -118,6 +123,60 @@ def convert(openvino: Any, unet: Any, sample: torch.Tensor, text: torch.Tensor) 
     return lambda: torch.from_numpy(compiled(arrays)[0])
 
 
+def measure_recording() -> dict[str, Any]:
+    """The embedded model's UNet, one step with guidance: torch's layers, ours, and ours recorded."""
+    library: Any = diffusers
+    unet = library.UNet2DConditionModel.from_pretrained(find_embedded_model(), subfolder="unet").eval()
+    ours = copy.deepcopy(unet)
+    host_layers.install(ours)
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 8, 16, 16), torch.tensor(500), torch.randn(2, 32, 192)]
+    ours(*inputs)
+    places = [tensor.clone() for tensor in inputs]
+    result, replay = record_host(lambda: ours(*places).sample, places, [False, False, True])
+    taken = time_in_turns(
+        {"plain": lambda: unet(*inputs), "ours": lambda: ours(*inputs), "recorded": replay}, 3 * ROUNDS
+    )
+    expected = ours(*inputs).sample
+    return {
+        "seconds": {name: round(seconds, 4) for name, seconds in taken.items()},
+        "ratio": {name: round(taken["plain"] / seconds, 3) for name, seconds in taken.items()},
+        "same as ours": torch.equal(result, expected),
+    }
+
+
+def measure_first_pictures() -> dict[str, Any]:
+    """The first pictures of new processes, whose models are loaded and imported: medians over processes, in turns."""
+    found: dict[str, list[list[float]]] = {"stock": [], "anyaccel": []}
+    for _ in range(PROCESSES):
+        for name, rows in found.items():
+            command = [sys.executable, "-m", "benchmarks.host_layers", "--pictures-of", name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    pairs = zip(medians["stock"], medians["anyaccel"], strict=True)
+    return {
+        "processes": PROCESSES,
+        "seconds": {name: [round(one, 3) for one in row] for name, row in medians.items()},
+        "ratio": [round(stock / ours, 3) for stock, ours in pairs],
+    }
+
+
+def make_pictures(name: str) -> list[float]:
+    """What the first pictures of this process take."""
+    library: Any = diffusers
+    pipe = library.DiffusionPipeline.from_pretrained(find_embedded_model())
+    pipe.set_progress_bar_config(disable=True)
+    if name == "anyaccel":
+        pipe = place(pipe, "cpu", dtype="float32")
+    taken = []
+    for number in range(PICTURES):
+        begun = time.perf_counter()
+        pipe("a red apple", generator=torch.Generator().manual_seed(number), **CALL_DEFAULTS)
+        taken.append(time.perf_counter() - begun)
+    return taken
+
+
 def measure_embedded() -> dict[str, Any]:
     """The embedded model's pictures by stock diffusers and by anyaccel, each in a process of its own."""
     work = Work(
@@ -139,13 +198,19 @@ def main() -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--pictures-of", choices=("stock", "anyaccel"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.pictures_of:
+        print(json.dumps(make_pictures(options.pictures_of)))
+        return
     with torch.no_grad():
         report: dict[str, Any] = {
             "what": "torch's own layers and ours, in turns",
             **describe_run(read_commit()),
             "threads": torch.get_num_threads(),
             "embedded": measure_embedded(),
+            "first pictures": measure_first_pictures(),
+            "recording": measure_recording(),
             "layers": [measure_layer(*layer) for layer in LAYERS],
             "unet": measure_unet(),
         }
@@ -153,7 +218,7 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     for layer in report["layers"]:
         print(layer)
-    print(report["unet"], report["embedded"], sep="\n")
+    print(report["unet"], report["recording"], report["first pictures"], report["embedded"], sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,19 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from anyaccel.backends.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
+from anyaccel.backends.host_recording import record_host
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, release
+from anyaccel.runtime.pipeline import place
+from anyaccel.runtime.placement import find_placement
 from anyaccel.runtime.snapshot import Snapshot
 from anyaccel.runtime.speed import _collecting_later
 
@@ -31,8 +36,8 @@ class Keeper:
         def replay() -> None:
             self.replayed += 1
             made = function()
-            for place, value in zip(_tensors(result), _tensors(made), strict=True):
-                place.copy_(value * (1 + self.spoil))
+            for where, value in zip(_tensors(result), _tensors(made), strict=True):
+                where.copy_(value * (1 + self.spoil))
 
         return result, replay
 
@@ -159,9 +164,6 @@ def test_gradients_are_not_recorded(unet: Any) -> None:
 
 
 def test_a_pipeline_that_is_recorded_makes_the_same_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyaccel.backends.cpu import CpuDriver
-    from anyaccel.runtime.pipeline import place
-
     recipe = recipes()["stable-diffusion-xl"]
     expected = run(recipe, recipe.make())
     recorder = Keeper()
@@ -173,6 +175,116 @@ def test_a_pipeline_that_is_recorded_makes_the_same_picture(monkeypatch: pytest.
     assert recorder.replayed
     assert "recorded" in pipe.plan.capture.reason
     assert pipe.to("cpu", capture=False).unet.forward.__self__ is pipe.unet
+
+
+def host_recorder() -> Recorder:
+    return Recorder(record_host, warm=1, off=1e-5, of_calls=True)
+
+
+@torch.no_grad()
+def test_calls_of_the_host_are_replayed_to_the_last_bit(unet: Any) -> None:
+    prompts = [make_inputs(seed)["encoder_hidden_states"] for seed in range(2)]
+    given = [{**make_inputs(seed), "encoder_hidden_states": prompts[seed // 6]} for seed in range(12)]
+    expected = [unet(**inputs).sample for inputs in given]
+    found = FastForward(unet, None, host_recorder())
+    found.install()
+    found.renew()
+    for inputs, other in zip(given, expected, strict=True):
+        assert torch.equal(unet(**inputs).sample, other)
+    assert found.recordings == 1
+    [shape] = found.shapes.values()
+    assert shape.kept == [False, False, True], "the prompt stays, and what follows from it is worked out once"
+    prompts[1].mul_(2)
+    changed = unet(**given[-1]).sample
+    release(unet)
+    assert torch.equal(changed, unet(**given[-1]).sample), "a prompt that was written to is another one"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["in place", "behind torch's back", "a hook", "inference mode"])
+def test_a_recording_of_calls_is_not_used_where_it_would_be_wrong(unet: Any, how: str) -> None:
+    found = FastForward(unet, None, host_recorder())
+    found.install()
+    found.renew()
+    for seed in range(4):
+        unet(**make_inputs(seed))
+    assert found.recordings == 1
+    seen = []
+    if how == "in place":
+        unet.conv_in.weight.mul_(2)
+    elif how == "behind torch's back":
+        unet.conv_in.weight.data.mul_(2)
+        found.renew()  # as every call of a pipeline does
+    elif how == "a hook":
+        unet.mid_block.register_forward_hook(lambda *given: seen.append(1))
+    with torch.inference_mode(how == "inference mode"):
+        made = unet(**make_inputs(1)).sample.clone()
+    assert bool(seen) is (how == "a hook")
+    release(unet)
+    assert torch.equal(made, unet(**make_inputs(1)).sample)
+
+
+class Remembers(torch.nn.Module):
+    """Puts what it made into a list that it is given, as decoders of videos do."""
+
+    def forward(self, picture: torch.Tensor, made_before: list[Any]) -> torch.Tensor:
+        made = picture * 2 if made_before[0] is None else picture + made_before[0]
+        made_before[0] = made
+        return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recorder", [host_recorder(), Recorder(Keeper())], ids=["calls", "graph"])
+def test_a_model_that_writes_to_what_it_is_given_is_not_recorded(recorder: Recorder) -> None:
+    model, picture = Remembers(), torch.ones(4, 4)
+    found = FastForward(model, None, recorder)
+    found.install()
+    found.renew()
+    for _ in range(4):
+        kept: list[Any] = [None]
+        for number in range(5):
+            assert torch.equal(model(picture, kept), picture * (number + 2))
+    assert not found.recordings
+    assert "writes to what it is given" in found.told
+
+
+@torch.no_grad()
+def test_two_at_once_do_not_mix_their_inputs(unet: Any) -> None:
+    expected = [unet(**make_inputs(seed)).sample for seed in range(8)]
+    found = FastForward(unet, None, host_recorder())
+    found.install()
+    found.renew()
+
+    @torch.no_grad()
+    def run(seed: int) -> bool:
+        return all(torch.equal(unet(**make_inputs(seed)).sample, expected[seed]) for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(8)))
+    assert found.recordings == 1
+
+
+def draw(recipe: Any, pipe: Any) -> Any:
+    return pipe(**{**recipe.call(), "num_inference_steps": 9})[0]
+
+
+@pytest.mark.parametrize("name", ["stable-diffusion", "lumina", "flux", "pixart-alpha", "controlnet"])
+def test_a_pipeline_on_the_host_is_recorded(name: str) -> None:
+    recipe = recipes()[name]
+    plain = place(recipe.make(), "cpu", dtype="float32", host_layers=True, capture=False)
+    pipe: Any = place(recipe.make(), "cpu", dtype="float32", host_layers=True)
+    for _ in range(2):
+        assert (draw(recipe, pipe) == draw(recipe, plain)).all()
+    assert pipe.plan.capture.value
+    assert pipe.plan.capture.reason.endswith("ms by itself: recorded")
+    placement = find_placement(pipe)
+    assert placement is not None
+    for denoiser in placement.denoisers:
+        for weight in getattr(pipe, denoiser).parameters():
+            weight.data.mul_(0.9)  # which torch does not count
+    changed = draw(recipe, pipe)
+    pipe.to("cpu", capture=False, host_layers=False)
+    assert abs(changed - draw(recipe, pipe)).max() < 1e-3
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -116,8 +116,15 @@ def test_a_pipeline_makes_the_same_picture() -> None:
     assert not any(host_layers.is_installed(part) for part in pipe.unet.modules())
 
 
+@pytest.fixture
+def turning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose products are faster with weights that were turned."""
+    monkeypatch.setattr(host_layers, "measure_turning", lambda: 2.0)
+
+
 @torch.no_grad()
-def test_weights_lie_as_products_read_them(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("turning")
+def test_weights_lie_as_products_read_them() -> None:
     layer = torch.nn.Linear(96, 128)
     rows = torch.randn(5, 96)
     plain, before = layer(rows), layer.weight.clone()
@@ -132,6 +139,20 @@ def test_weights_lie_as_products_read_them(tmp_path: Path) -> None:
     assert small.weight.is_contiguous()
 
 
+def test_weights_are_turned_where_that_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path))
+    host_layers.measure_turning.cache_clear()
+    gain = host_layers.measure_turning()
+    assert 0.01 < gain < 100
+    layer = torch.nn.Linear(96, 128)
+    host_layers.install(layer)
+    assert layer.weight.is_contiguous() is (gain < 1.05)
+    monkeypatch.setattr(host_layers, "_time", lambda *functions: pytest.fail("it was tried before"))
+    host_layers.measure_turning.cache_clear()
+    assert host_layers.measure_turning() == gain
+    host_layers.measure_turning.cache_clear()
+
+
 def test_a_pipeline_can_be_saved_meanwhile(tmp_path: Path) -> None:
     recipe = recipes()["stable-diffusion"]
     pipe = place(recipe.make(), "cpu", dtype="float32", host_layers=True)
@@ -142,6 +163,7 @@ def test_a_pipeline_can_be_saved_meanwhile(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("turning")
 def test_without_memory_for_a_second_form_weights_are_laid_out_alone() -> None:
     first, second = convolution(), torch.nn.Linear(64, 64)
     layers = torch.nn.Sequential(first, second)

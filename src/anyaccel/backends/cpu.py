@@ -24,7 +24,7 @@ from anyaccel.errors import NotMeasurableError
 
 _OUR_LAYERS = "benchmarks/results/host_layers_cpu.json"
 _RUNS_BEFORE = 8
-"""Recording takes the time of two runs, and every replay saves a sixth of one: it pays if as many follow as came."""
+"""Recording takes the time of two runs, and every replay saves a fifth of one."""
 
 SHEET = Sheet(
     name="cpu",

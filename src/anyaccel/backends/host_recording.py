@@ -102,10 +102,10 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _read_kind(func)
-        if kind.refused:
+        if kind.refused and not _is_by_numbers(func, args):
             raise RuntimeError(f"Python reads a number of a tensor: {func}")
-        if kind.is_view and _shares(result := func(*args, **kwargs), args[0]):
-            return result
+        if kind.is_view and not args[0].is_inference():
+            return func(*args, **kwargs)
         self._reads = set()
         given = self.describe(args), self.describe(kwargs) if kwargs else {}
         reads = frozenset(self._reads)
@@ -127,10 +127,12 @@ class _Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def describe(self, value: Any) -> Any:
         """The same with a `_View` in the place of every tensor that has memory which others may share."""
-        return _exchange(value, self._describe_leaf)
-
-    def _describe_leaf(self, leaf: Any) -> Any:
-        return self.locate(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(value, torch.Tensor):
+            return self.locate(value)
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return kind([self.describe(one) for one in value])
+        return {name: self.describe(one) for name, one in value.items()} if kind is dict else value
 
     def locate(self, tensor: torch.Tensor) -> _View | torch.Tensor:
         """Where a tensor lies."""
@@ -249,7 +251,7 @@ class _Program:
         for view in needed:
             if self._number(view) not in made:
                 made.add(self._number(view))
-                views.append((self._number(view), self._bases[view.storage], view.size, view.stride, view.offset))
+                views.append((self._number(view), self._bases[view.storage], view))
         for view in call.made:
             self._bases[view.storage] = self._number(view)
             made.add(self._number(view))
@@ -267,8 +269,7 @@ class _Program:
         if not isinstance(leaf, _View):
             return leaf
         if leaf not in self._tensors:
-            empty = torch.empty(0, dtype=leaf.dtype)
-            self._tensors[leaf] = empty.set_(self._memory[leaf.storage], leaf.offset, leaf.size, leaf.stride)
+            self._tensors[leaf] = _lie_in(self._memory[leaf.storage], leaf)
         return self._tensors[leaf]
 
     def _give(self, view: _View) -> torch.Tensor:
@@ -305,7 +306,7 @@ class _Step:
     function: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    views: list[tuple[int, int, tuple[int, ...], tuple[int, ...], int]]
+    views: list[tuple[int, int, _View]]
     """To be made before: the slot, the slot of what it is a view of, and how it lies there."""
     made: list[int]
     several: bool = False
@@ -314,10 +315,10 @@ class _Step:
 
     def __call__(self) -> None:
         slots = self.slots
-        for slot, base, size, stride, offset in self.views:
+        for slot, base, view in self.views:
             whole = slots[base]
             assert whole is not None
-            slots[slot] = whole.as_strided(size, stride, offset)
+            slots[slot] = _see(whole, view)
         args = [self._fill(value) for value in self.args]
         kwargs = {name: self._fill(value) for name, value in self.kwargs.items()}
         made = self.function(*args, **kwargs)
@@ -333,6 +334,17 @@ class _Step:
         if type(value) is _Slot:
             return self.slots[value]
         return [self._fill(one) for one in value] if type(value) is list else value
+
+
+def _see(tensor: torch.Tensor, view: _View) -> torch.Tensor:
+    """A view of a tensor, in another type where pairs of numbers are seen as complex ones."""
+    if tensor.dtype != view.dtype:
+        return _lie_in(tensor.untyped_storage(), view)
+    return tensor.as_strided(view.size, view.stride, view.offset)
+
+
+def _lie_in(storage: torch.UntypedStorage, view: _View) -> torch.Tensor:
+    return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
 
 
 def _exchange(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -353,10 +365,10 @@ def _flatten(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _shares(result: Any, source: Any) -> bool:
-    """Whether all that was made lies in the memory of what it was made of."""
-    key = source.untyped_storage()._cdata if isinstance(source, torch.Tensor) else None
-    return all(one.untyped_storage()._cdata == key for one in _flatten(result))
+def _is_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether places are looked up by their numbers, whose count is the shape, and not by what is true of them."""
+    looked_up = func is _ATEN.index.Tensor
+    return looked_up and not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 
 def _is_in(leaf: Any, storages: set[int]) -> bool:

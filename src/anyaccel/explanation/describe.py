@@ -32,7 +32,7 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     if plan.capture.value and forecast.fits and forecast.recorded_peak_bytes > forecast.peak_bytes:
         once = readable(forecast.recorded_peak_bytes)
         there = forecast.recorded_peak_bytes <= forecast.capacity_bytes
-        lines.append(f"once it was compiled and recorded: {once}" + ("" if there else ", so that it is not recorded"))
+        lines.append(f"once it was recorded: {once}" + ("" if there else ", so that it is not recorded"))
     lines += list(_largest(plan, forecast))
     for title, entries in _sections(plan, forecast):
         if entries:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -74,8 +75,12 @@ class FastForward:
     ) -> None:
         self.module, self.run, self.recorder, self.wait = module, run or _plain_forward(module), recorder, wait
         self.compiled = run is not None
+        self.warm = recorder.warm if recorder else 0
+        """Runs of a shape before it is recorded."""
         self.shapes: dict[Any, _Shape] = {}
         self.recorded_of: Snapshot | None = None
+        self.hooks: list[Any] = []
+        """Of the layers inside, which a recording does not call."""
         self.written = -1
         """How often the weights had been written to, where recordings do not see that."""
         self.lock = threading.Lock()
@@ -95,6 +100,9 @@ class FastForward:
         recorder = self.recorder
         if recorder is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.run(*args, **kwargs)
+        if any(self.hooks):
+            self.told = "hooks are on its layers"
+            return self.run(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         with self.lock:
             if recorder.of_calls and self.written != (written := self._count_writes()):
@@ -106,10 +114,10 @@ class FastForward:
             if shape.replay is not None:
                 return self._again(shape, _find_tensors(leaves))
             shape.runs += 1
-            if shape.runs > recorder.warm:
+            if shape.runs > self.warm:
                 return self._begin(recorder, shape, leaves, spec)
             shape.given = [_give(tensor) for tensor in _find_tensors(leaves)]
-            return self.run(*args, **kwargs) if shape.runs < recorder.warm else self._look(shape, args, kwargs)
+            return self.run(*args, **kwargs) if shape.runs < self.warm else self._look(shape, args, kwargs)
 
     def _count_writes(self) -> int:
         return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
@@ -123,6 +131,8 @@ class FastForward:
         if self.recorded_of is None or not self.recorded_of.holds():
             self.forget()
             self.recorded_of = Snapshot(self.module)
+            inside = [part for part in self.module.modules() if part is not self.module]
+            self.hooks = [hooks for part in inside for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         for shape in self.shapes.values():
             shape.given = [None] * len(shape.given)  # a new call: what follows from its inputs is worked out anew
 
@@ -147,7 +157,7 @@ class FastForward:
 
     def _look(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
         """One run that is timed, and looked at for what the model keeps: such a one is not recorded."""
-        before = Snapshot(self.module)
+        before, given = Snapshot(self.module), tree_flatten((args, kwargs))[0]
         self.wait()
         start = time.perf_counter()
         output = self.run(*args, **kwargs)
@@ -159,6 +169,8 @@ class FastForward:
             figures = f"the host launches for {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
         if not before.holds():
             shape.refused = "the model keeps something from one run to the next"
+        elif not _are_same(given, tree_flatten((args, kwargs))[0]):
+            shape.refused = "the model writes to what it is given"
         self.told = shape.refused or figures
         return output
 
@@ -227,6 +239,11 @@ def _describe(leaf: Any) -> Any:
     if not isinstance(leaf, _PLAIN):
         raise TypeError(f"{type(leaf).__name__} may hold tensors that nobody sees")
     return type(leaf), leaf
+
+
+def _are_same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same objects: a list of caches has others in it once a model put them there."""
+    return len(leaves) == len(others) and all(map(is_, leaves, others))
 
 
 def _copy(output: Any) -> Any:

@@ -1,8 +1,8 @@
 """Layers as the host does them fastest: the same numbers, in the order in which its matrix products read them.
 
-Convolutions of 3 × 3 are done by Winograd's algorithm, those of 1 × 1 are matrix products, and the weights of products
-and of all other convolutions lie in memory so that nothing is turned around at every call. What an encoded prompt is
-projected to is kept for all steps. Models keep their layers, shapes and names.
+Convolutions of 3 × 3 are done by Winograd's algorithm, those of 1 × 1 are matrix products, and the weights of all other
+convolutions, and of products where that pays, lie in memory so that nothing is turned around at every call. What an
+encoded prompt is projected to is kept for all steps. Models keep their layers, shapes and names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import platform
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -50,6 +51,9 @@ _ROUNDS, _LOOK_S, _BUSY = 8, 0.05, 40.0
 where a trial would tell of them."""
 _MOST_SHAPES = 4
 """Of pictures, for which one layer keeps its weight."""
+_TURNING_PAYS = 1.05
+"""It takes the time of a step, and is not done for less."""
+_FACTS = "host_layers.json"
 _SMALL = 64
 """A matrix with a side shorter than this is left as it is."""
 
@@ -205,12 +209,16 @@ def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> bool:
     return True
 
 
+def _turns() -> bool:
+    return measure_turning() >= _TURNING_PAYS
+
+
 def _turn(layer: torch.nn.Linear | torch.nn.Conv2d) -> None:
-    """Let a weight (out, in) lie in memory as (in, out), which is how a product reads it; its shape stays."""
+    """Let a weight (out, in) lie in memory as (in, out), which some hosts' products read faster; its shape stays."""
     weight = layer.weight.data
     if type(weight) is not torch.Tensor or min(weight.shape[:2]) < _SMALL or weight.dtype != torch.float32:
         return
-    if weight.stride(0) != 1:
+    if weight.stride(0) != 1 and _turns():
         layer.weight.data = weight.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -239,21 +247,40 @@ def _let_go(layer: torch.nn.Module) -> None:
 @functools.cache
 def measure_gain() -> float | None:
     """How many times as fast this host is so, tried once and kept; None while others keep the host busy."""
-    key = f"{platform.machine()} {platform.processor()} torch {torch.__version__} threads {torch.get_num_threads()}"
-    kept = read_fact("host_layers.json", key)
+    kept = read_fact(_FACTS, _name_host())
     if isinstance(kept, float):
         return kept
     psutil.cpu_percent()
     if psutil.cpu_percent(interval=_LOOK_S) > _BUSY:
         return None
     gain = round(_try_out(), 3)
-    keep_fact("host_layers.json", key, gain)
+    keep_fact(_FACTS, _name_host(), gain)
     return gain
+
+
+@functools.cache
+def measure_turning() -> float:
+    """How many times as fast products are on this host whose weights were turned, tried once and kept."""
+    key = f"{_name_host()} turned"
+    kept = read_fact(_FACTS, key)
+    if isinstance(kept, float):
+        return kept
+    rows, matrix = torch.ones(512, 160), torch.ones(640, 160)
+    turned = matrix.t().contiguous().t()
+    plain, ours = _time(lambda: functional.linear(rows, matrix), lambda: functional.linear(rows, turned))
+    gain = round(plain / ours, 3)
+    keep_fact(_FACTS, key, gain)
+    return gain
+
+
+def _name_host() -> str:
+    machine = f"{platform.machine()} {platform.processor()}"
+    return f"{machine} torch {torch.__version__} threads {torch.get_num_threads()}"
 
 
 @torch.no_grad()
 def _try_out() -> float:
-    """A convolution and a product as denoisers have them, in turns; the least that each took."""
+    """A convolution and a product as denoisers have them."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -261,19 +288,25 @@ def _try_out() -> float:
 
     picture, weight, bias = draw(2, 160, 16, 16), draw(160, 160, 3, 3), draw(160)
     rows, matrix = draw(512, 160), draw(640, 160)
-    turned, filters = matrix.t().contiguous().t(), transform_filters(weight, 4)
+    best, filters = matrix.t().contiguous().t() if _turns() else matrix, transform_filters(weight, 4)
     last = picture.contiguous(memory_format=torch.channels_last)
 
     def plain() -> Any:
         return functional.conv2d(picture, weight, bias, padding=1), functional.linear(rows, matrix)
 
     def ours() -> Any:
-        return convolve(last, filters, bias, 4), functional.linear(rows, turned)
+        return convolve(last, filters, bias, 4), functional.linear(rows, best)
 
-    best = {plain: math.inf, ours: math.inf}
+    took = _time(plain, ours)
+    return took[0] / took[1]
+
+
+def _time(*functions: Callable[[], Any]) -> list[float]:
+    """The least that each took, in turns."""
+    best = [math.inf] * len(functions)
     for _ in range(_ROUNDS):
-        for function in best:
+        for number, function in enumerate(functions):
             start = time.perf_counter()
             function()
-            best[function] = min(best[function], time.perf_counter() - start)
-    return best[plain] / best[ours]
+            best[number] = min(best[number], time.perf_counter() - start)
+    return best

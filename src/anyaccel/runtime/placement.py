@@ -169,14 +169,15 @@ def read_facts(pipe: Any) -> Facts:
 
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = getattr(module, "_orig_mod", module)
-    floating = [parameter for parameter in plain.parameters() if parameter.is_floating_point()]
-    dtype = str(floating[0].dtype).removeprefix("torch.") if floating else "float32"
+    parameters = list(plain.parameters())
+    floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+    dtype = "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
     taken = set(inspect.signature(plain.forward).parameters)
     return ComponentFacts(
         name=name,
         kind=type(plain).__name__,
         dtype=loaded or dtype,
-        parameters=sum(parameter.numel() for parameter in plain.parameters()),
+        parameters=sum(parameter.numel() for parameter in parameters),
         denoises=bool(taken & _TIMES) or name.startswith(_DENOISERS),
         blocks=_count_blocks(plain),
         convolutions=sum(isinstance(part, torch.nn.Conv2d) for part in plain.modules()),

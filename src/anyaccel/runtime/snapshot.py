@@ -1,8 +1,8 @@
 """A snapshot of a model: whether it is still what it was, told in about a millisecond.
 
 What was recorded or kept for a model holds for as long as its weights lie where they lay and every attribute of its
-layers is the object that it was. This is looked at before every picture, while the device waits, so that nothing is
-built here that would be collected.
+layers, and of what attends for them, is the object that it was. This is looked at before every picture, while the
+device waits, so that nothing is built here that would be collected.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class Snapshot:
         )
 
     def _read_values(self) -> Iterator[Any]:
-        return chain.from_iterable(
+        own = chain.from_iterable(
             layer.values() if _OURS.isdisjoint(layer) else [layer[name] for name in layer if name not in _OURS]
             for layer in self._layers
         )
+        processors = (layer["processor"] for layer in self._layers if hasattr(layer.get("processor"), "__dict__"))
+        return chain(own, chain.from_iterable(vars(one).values() for one in processors))
 
     def _read_children(self) -> Iterator[Any]:
         return chain.from_iterable(layer["_modules"].values() for layer in self._layers)

@@ -53,16 +53,18 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
             yield
         return
     speed = placement.speed = placement.speed or Speed()
-    if placement.plan.host_layers.value and (speed.laid_out or _pays(part)):
+    if placement.plan.host_layers.value and (speed.laid_out or _has_steps(part, _STEPS_TO_PAY)):
         speed.laid_out = True  # from then on every call is: what changed since the last one is looked for here
-        for model in find_models(pipe).values():
+        for name, model in find_models(pipe).items():
+            if name not in placement.denoisers and not has_decoder(model):
+                continue  # it runs once for a prompt
             if not host_layers.install(model, second_filters=placement.plan.memory.value.way.second_filters):
                 _forget(model)
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
     fastest = speed.compiled or speed.laid_out or placement.wishes.capture
     if placement.plan.capture.value and fastest and _has_room(placement):
-        _capture(pipe, placement)
+        _capture(pipe, placement, part)
     new = speed.compiled and bucket_of(part) not in speed.shapes
     key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if new else None
     start = time.perf_counter()
@@ -76,10 +78,10 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
     _tell(pipe, placement)
 
 
-def _pays(part: Request) -> bool:
-    """Whether a call has steps enough to make up for what laying weights out takes."""
+def _has_steps(part: Request, enough: int) -> bool:
+    """Whether a call has steps enough to make up for what is done once."""
     steps = part.arguments.get("num_inference_steps")
-    return not isinstance(steps, int) or steps >= _STEPS_TO_PAY
+    return not isinstance(steps, int) or steps >= enough
 
 
 @contextmanager
@@ -168,22 +170,17 @@ def _has_room(placement: Placement) -> bool:
     return False
 
 
-def _capture(pipe: Any, placement: Placement) -> None:
-    """Let the models that run at every step be recorded, where nothing else stands in for their forward.
-
-    On the host what decodes is too: the memory that it works in is not asked for at every picture.
-    """
+def _capture(pipe: Any, placement: Placement, part: Request) -> None:
+    """Let the models that run at every step be recorded, where nothing else stands in for their forward."""
     recorder = placement.opened.driver.recorder(placement.opened.index)
     if recorder is None:
         return
     models = find_models(pipe)
-    parts: list[Any] = [models[name] for name in placement.denoisers]
-    if recorder.of_calls:
-        parts += [model.decoder for model in models.values() if has_decoder(model)]
-    for part in parts:
-        found = _stand_in(part)
+    for name in placement.denoisers:
+        found = _stand_in(models[name])
         if found is not None:
             found.recorder = recorder
+            found.warm = 1 if recorder.of_calls and _has_steps(part, recorder.warm) else recorder.warm
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
             found.renew()
 
@@ -207,10 +204,9 @@ def forget_recordings(pipe: Any) -> None:
 
 
 def _forget(model: torch.nn.Module) -> None:
-    for part in (model, *model.children()):
-        found = find_fast_forward(part)
-        if found is not None:
-            found.forget()
+    found = find_fast_forward(model)
+    if found is not None:
+        found.forget()
 
 
 def slow_down(pipe: Any, placement: Placement | None) -> None:
