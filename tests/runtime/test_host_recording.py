@@ -1,6 +1,7 @@
 """Recordings on the host: the same numbers to the last bit, from little memory, and a refusal of what cannot be."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -213,3 +214,14 @@ def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one = torch.randn(64, 64)
     with pytest.raises(RuntimeError, match="would hold"):
         record_host(lambda: torch.sin(one), [one], [False])
+
+
+def test_what_takes_long_is_left_alone() -> None:
+    one = torch.randn(64, 64)
+
+    def run() -> torch.Tensor:
+        time.sleep(0.1)
+        return torch.sin(one)
+
+    with pytest.raises(RuntimeError, match="shortens by little"):
+        record_host(run, [one], [False], longest_call_s=0.05)

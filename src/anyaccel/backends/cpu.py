@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from pathlib import Path
@@ -23,8 +24,8 @@ from anyaccel.backends.sources import (
 from anyaccel.errors import NotMeasurableError
 
 _OUR_LAYERS = "benchmarks/results/host_layers_cpu.json"
-_RUNS_BEFORE = 8
-"""Recording takes the time of two runs, and every replay saves a fifth of one."""
+_RUNS_BEFORE, _LONGEST_CALL_S = 8, 6e-4
+"""Recording takes the time of two runs, and every replay saves a fifth of one, or some 20 µs for each call in it."""
 
 SHEET = Sheet(
     name="cpu",
@@ -209,7 +210,8 @@ class CpuDriver(Driver):
     def recorder(self, index: int) -> Recorder | None:
         from anyaccel.backends.host_recording import record_host
 
-        return Recorder(record_host, warm=_RUNS_BEFORE, off=1e-5, of_calls=True)
+        record = functools.partial(record_host, longest_call_s=_LONGEST_CALL_S)
+        return Recorder(record, warm=_RUNS_BEFORE, off=1e-5, of_calls=True)
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(

@@ -9,6 +9,8 @@ Python reads, random draws, shapes that depend on values.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,17 +60,26 @@ class _Call:
 
 
 def record_host(
-    function: Callable[[], Any], inputs: Sequence[torch.Tensor], kept: Sequence[bool]
+    function: Callable[[], Any],
+    inputs: Sequence[torch.Tensor],
+    kept: Sequence[bool],
+    *,
+    longest_call_s: float = math.inf,
 ) -> tuple[Any, Callable[[], None]]:
     """Run a function, and give its result, whose tensors stay where they are, and a replay that fills them anew.
 
-    What follows from inputs that are `kept` alone is worked out again only once one of these was written to.
+    What follows from inputs that are `kept` alone is worked out again only once one of these was written to. A function
+    whose calls take longer on average is refused.
     """
     log = _Log()
     before = torch.default_generator.get_state()
     with torch.inference_mode(False), torch.no_grad():  # where all calls are seen, and memory can be written to again
         with log:
+            start = time.perf_counter()
             result = function()
+            each = (time.perf_counter() - start) / max(1, len(log.calls))
+        if each > longest_call_s:
+            raise RuntimeError(f"its calls take {1e3 * each:.1f} ms each, which a replay shortens by little")
         if not torch.equal(before, torch.default_generator.get_state()):
             raise RuntimeError("it draws random numbers")
         program = _Program(log, inputs, kept)

@@ -62,9 +62,8 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
                 _forget(model)
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
-    fastest = speed.compiled or speed.laid_out or placement.wishes.capture
-    if placement.plan.capture.value and fastest and _has_room(placement):
-        _capture(pipe, placement, part)
+    if placement.plan.capture.value and _has_room(placement):
+        _capture(pipe, placement, speed, part)
     new = speed.compiled and bucket_of(part) not in speed.shapes
     key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if new else None
     start = time.perf_counter()
@@ -170,10 +169,13 @@ def _has_room(placement: Placement) -> bool:
     return False
 
 
-def _capture(pipe: Any, placement: Placement, part: Request) -> None:
-    """Let the models that run at every step be recorded, where nothing else stands in for their forward."""
+def _capture(pipe: Any, placement: Placement, speed: Speed, part: Request) -> None:
+    """Let the models that run at every step be recorded, where nothing else stands in for their forward.
+
+    A graph of the device is recorded of what was compiled, unless it is asked for; calls of the host, of what was not.
+    """
     recorder = placement.opened.driver.recorder(placement.opened.index)
-    if recorder is None:
+    if recorder is None or (speed.compiled if recorder.of_calls else not (speed.compiled or placement.wishes.capture)):
         return
     models = find_models(pipe)
     for name in placement.denoisers:
