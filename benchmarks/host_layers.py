@@ -24,10 +24,10 @@ import diffusers
 import torch
 from torch.nn import functional
 
-from anyaccel.backends.host_recording import record_host
 from anyaccel.bench.bench import run_bench
 from anyaccel.bench.work import Work
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
+from anyaccel.host_recording.record import record_host
 from anyaccel.runtime import host_layers
 from anyaccel.runtime.kernels import winograd
 from anyaccel.runtime.pipeline import place

@@ -13,7 +13,7 @@ import torch
 from anyaccel.backends import cpu
 from anyaccel.backends.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
-from anyaccel.backends.host_recording import record_host
+from anyaccel.host_recording.record import record_host
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, release
 from anyaccel.runtime.pipeline import place

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from anyaccel.backends import host_recording
-from anyaccel.backends.host_recording import record_host
+from anyaccel.host_recording import program
+from anyaccel.host_recording.record import record_host
 
 Function = Callable[..., Any]
 
@@ -164,8 +164,8 @@ def test_memory_is_taken_again_once_nobody_reads_it() -> None:
         return made
 
     result, replay = record_host(run, [one], [False])
-    program: Any = replay.__self__  # type: ignore[attr-defined]
-    held = {memory.data_ptr(): memory.nbytes() for memory in program._memory.values()}
+    laid_out: Any = replay.__self__  # type: ignore[attr-defined]
+    held = {memory.data_ptr(): memory.nbytes() for memory in laid_out._memory.values()}
     assert sum(held.values()) <= 4 * one.nbytes, "the input, and two or three in turns"
     replay()
     assert torch.equal(result, run())
@@ -210,7 +210,7 @@ def test_what_cannot_be_replayed_is_refused(function: Function, words: str) -> N
 
 
 def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_recording, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(program, "_MOST_BYTES", 1000)
     one = torch.randn(64, 64)
     with pytest.raises(RuntimeError, match="would hold"):
         record_host(lambda: torch.sin(one), [one], [False])

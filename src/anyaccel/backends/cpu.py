@@ -208,7 +208,7 @@ class CpuDriver(Driver):
             raise self._not_measurable() from error
 
     def recorder(self, index: int) -> Recorder | None:
-        from anyaccel.backends.host_recording import record_host
+        from anyaccel.host_recording.record import record_host
 
         record = functools.partial(record_host, longest_call_s=_LONGEST_CALL_S)
         return Recorder(record, warm=_RUNS_BEFORE, off=1e-5, of_calls=True)

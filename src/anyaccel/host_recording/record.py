@@ -1,0 +1,51 @@
+"""Recording what a function asks of the host: calls with their memory laid out, replayed without the function.
+
+Small models spend a quarter of their time in Python, in making views and in asking for memory. A replay has none of it:
+every tensor lies where it will lie, and only what computes is called again, by the same kernels in the same order, so
+that the numbers are the same to the last bit. What cannot be replayed so is refused while it is recorded: numbers that
+Python reads, random draws, shapes that depend on values.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from anyaccel.host_recording.log import Log
+from anyaccel.host_recording.program import Program
+
+__all__ = ["record_host"]
+
+
+def record_host(
+    function: Callable[[], Any],
+    inputs: Sequence[torch.Tensor],
+    kept: Sequence[bool],
+    *,
+    longest_call_s: float = math.inf,
+) -> tuple[Any, Callable[[], None]]:
+    """Run a function, and give its result, whose tensors stay where they are, and a replay that fills them anew.
+
+    What follows from inputs that are `kept` alone is worked out again only once one of these was written to. A function
+    whose calls take longer on average is refused.
+    """
+    log = Log()
+    before = torch.default_generator.get_state()
+    with torch.inference_mode(False), torch.no_grad():  # where all calls are seen, and memory can be written to again
+        with log:
+            start = time.perf_counter()
+            result = function()
+            each = (time.perf_counter() - start) / max(1, len(log.calls))
+        if each > longest_call_s:
+            raise RuntimeError(f"its calls take {1e3 * each:.1f} ms each, which a replay shortens by little")
+        if not torch.equal(before, torch.default_generator.get_state()):
+            raise RuntimeError("it draws random numbers")
+        program = Program(log, inputs, kept)
+        leaves, spec = tree_flatten(result)
+        program.lay_out(log.describe(leaves))
+    return tree_unflatten(program.results, spec), program.replay
