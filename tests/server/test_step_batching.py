@@ -16,8 +16,9 @@ import torch
 
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
+from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import join, make_ticket, split
-from anyaccel.server.rendezvous import Mark, MeetingPlace, Rendezvous, _Waiting
+from anyaccel.server.rendezvous import MeetingPlace, Rendezvous, _Waiting
 from anyaccel.server.shared import SharedPipeline
 
 

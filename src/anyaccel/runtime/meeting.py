@@ -11,7 +11,7 @@ from anyaccel.backends.host import is_host, is_on
 from anyaccel.runtime.pairs import make_pair
 from anyaccel.runtime.scheduler import HostNumbers
 
-__all__ = ["Meeting", "send"]
+__all__ = ["Carry", "Meeting", "send"]
 
 Carry = Callable[[torch.Tensor, torch.device], torch.Tensor]
 _FEW = 64

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from anyaccel.backends.host import is_host, is_on
+from anyaccel.runtime.meeting import Carry
 
 __all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "drawing_from", "make_generators", "make_handlers"]
 
 Tensor = torch.Tensor
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
-Send = Callable[[Tensor, torch.device], Tensor]
 _IN_PLACE = (
     Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.geometric_,
@@ -89,7 +89,7 @@ def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
 
 
 def make_handlers(
-    device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Send = Tensor.to
+    device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Carry = Tensor.to
 ) -> dict[Any, Any]:
     """Handlers for every function of torch's that draws; `send` takes what was drawn to where it is wanted."""
     drawing = _Drawing(device, replacements, send)
@@ -102,7 +102,7 @@ def make_handlers(
 
 
 class _Drawing:
-    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Send) -> None:
+    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Carry) -> None:
         self.device, self.replacements, self.send = device, replacements, send
 
     def _is_drawn_there(self, generator: Any, place: torch.device) -> bool:

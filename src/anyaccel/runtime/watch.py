@@ -12,7 +12,7 @@ import torch
 
 from anyaccel.tracing.shell import WATCHED_BYTES, first_floating
 
-__all__ = ["Outputs", "explain_black", "find_broken", "note_output", "trace_first_break", "watching"]
+__all__ = ["Mark", "Outputs", "explain_black", "find_broken", "note_output", "trace_first_break", "watching"]
 
 Mark = Callable[[], Callable[[], None]]
 _NOW = threading.local()

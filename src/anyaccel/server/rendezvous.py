@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
+from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import Ticket, are_alike, join, make_ticket, split
 
-__all__ = ["Mark", "MeetingPlace", "Rendezvous", "Rounds"]
+__all__ = ["MeetingPlace", "Rendezvous", "Rounds"]
 
 _LOG = logging.getLogger(__name__)
 
 Run = Callable[..., Any]
-Mark = Callable[[], Callable[[], None]]
 _SHORTEST_S, _LONGEST_S, _TURN_S = 0.005, 0.5, 0.005
 _RUNS = 4
 """Of a size of batch that is made ready: the first compiles, and the third is recorded."""

@@ -14,8 +14,9 @@ import torch
 
 from anyaccel.backends.host import is_host
 from anyaccel.runtime.placement import Placement, find_components, find_models, find_placement, keep_placement
+from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import Ticket
-from anyaccel.server.rendezvous import Mark, MeetingPlace, Rendezvous
+from anyaccel.server.rendezvous import MeetingPlace, Rendezvous
 
 __all__ = ["SharedPipeline"]
 
