@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from anyaccel.host_recording import program
 from anyaccel.host_recording.record import record_host
 
 Function = Callable[..., Any]
@@ -209,11 +208,10 @@ def test_what_cannot_be_replayed_is_refused(function: Function, words: str) -> N
         record_host(lambda: function(one), [one], [False])
 
 
-def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "_MOST_BYTES", 1000)
+def test_what_is_too_large_is_refused() -> None:
     one = torch.randn(64, 64)
     with pytest.raises(RuntimeError, match="would hold"):
-        record_host(lambda: torch.sin(one), [one], [False])
+        record_host(lambda: torch.sin(one), [one], [False], most_bytes=1000)
 
 
 def test_what_takes_long_is_left_alone() -> None:

@@ -143,7 +143,8 @@ class _Asking:
         shared = self._share(measure)
         rules = self.rules(batch)
         try:
-            decision, forecast = make_forecast(shared, batch, capacity, rules)
+            most = sheet.most_recorded_bytes
+            decision, forecast = make_forecast(shared, batch, capacity, rules, most_recorded_bytes=most)
             measure(PLAIN, 1)
         except AnyaccelError:
             raise

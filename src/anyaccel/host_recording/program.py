@@ -16,8 +16,6 @@ __all__ = ["Program"]
 
 _ATEN = torch.ops.aten
 _COPIES = frozenset((_ATEN.clone.default, _ATEN._to_copy.default))
-_MOST_BYTES = 256 * 2**20
-"""What one recording may hold. The calls of larger models take so long that there is nothing to gain."""
 
 
 class Program:
@@ -57,15 +55,15 @@ class Program:
                 found.update(dict.fromkeys(call.writes, of))
         return found
 
-    def lay_out(self, outputs: list[Any]) -> None:
-        """Give every tensor its place."""
+    def lay_out(self, outputs: list[Any], most_bytes: int | None) -> None:
+        """Give every tensor its place, if that takes no more than so much memory."""
         for call in self._calls:
             if any(key in self._memory for key in call.writes):
                 raise RuntimeError(f"it writes to what is not its own: {call.function}")
         steady = [call for call in self._calls if call.writes <= self._steady.keys()]
         body = [call for call in self._calls if not call.writes <= self._steady.keys()]
         stay = find_storages(outputs)
-        self._share(steady, body, stay)
+        self._share(steady, body, stay, most_bytes)
         made: set[int] = set()
         for call in steady:
             of = frozenset[int]().union(*(self._steady[key] for key in call.writes))
@@ -74,7 +72,7 @@ class Program:
         self._body = [self._bind(call, made, ends[number]) for number, call in enumerate(body)]
         self.results = [self._give(leaf) if isinstance(leaf, View) else leaf for leaf in outputs]
 
-    def _share(self, steady: list[Call], body: list[Call], stay: frozenset[int]) -> None:
+    def _share(self, steady: list[Call], body: list[Call], stay: frozenset[int], most_bytes: int | None) -> None:
         """Take memory for what is written to; in the body that of what is no longer read is taken again."""
         own = {key for call in steady for key in call.writes if key not in self._loose}
         blocks, free = [self._sizes[key] for key in own], list[int]()
@@ -86,7 +84,7 @@ class Program:
                     place[key] = _find_block(self._sizes[key], blocks, free)
             done = [key for key in call.reads | call.writes if last[key] == number]
             free += [place[key] for key in done if key in place and key not in own and key not in stay]
-        if sum(blocks) > _MOST_BYTES:
+        if most_bytes is not None and sum(blocks) > most_bytes:
             raise RuntimeError(f"it would hold {sum(blocks) / 2**20:.0f} MiB")
         memory = [torch.empty(size, dtype=torch.uint8).untyped_storage() for size in blocks]
         self._memory.update({key: memory[block] for key, block in place.items()})

@@ -28,11 +28,12 @@ def record_host(
     kept: Sequence[bool],
     *,
     longest_call_s: float = math.inf,
+    most_bytes: int | None = None,
 ) -> tuple[Any, Callable[[], None]]:
     """Run a function, and give its result, whose tensors stay where they are, and a replay that fills them anew.
 
     What follows from inputs that are `kept` alone is worked out again only once one of these was written to. A function
-    whose calls take longer on average is refused.
+    whose calls take longer on average, or which works in more memory, is refused.
     """
     log = Log()
     before = torch.default_generator.get_state()
@@ -47,5 +48,5 @@ def record_host(
             raise RuntimeError("it draws random numbers")
         program = Program(log, inputs, kept)
         leaves, spec = tree_flatten(result)
-        program.lay_out(log.describe(leaves))
+        program.lay_out(log.describe(leaves), most_bytes)
     return tree_unflatten(program.results, spec), program.replay

@@ -174,10 +174,13 @@ def _halve(images: int) -> Iterator[int]:
         yield images
 
 
-def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
+def predict(
+    footprint: Footprint, residence: Residence, *, recorded: bool = False, most_recorded_bytes: int | None = None
+) -> dict[str, int]:
     """The bytes at the peak of each phase: `load`, and those in which models run.
 
-    Once denoising is `recorded`, what it holds at its peak is held in all phases, for the next picture.
+    Once denoising is `recorded`, which it is up to some size, what it holds at its peak is held in all phases, for the
+    next picture.
     """
     loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, footprint.always_there)
     peaks = {"load": loaded}
@@ -197,6 +200,7 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
         peaks[passing.phase] = max(peaks.get(passing.phase, 0), need)
     if recorded:
         held = max((one.held_bytes for one in footprint.passings if one.phase == "denoise"), default=0)
+        held = held if most_recorded_bytes is None or held <= most_recorded_bytes else 0
         peaks = {name: peak if name == "denoise" else peak + held for name, peak in peaks.items()}
     return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
 
@@ -299,18 +303,25 @@ def _need_of_many(sample: Footprint, rule: MemoryRule, images: int) -> int:
 
 
 def make_forecast(
-    measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
+    measure: Measure,
+    images: int,
+    capacity_bytes: int,
+    rules: Iterable[MemoryRule],
+    *,
+    most_recorded_bytes: int | None = None,
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
     """The decision about memory for one call, and all that is said of it."""
     listed = list(rules)
     decision, peaks = choose_memory(measure, images, capacity_bytes, listed)
     rule = decision.value
     footprint = measure((rule or listed[0]).way, min(images, (rule or listed[0]).images_per_call or images))
+    residence = (rule or listed[0]).residence
+    recorded = predict(footprint, residence, recorded=True, most_recorded_bytes=most_recorded_bytes)
     forecast = Forecast(
         fits=rule is not None,
         capacity_bytes=capacity_bytes,
         peak_bytes=max(peaks.values()),
-        recorded_peak_bytes=max(predict(footprint, (rule or listed[0]).residence, recorded=True).values()),
+        recorded_peak_bytes=max(recorded.values()),
         phases=tuple(peaks.items()),
         components=tuple((model.name, model.weights_bytes) for model in footprint.models),
         images=images,

@@ -194,7 +194,8 @@ def plan_call(pipe: Any, placement: Placement, request: Request, rules: list[Mem
         return CallPlan(usual)
     try:
         measure = _make_measurement(pipe, placement, request)
-        decision, forecast = make_forecast(measure, request.images, capacity, rules)
+        most = placement.opened.sheet.most_recorded_bytes
+        decision, forecast = make_forecast(measure, request.images, capacity, rules, most_recorded_bytes=most)
     except Exception as error:  # noqa: BLE001 - any pipeline may be asked; what cannot be traced is run and looked at
         _LOG.debug("anyaccel: %s cannot be traced: %r", type(pipe).__name__, error)
         return CallPlan(Decision(usual.value, f"{usual.reason}; this call cannot be traced ahead of time"))
