@@ -202,7 +202,7 @@ def test_calls_of_the_host_are_replayed_to_the_last_bit(unet: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["in place", "behind torch's back", "a hook", "inference mode"])
+@pytest.mark.parametrize("how", ["in place", "behind torch's back", "a hook", "inference mode", "autocast"])
 def test_a_recording_of_calls_is_not_used_where_it_would_be_wrong(unet: Any, how: str) -> None:
     found = FastForward(unet, None, host_recorder())
     found.install()
@@ -218,11 +218,30 @@ def test_a_recording_of_calls_is_not_used_where_it_would_be_wrong(unet: Any, how
         found.renew()  # as every call of a pipeline does
     elif how == "a hook":
         unet.mid_block.register_forward_hook(lambda *given: seen.append(1))
-    with torch.inference_mode(how == "inference mode"):
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast")
+    with torch.inference_mode(how == "inference mode"), cast:
         made = unet(**make_inputs(1)).sample.clone()
     assert bool(seen) is (how == "a hook")
     release(unet)
-    assert torch.equal(made, unet(**make_inputs(1)).sample)
+    with cast:
+        assert torch.equal(made, unet(**make_inputs(1)).sample)
+
+
+@torch.no_grad()
+def test_an_interrupted_call_leaves_no_prompt_behind(unet: Any) -> None:
+    prompts, inputs = [make_inputs(seed)["encoder_hidden_states"] for seed in range(2)], make_inputs(5)
+    found = FastForward(unet, None, host_recorder())
+    found.install()
+    found.renew()
+    for _ in range(3):
+        expected = unet(**{**inputs, "encoder_hidden_states": prompts[0]}).sample
+    [shape] = found.shapes.values()
+    replay = shape.replay
+    shape.replay = lambda: pytest.fail("interrupted")  # after the other prompt was copied in
+    with pytest.raises(pytest.fail.Exception):
+        unet(**{**inputs, "encoder_hidden_states": prompts[1]})
+    shape.replay = replay
+    assert torch.equal(unet(**{**inputs, "encoder_hidden_states": prompts[0]}).sample, expected)
 
 
 class Remembers(torch.nn.Module):

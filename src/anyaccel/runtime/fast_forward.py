@@ -81,6 +81,8 @@ class FastForward:
         self.recorded_of: Snapshot | None = None
         self.hooks: list[Any] = []
         """Of the layers inside, which a recording does not call."""
+        self.weights: list[torch.Tensor] = []
+        """Those to which torch counts writes."""
         self.written = -1
         """How often the weights had been written to, where recordings do not see that."""
         self.lock = threading.Lock()
@@ -99,6 +101,8 @@ class FastForward:
         """The model's output: replayed where its shape is recorded."""
         recorder = self.recorder
         if recorder is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():  # which is no argument, and keeps casts of weights for itself
             return self.run(*args, **kwargs)
         if any(self.hooks):
             self.told = "hooks are on its layers"
@@ -120,7 +124,7 @@ class FastForward:
             return self.run(*args, **kwargs) if shape.runs < self.warm else self._look(shape, args, kwargs)
 
     def _count_writes(self) -> int:
-        return sum(weight._version for weight in self.module.parameters() if not weight.is_inference())
+        return sum(weight._version for weight in self.weights)
 
     def install(self) -> None:
         """Take the place of the model's forward."""
@@ -131,6 +135,7 @@ class FastForward:
         if self.recorded_of is None or not self.recorded_of.holds():
             self.forget()
             self.recorded_of = Snapshot(self.module)
+            self.weights = [weight for weight in self.module.parameters() if not weight.is_inference()]
             inside = [part for part in self.module.modules() if part is not self.module]
             self.hooks = [hooks for part in inside for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         for shape in self.shapes.values():
@@ -211,7 +216,7 @@ class FastForward:
 
     @staticmethod
     def _again(shape: _Shape, given: list[torch.Tensor]) -> Any:
-        known = shape.given or [None] * len(given)
+        known, shape.given = shape.given or [None] * len(given), []  # until all are copied, nothing is known
         for place, tensor, last, kept in zip(shape.inputs, given, known, shape.kept, strict=True):
             if not kept or last is None or not last.is_same(tensor):
                 place.copy_(tensor)
