@@ -31,14 +31,14 @@ def call(pipe: Any, name: str, steps: int = 8) -> Any:
 
 
 def test_a_fast_pipeline_runs_fewer_steps() -> None:
-    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", speed="fast")
+    pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", speed="fast", capture=False)
     counted = Counted(pipe.unet.conv_in)
     fast = call(pipe, "stable-diffusion").images
     assert counted.runs == pipe.plan.reuse.value.count(len(pipe.scheduler.timesteps)) < len(pipe.scheduler.timesteps)
     assert "answers taken again" in pipe.plan.reuse.reason
     assert "step" not in vars(pipe.scheduler), "nothing is left behind"
     numpy.testing.assert_array_equal(call(pipe, "stable-diffusion").images, fast)
-    pipe.to("cpu", speed="exact")
+    pipe.to("cpu", speed="exact", capture=False)
     before = counted.runs
     exact = call(pipe, "stable-diffusion").images
     assert counted.runs - before == len(pipe.scheduler.timesteps)
@@ -61,7 +61,7 @@ def test_it_is_for_every_kind_of_pipeline(name: str) -> None:
 
 def test_an_exact_pipeline_has_nothing_standing_in() -> None:
     recipe = recipes()["stable-diffusion"]
-    pipe = place(recipe.make(), "cpu", dtype="float32")
+    pipe = place(recipe.make(), "cpu", dtype="float32", capture=False)
     run(recipe, pipe)
     assert find_fast_forward(pipe.unet) is None
     assert pipe.plan.reuse.value is None

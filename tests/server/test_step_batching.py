@@ -14,7 +14,10 @@ import numpy
 import pytest
 import torch
 
+from anyaccel.backends.driver import Recorder
+from anyaccel.host_recording.record import record_host
 from anyaccel.recipes import recipes
+from anyaccel.runtime.fast_forward import FastForward
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import join, make_ticket, split
@@ -98,8 +101,8 @@ def test_each_picture_is_what_it_would_be_alone(name: str) -> None:
     under_way = Counter(sum(count > past for count in runs.values()) for past in range(max(runs.values())))
     assert seen.sizes == under_way, "whoever was under way took part in every round"
     shared.close()
-    assert numpy.abs(pixels(pipe(**make_call(name, *asked[0]))) - alone[0]).max() < 1e-5
     assert "forward" not in vars(getattr(pipe, denoiser))
+    assert numpy.abs(pixels(pipe(**make_call(name, *asked[0]))) - alone[0]).max() < 1e-5
 
 
 def test_one_that_fails_leaves_and_the_others_go_on() -> None:
@@ -347,6 +350,32 @@ def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
     with ThreadPoolExecutor(2) as threads:
         for one in [threads.submit(wait), threads.submit(go_on)]:
             one.result(60)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("of_calls", [True, False], ids=["host", "device"])
+def test_what_was_recorded_of_another_model_is_not_replayed(of_calls: bool) -> None:
+    """Graphs of a device are taken over, and looked at when adapters change; calls of the host are not."""
+    pipe: Any = recipes()["stable-diffusion"].make()
+    found = FastForward(pipe.unet, None, Recorder(record_host, warm=1, of_calls=of_calls))
+    found.install()
+    found.renew()
+    given = {
+        "sample": torch.ones(1, 4, 8, 8),
+        "timestep": torch.tensor(1),
+        "encoder_hidden_states": torch.ones(1, 7, 32),
+    }
+    for _ in range(3):
+        pipe.unet(**given)
+    assert found.recordings == 1
+    shared = SharedPipeline(pipe)
+    assert (shared.meetings["unet"].before is None) is of_calls
+    shared.renew()
+    assert found.recordings == (not of_calls), "nothing changed, or it was let go of"
+    pipe.unet.conv_in.weight = torch.nn.Parameter(pipe.unet.conv_in.weight * 2)
+    shared.renew()
+    assert not found.recordings
+    shared.close()
 
 
 def test_a_call_that_is_decoded_does_not_take_the_turn() -> None:

@@ -284,10 +284,12 @@ class ServedModel:
         """Nobody is inside: let the weights be those of an adapter, or the model's own."""
         if adapter is None:
             self.pipe.disable_lora()
-            return
-        name, _, scale = adapter.rpartition("@")
-        self.pipe.enable_lora()
-        self.pipe.set_adapters([name], adapter_weights=[float(scale)])
+        else:
+            name, _, scale = adapter.rpartition("@")
+            self.pipe.enable_lora()
+            self.pipe.set_adapters([name], adapter_weights=[float(scale)])
+        if self.shared is not None:
+            self.shared.renew()
 
 
 def _adapter_of(work: Work) -> str | None:
