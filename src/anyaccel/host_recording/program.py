@@ -71,6 +71,7 @@ class Program:
         ends = self._find_ends(body, stay)
         self._body = [self._bind(call, made, ends[number]) for number, call in enumerate(body)]
         self.results = [self._give(leaf) if isinstance(leaf, View) else leaf for leaf in outputs]
+        self._calls, self._tensors, self._numbers = [], {}, {}  # what replays need is bound
 
     def _share(self, steady: list[Call], body: list[Call], stay: frozenset[int], most_bytes: int | None) -> None:
         """Take memory for what is written to; in the body that of what is no longer read is taken again."""

@@ -8,9 +8,11 @@ Python reads, random draws, shapes that depend on values.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,18 @@ from anyaccel.host_recording.log import Log
 from anyaccel.host_recording.program import Program
 
 __all__ = ["record_host"]
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """While the block runs, no garbage is looked for: what is noted sets that off, and it takes the time of some steps."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def record_host(
@@ -37,7 +51,8 @@ def record_host(
     """
     log = Log()
     before = torch.default_generator.get_state()
-    with torch.inference_mode(False), torch.no_grad():  # where all calls are seen, and memory can be written to again
+    # Where all calls are seen, and memory can be written to again.
+    with torch.inference_mode(False), torch.no_grad(), _without_collecting():
         with log:
             start = time.perf_counter()
             result = function()
