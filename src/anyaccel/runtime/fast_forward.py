@@ -10,8 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from types import MethodType
@@ -46,10 +45,6 @@ class _Shape:
     inputs: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
     replay: Callable[[], None] | None = None
-    checked: bool = False
-    """Whether a replay was seen to give what the model gives."""
-    due: bool = False
-    """Whether that is to be looked at now."""
     given: list[_Given | None] = field(default_factory=list)
     """The tensors of the run before, of which is told whether they are the same again."""
     kept: list[bool] = field(default_factory=list)
@@ -82,8 +77,6 @@ class FastForward:
         self.compiled = run is not None
         self.warm = recorder.warm if recorder else 0
         """Runs of a shape before it is recorded."""
-        self.check_at_once = True
-        """Whether the first replay is right after recording, or at the next picture: few steps would not gain by it."""
         self.shapes: dict[Any, _Shape] = {}
         self.recorded_of: Snapshot | None = None
         self.hooks: list[Any] = []
@@ -122,13 +115,8 @@ class FastForward:
             shape = self._find(leaves, spec)
             if shape is None or shape.refused:
                 return self.run(*args, **kwargs)
-            if shape.checked:
-                return self._again(shape, _find_tensors(leaves))
             if shape.replay is not None:
-                expected = self.run(*args, **kwargs)
-                if shape.due:
-                    self._check(recorder, shape, _find_tensors(leaves), expected)
-                return expected
+                return self._again(shape, _find_tensors(leaves))
             shape.runs += 1
             if shape.runs > self.warm:
                 return self._begin(recorder, shape, leaves, spec)
@@ -152,7 +140,6 @@ class FastForward:
             self.hooks = [hooks for part in inside for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         for shape in self.shapes.values():
             shape.given = [None] * len(shape.given)  # a new call: what follows from its inputs is worked out anew
-            shape.due = True
 
     def forget(self) -> None:
         """Let go of all recordings, and of the memory that they hold."""
@@ -161,7 +148,7 @@ class FastForward:
     @property
     def recordings(self) -> int:
         """How many shapes are recorded."""
-        return sum(shape.checked for shape in self.shapes.values())
+        return sum(shape.replay is not None for shape in self.shapes.values())
 
     def _find(self, leaves: list[Any], spec: Any) -> _Shape | None:
         try:
@@ -176,9 +163,6 @@ class FastForward:
     def _look(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
         """One run that is timed, and looked at for what the model keeps: such a one is not recorded."""
         before, given = Snapshot(self.module), tree_flatten((args, kwargs))[0]
-        if self.recorded_of is not None and not self.recorded_of.holds():  # a pipeline changed it as its call began
-            self.shapes = {key: one for key, one in self.shapes.items() if one is shape}
-            self.recorded_of = before
         self.wait()
         start = time.perf_counter()
         output = self.run(*args, **kwargs)
@@ -196,7 +180,7 @@ class FastForward:
         return output
 
     def _begin(self, recorder: Recorder, shape: _Shape, leaves: list[Any], spec: Any) -> Any:
-        """Record a shape, and use the recording if it gives what the model gives."""
+        """Record a shape, and keep the recording if it gives what the model gives."""
         given = _find_tensors(leaves)
         shape.kept = [
             recorder.of_calls and known is not None and known.is_same(tensor)
@@ -210,32 +194,18 @@ class FastForward:
             made.append(self._run(spec, leaves, shape.inputs))
             return made[-1]
 
-        with self._refusing(shape):
-            shape.output, shape.replay = recorder.record(run, shape.inputs, shape.kept)
-        shape.due = self.check_at_once
-        if shape.replay is not None and shape.due:
-            self._check(recorder, shape, given, made[0])
-        return _copy(made[0]) if made else self._run(spec, leaves, given)
-
-    def _check(self, recorder: Recorder, shape: _Shape, given: list[torch.Tensor], expected: Any) -> None:
-        """Use a recording from now on if it gives what the model gave."""
-        with self._refusing(shape):
-            if not _is_same(self._again(shape, given), expected, recorder.off):
-                raise RuntimeError("a replay gave another result")
-            shape.checked = True
-
-    @contextmanager
-    def _refusing(self, shape: _Shape) -> Iterator[None]:
-        """What goes wrong in the block is why a shape is not recorded; a lack of memory is for others to mend."""
         try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - any model may be asked; what cannot be recorded runs as before
+            shape.output, shape.replay = recorder.record(run, shape.inputs, shape.kept)
+            if not _is_same(self._again(shape, given), made[0], recorder.off):
+                raise RuntimeError("a replay gave another result")
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             _LOG.debug("anyaccel: %s is not recorded: %r", type(self.module).__name__, error)
             words = next(iter(str(error).strip().splitlines()), type(error).__name__)
             shape.replay, shape.output, shape.inputs = None, None, []
             self.told = shape.refused = f"it cannot be recorded: {words}"
+        return _copy(made[0]) if made else self._run(spec, leaves, given)
 
     def _run(self, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
         """The model with other tensors in the place of those that were given."""

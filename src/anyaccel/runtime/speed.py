@@ -183,7 +183,6 @@ def _capture(pipe: Any, placement: Placement, speed: Speed, part: Request) -> No
         if found is not None:
             found.recorder = recorder
             found.warm = 1 if recorder.of_calls and _has_steps(part, recorder.warm) else recorder.warm
-            found.check_at_once = not recorder.of_calls or _has_steps(part, 2 * recorder.warm)
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
             found.renew()
 
