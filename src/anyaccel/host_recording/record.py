@@ -26,7 +26,7 @@ __all__ = ["record_host"]
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """While the block runs, no garbage is looked for: what is noted sets that off, and it takes the time of some steps."""
+    """While the block runs, no garbage is looked for: what is noted sets that off, and it takes long."""
     was = gc.isenabled()
     gc.disable()
     try:
