@@ -24,6 +24,7 @@ from anyaccel.backends.sources import (
 from anyaccel.errors import NotMeasurableError
 
 _OUR_LAYERS = "benchmarks/results/host_layers_cpu.json"
+_OUR_RECORDINGS = "benchmarks/results/host_layers_cpu_x86_64.json"
 _RUNS_BEFORE, _LONGEST_CALL_S = 8, 6e-4
 """Recording takes the time of two runs, and every replay saves a fifth of one, or some 20 µs for each call in it."""
 
@@ -110,7 +111,7 @@ SHEET = Sheet(
             name="capture",
             gain=1.25,
             says="Replayed without Python, views and new memory, the embedded model's UNet took 0.8 of its time.",
-            source=_OUR_LAYERS,
+            source=_OUR_RECORDINGS,
             evidence="hardware",
             most_bytes=256 * 2**20,
         ),
