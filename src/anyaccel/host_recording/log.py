@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Call", "Log", "View", "find_storages", "flatten"]
 
-_ATEN = torch.ops.aten
 _MADE_EMPTY = frozenset((
-    _ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default, _ATEN.new_empty.default,
-    _ATEN.new_empty_strided.default,
+    "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+    "aten::new_empty_strided",
 ))  # fmt: skip
+"""By name, since to look an operation up takes torch a millisecond."""
 _REFUSED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
@@ -144,7 +144,7 @@ def _read_kind(func: Any) -> Kind:
     arguments = func._schema.arguments
     written = frozenset(one.name for one in arguments if one.alias_info and one.alias_info.is_write)
     refused = not _REFUSED.isdisjoint(func.tags)
-    return Kind(func.is_view, refused, func in _MADE_EMPTY, tuple(one.name for one in arguments), written)
+    return Kind(func.is_view, refused, func.name() in _MADE_EMPTY, tuple(one.name for one in arguments), written)
 
 
 def _find_written(kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> frozenset[int]:
@@ -154,7 +154,7 @@ def _find_written(kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> fr
 
 def _is_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether places are looked up by their numbers, whose count is the shape, and not by what is true of them."""
-    looked_up = func is _ATEN.index.Tensor
+    looked_up = func.name() == "aten::index.Tensor"
     return looked_up and not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
 
 

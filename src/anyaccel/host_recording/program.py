@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from anyaccel.host_recording.log import Call, Log, View, find_storages, flatten
+from anyaccel.host_recording.log import Call, Log, View, find_storages
 
 __all__ = ["Program"]
 
 _ATEN = torch.ops.aten
-_COPIES = frozenset((_ATEN.clone.default, _ATEN._to_copy.default))
+_COPIES = frozenset(("aten::clone", "aten::_to_copy"))
 
 
 class Program:
@@ -101,11 +101,9 @@ class Program:
 
     def _bind(self, call: Call, made: set[int], ends: Sequence[int]) -> Callable[[], Any]:
         """One call as a function of nothing; `made` are the slots that are filled by then."""
-        needed = [leaf for leaf in flatten((call.args, call.kwargs)) if _is_in(leaf, self._loose)]
-        args, kwargs = _exchange(
-            (call.args, call.kwargs),
-            lambda leaf: _Slot(self._number(leaf)) if _is_in(leaf, self._loose) else self._find(leaf),
-        )
+        needed: list[View] = []
+        args = [self._take(value, needed) for value in call.args]
+        kwargs = {name: self._take(value, needed) for name, value in call.kwargs.items()}
         if not needed and not call.made:
             return functools.partial(call.function, *args, **kwargs)
         views = []
@@ -126,18 +124,25 @@ class Program:
             self._slots.append(None)
         return self._numbers[view]
 
-    def _find(self, leaf: Any) -> Any:
-        if not isinstance(leaf, View):
-            return leaf
-        if leaf not in self._tensors:
-            self._tensors[leaf] = _lie_in(self._memory[leaf.storage], leaf)
-        return self._tensors[leaf]
+    def _take(self, value: Any, needed: list[View]) -> Any:
+        """What stands for an argument: a tensor that lies there, or the slot of a loose one, which is then needed."""
+        kind = type(value)
+        if kind is View:
+            if value.storage not in self._loose:
+                return self._find(value)
+            needed.append(value)
+            return _Slot(self._number(value))
+        return [self._take(one, needed) for one in value] if kind is list or kind is tuple else value
+
+    def _find(self, view: View) -> torch.Tensor:
+        if view not in self._tensors:
+            self._tensors[view] = _lie_in(self._memory[view.storage], view)
+        return self._tensors[view]
 
     def _give(self, view: View) -> torch.Tensor:
         """Where a result is found after each replay."""
         if view.storage not in self._loose:
-            found: torch.Tensor = self._find(view)
-            return found
+            return self._find(view)
         place = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
         self._body.append(self._bind(Call(_ATEN.copy_.default, (place, view)), {self._bases[view.storage]}, ()))
         return place
@@ -208,17 +213,6 @@ def _lie_in(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
 
 
-def _exchange(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dictionaries with other things in them."""
-    if type(value) in (list, tuple):
-        return type(value)([_exchange(one, change) for one in value])
-    return {name: _exchange(one, change) for name, one in value.items()} if type(value) is dict else change(value)
-
-
-def _is_in(leaf: Any, storages: set[int]) -> bool:
-    return isinstance(leaf, View) and leaf.storage in storages
-
-
 def _find_block(size: int, blocks: list[int], free: list[int]) -> int:
     """The block that was let go last and is just large enough, the largest one made larger, or a new one."""
     fits = [block for block in reversed(free) if blocks[block] >= size]
@@ -236,9 +230,10 @@ def _lower(call: Call) -> list[Call]:
     if call.several or len(call.made) != 1:
         return [call]
     made, touched = call.made[0], call.reads | call.writes
-    if call.function in _COPIES:
+    name = call.function.name()
+    if name in _COPIES:
         return [Call(_ATEN.copy_.default, (made, call.args[0]), {}, touched, call.writes)]
-    if call.function is _ATEN.constant_pad_nd.default and min(call.args[1]) >= 0:
+    if name == "aten::constant_pad_nd" and min(call.args[1]) >= 0:
         fill, middle = _split_pad(call, made)
         return [
             Call(_ATEN.fill_.Scalar, (made, fill), {}, call.writes, call.writes),
