@@ -5,6 +5,7 @@ import gc
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from anyaccel.backends.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.host_recording.record import record_host
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime import fast_forward
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, release
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import find_placement
@@ -242,6 +244,100 @@ def test_an_interrupted_call_leaves_no_prompt_behind(unet: Any) -> None:
         unet(**{**inputs, "encoder_hidden_states": prompts[1]})
     shape.replay = replay
     assert torch.equal(unet(**{**inputs, "encoder_hidden_states": prompts[0]}).sample, expected)
+
+
+class Changeable(torch.nn.Module):
+    """What users change about a model between two pictures, or two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.linear = torch.nn.Linear(4, 4)
+        self.scale, self.strengths, self.merged = [1.0], {"style": 1.0}, list[str]()
+
+    def forward(self, picture: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(picture) * self.table * self.scale[0] * self.strengths["style"]
+        return made if self.merged else made + 1
+
+
+def replace_table(model: Any) -> None:
+    model.table = torch.full((4,), 3.0)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a scale in a list": lambda model: model.scale.__setitem__(0, 0.5),
+    "a strength": lambda model: model.strengths.update(style=0.5),
+    "merged": lambda model: (model.linear.weight.data.add_(1), model.merged.append("style")),
+    "a buffer": replace_table,
+    "a buffer in place": lambda model: model.table.mul_(2),
+    "a hook on everything": lambda model: None,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("renewed", [True, False], ids=["next picture", "next step"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_users_change_is_seen(change: str, renewed: bool) -> None:
+    model, picture = Changeable(), torch.randn(2, 4)
+    found = FastForward(model, None, host_recorder())
+    found.install()
+    found.renew()
+    for _ in range(3):
+        first = model(picture)
+    assert found.recordings == 1
+    CHANGES[change](model)
+    if renewed:
+        found.renew()
+    if change == "a hook on everything":
+        seen: list[Any] = []
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: seen.append(1))
+        model(picture)
+        handle.remove()
+        assert len(seen) == 2, "the model, and the layer inside"
+        return
+    made = model(picture)
+    release(model)
+    assert torch.equal(made, model(picture))
+    assert not torch.equal(made, first)
+
+
+@dataclass
+class Hidden:
+    picture: torch.Tensor
+
+
+@torch.no_grad()
+def test_an_output_that_hides_its_tensors_is_not_recorded() -> None:
+    class Hides(torch.nn.Module):
+        def forward(self, picture: torch.Tensor) -> Hidden:
+            return Hidden(picture * 2)
+
+    model = Hides()
+    found = FastForward(model, None, host_recorder())
+    found.install()
+    found.renew()
+    for number in range(4):
+        assert model(torch.full((2,), float(number))).picture[0] == 2 * number
+    assert "nobody sees" in found.told
+
+
+@torch.no_grad()
+def test_a_recording_that_was_interrupted_is_not_used(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = FastForward(unet, None, host_recorder())
+    found.install()
+    found.renew()
+    expected = unet(**make_inputs(0)).sample
+
+    def interrupt(*given: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fast_forward, "_is_same", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        unet(**make_inputs(0))
+    assert all(shape.replay is None for shape in found.shapes.values())
+    monkeypatch.undo()
+    assert torch.equal(unet(**make_inputs(0)).sample, expected)
+    assert found.recordings == 1
 
 
 class Remembers(torch.nn.Module):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional
@@ -192,13 +193,15 @@ KEPT = torch.zeros(8, 8)
     [
         (lambda one: one * float(one[0, 0]), "reads a number"),
         (lambda one: one[one > 0], "reads a number"),
+        (lambda one: one * one.tolist()[0][0], "reads a number"),
         (lambda one: one.nonzero(), "reads a number"),
         (lambda one: one + torch.rand(8), "random"),
         (lambda one: functional.dropout(one, 0.5), "random"),
         (lambda one: KEPT.add_(one), "not its own"),
         (lambda one: one.mul_(2), "not its own"),
         (lambda one: one + torch.tensor([1.0, 2.0] * 4), "nobody saw"),
-        (lambda one: one + torch.from_numpy(one.numpy() * 2), "nobody saw"),
+        (lambda one: one + torch.from_numpy(one.numpy() * 2), "reads a number"),
+        (lambda one: one * float(numpy.asarray(one)[0, 0]), "reads a number"),
         (lambda one: one.to_sparse() @ one, "reads a number|laid out"),
     ],
 )

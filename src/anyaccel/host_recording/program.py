@@ -58,7 +58,7 @@ class Program:
     def lay_out(self, outputs: list[Any], most_bytes: int | None) -> None:
         """Give every tensor its place, if that takes no more than so much memory."""
         for call in self._calls:
-            if any(key in self._memory for key in call.writes):
+            if not call.writes or any(key in self._memory for key in call.writes):
                 raise RuntimeError(f"it writes to what is not its own: {call.function}")
         steady = [call for call in self._calls if call.writes <= self._steady.keys()]
         body = [call for call in self._calls if not call.writes <= self._steady.keys()]

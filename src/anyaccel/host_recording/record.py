@@ -16,12 +16,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anyaccel.host_recording.log import Log
 from anyaccel.host_recording.program import Program
 
 __all__ = ["record_host"]
+
+_READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses what Python reads of a tensor without a call that a log would see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise RuntimeError(f"Python reads a number of a tensor: {func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -53,7 +65,7 @@ def record_host(
     before = torch.default_generator.get_state()
     # Where all calls are seen, and memory can be written to again.
     with torch.inference_mode(False), torch.no_grad(), _without_collecting():
-        with log:
+        with log, _Reads():
             start = time.perf_counter()
             result = function()
             each = (time.perf_counter() - start) / max(1, len(log.calls))

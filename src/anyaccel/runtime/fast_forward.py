@@ -12,11 +12,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as everywhere
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from anyaccel.backends.driver import Recorder
@@ -87,6 +89,8 @@ class FastForward:
         """How often the weights had been written to, where recordings do not see that."""
         self.lock = threading.Lock()
         """A recording has one place for its inputs."""
+        self.looked_at = False
+        """Whether the model was looked at and no recording replayed since."""
         self.told = ""
         """What was found, in words, for the plan."""
 
@@ -115,13 +119,26 @@ class FastForward:
             shape = self._find(leaves, spec)
             if shape is None or shape.refused:
                 return self.run(*args, **kwargs)
-            if shape.replay is not None:
+            if shape.replay is not None and self._is_as_recorded(recorder):
                 return self._again(shape, _find_tensors(leaves))
+            if shape.replay is not None:
+                self.forget()
+                return self.run(*args, **kwargs)
             shape.runs += 1
             if shape.runs > self.warm:
                 return self._begin(recorder, shape, leaves, spec)
             shape.given = [_give(tensor) for tensor in _find_tensors(leaves)]
             return self.run(*args, **kwargs) if shape.runs < self.warm else self._look(shape, args, kwargs)
+
+    def _is_as_recorded(self, recorder: Recorder) -> bool:
+        """Whether the model is what it was: asked as a call's first step runs, and where that is short, at every step.
+
+        A pipeline may change processors as its call begins, and a callback anything between two steps.
+        """
+        if self.looked_at or recorder.of_calls:
+            self.looked_at = False
+            return self.recorded_of is None or self.recorded_of.holds()
+        return True
 
     def _count_writes(self) -> int:
         return sum(weight._version for weight in self.weights)
@@ -135,9 +152,12 @@ class FastForward:
         if self.recorded_of is None or not self.recorded_of.holds():
             self.forget()
             self.recorded_of = Snapshot(self.module)
-            self.weights = [weight for weight in self.module.parameters() if not weight.is_inference()]
+            numbers = chain(self.module.parameters(), self.module.buffers())
+            self.weights = [weight for weight in numbers if not weight.is_inference()]
             inside = [part for part in self.module.modules() if part is not self.module]
             self.hooks = [hooks for part in inside for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+            self.hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+        self.looked_at = True
         for shape in self.shapes.values():
             shape.given = [None] * len(shape.given)  # a new call: what follows from its inputs is worked out anew
 
@@ -154,7 +174,7 @@ class FastForward:
         try:
             key = (spec, tuple(_describe(leaf) for leaf in leaves))
             found = self.shapes.get(key)
-        except TypeError:  # an argument that cannot be told from another
+        except (TypeError, RuntimeError):  # an argument that cannot be told from another
             return None
         if found is None and len(self.shapes) < _MOST_SHAPES:
             found = self.shapes[key] = _Shape()
@@ -197,17 +217,23 @@ class FastForward:
             made.append(self._run(spec, leaves, shape.inputs))
             return made[-1]
 
+        holds = False
         try:
             shape.output, shape.replay = recorder.record(run, shape.inputs, shape.kept)
+            if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(made[0])[0]):
+                raise RuntimeError("its output may hold tensors that nobody sees")
             if not _is_same(self._again(shape, given), made[0], recorder.off):
                 raise RuntimeError("a replay gave another result")
+            holds = True
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             _LOG.debug("anyaccel: %s is not recorded: %r", type(self.module).__name__, error)
             words = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            shape.replay, shape.output, shape.inputs = None, None, []
             self.told = shape.refused = f"it cannot be recorded: {words}"
+        finally:
+            if not holds:  # after Ctrl-C too
+                shape.replay, shape.output, shape.inputs = None, None, []
         return _copy(made[0]) if made else self._run(spec, leaves, given)
 
     def _run(self, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
@@ -269,8 +295,12 @@ def _give(tensor: torch.Tensor) -> _Given | None:
 
 def _is_same(made: Any, expected: Any, most: float) -> bool:
     pairs = zip(tree_flatten(made)[0], tree_flatten(expected)[0], strict=True)
-    tensors = [(one, other) for one, other in pairs if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    tensors = [(one, other) for one, other in pairs if isinstance(one, torch.Tensor)]
     for one, other in tensors:
+        if not one.is_floating_point():  # numbers and pairs of them that are counted or told apart
+            if not torch.equal(one, other):
+                return False
+            continue
         off = (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-20)
         if not bool(off <= most) and bool(torch.isfinite(other).all()):
             return False

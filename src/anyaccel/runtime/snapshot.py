@@ -43,14 +43,16 @@ class Snapshot:
             for layer in self._layers
         )
         processors = (layer["processor"] for layer in self._layers if hasattr(layer.get("processor"), "__dict__"))
-        return chain(own, chain.from_iterable(vars(one).values() for one in processors))
+        return _look_inside(chain(own, chain.from_iterable(vars(one).values() for one in processors)))
 
     def _read_children(self) -> Iterator[Any]:
         return chain.from_iterable(layer["_modules"].values() for layer in self._layers)
 
     def _read_places(self) -> Iterator[int]:
         """Where each weight lies."""
-        kept = chain.from_iterable(layer["_parameters"].values() for layer in self._layers)
+        kept = chain.from_iterable(
+            chain(layer["_parameters"].values(), layer["_buffers"].values()) for layer in self._layers
+        )
         return (parameter.data_ptr() for parameter in kept if parameter is not None)
 
     def _read_adapters(self) -> Iterator[Any]:
@@ -58,6 +60,17 @@ class Snapshot:
         for layer in self._layers:
             if isinstance(layer.get("scaling"), dict):
                 yield tuple(layer["scaling"].items()), tuple(layer.get("_active_adapter") or ())
+
+
+def _look_inside(values: Iterator[Any]) -> Iterator[Any]:
+    """These, and what lists and dictionaries among them hold: the strengths of adapters are changed in place."""
+    for value in values:
+        yield value
+        kind = type(value)
+        if kind is list or kind is tuple:
+            yield from value
+        elif kind is dict:
+            yield from value.values()
 
 
 def _are(found: Iterator[Any], kept: list[Any]) -> bool:
