@@ -54,7 +54,7 @@ class Recorder:
     record: Record
     warm: int = 2
     """Runs of a shape before it is recorded: libraries choose their kernels and make their workspaces in them. Where
-    calls are recorded, one is enough if a picture has twice as many steps, which make up for it."""
+    calls are recorded, one is enough if a picture has as many steps: so many make up for it."""
     off: float = 2e-2
     """How far a replay may be from what was recorded, of its size."""
     of_calls: bool = False

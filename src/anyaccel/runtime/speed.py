@@ -182,7 +182,7 @@ def _capture(pipe: Any, placement: Placement, speed: Speed, part: Request) -> No
         found = _stand_in(models[name])
         if found is not None:
             found.recorder = recorder
-            found.warm = 1 if recorder.of_calls and _has_steps(part, 2 * recorder.warm) else recorder.warm
+            found.warm = 1 if recorder.of_calls and _has_steps(part, recorder.warm) else recorder.warm
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
             found.renew()
 
