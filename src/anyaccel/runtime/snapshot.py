@@ -68,9 +68,9 @@ def _look_inside(values: Iterator[Any]) -> Iterator[Any]:
         yield value
         kind = type(value)
         if kind is list or kind is tuple:
-            yield from value
+            yield from (one for one in value if not isinstance(one, torch.Tensor))  # whose memory would stay
         elif kind is dict:
-            yield from value.values()
+            yield from (one for one in value.values() if not isinstance(one, torch.Tensor))
 
 
 def _are(found: Iterator[Any], kept: list[Any]) -> bool:
