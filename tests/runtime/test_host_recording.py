@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from anyaccel.host_recording import lower, program
 from anyaccel.host_recording.record import record_host
 
 Function = Callable[..., Any]
@@ -209,6 +210,58 @@ def test_what_cannot_be_replayed_is_refused(function: Function, words: str) -> N
     one = torch.randn(8, 8)
     with pytest.raises(RuntimeError, match=words):
         record_host(lambda: function(one), [one], [False])
+
+
+def test_a_form_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find_wrong(function: Any) -> Any:
+        asked.append(str(function))
+        return torch.ops.aten.cos.out if function is torch.ops.aten.sin.default else None
+
+    monkeypatch.setattr(lower, "_SAME", {})
+    monkeypatch.setattr(lower, "_find_out", find_wrong)
+    check(lambda one, other: torch.sin(one) + other, [False, False])
+    assert "aten.sin.default" in asked
+
+
+def test_memory_that_was_shared_too_soon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_one_for_all(size: int, blocks: list[int], free: list[int]) -> int:
+        blocks[:] = [max([size, *blocks])]
+        return 0
+
+    one, other = draw(0)
+    monkeypatch.setattr(program, "_find_block", find_one_for_all)
+    record_host(lambda: torch.sin(one), [one], [False])
+    with pytest.raises(RuntimeError, match="written over"):
+        record_host(lambda: torch.sin(one) + torch.cos(other), [one, other], [False, False])
+    with pytest.raises(RuntimeError, match="gives was written over"):
+        record_host(lambda: (torch.sin(one), torch.cos(other)), [one, other], [False, False])
+
+
+@pytest.fixture
+def foreign() -> Iterator[torch.library.Library]:
+    library = torch.library.Library("anyaccel_tests", "DEF")
+    yield library
+    library._destroy()
+
+
+def test_operations_of_others_are_tried_by_a_replay(foreign: torch.library.Library) -> None:
+    runs = []
+
+    def count(one: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return one + len(runs)
+
+    foreign.define("double(Tensor one) -> Tensor")
+    foreign.impl("double", lambda one: one * 2, "CPU")
+    foreign.define("count(Tensor one) -> Tensor")
+    foreign.impl("count", count, "CPU")
+    check(lambda one, other: torch.ops.anyaccel_tests.double(one) + other, [False, False])
+    one = torch.randn(8, 8)
+    with pytest.raises(RuntimeError, match="another result"):
+        record_host(lambda: torch.ops.anyaccel_tests.count(one), [one], [False])
+    assert len(runs) == 2
 
 
 def test_what_is_too_large_is_refused() -> None:

@@ -214,7 +214,7 @@ class CpuDriver(Driver):
 
         most = self.sheet.most_recorded_bytes
         record = functools.partial(record_host, longest_call_s=_LONGEST_CALL_S, most_bytes=most)
-        return Recorder(record, warm=_RUNS_BEFORE, off=1e-5, of_calls=True)
+        return Recorder(record, warm=_RUNS_BEFORE, off=None, of_calls=True)
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(

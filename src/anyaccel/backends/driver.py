@@ -55,8 +55,8 @@ class Recorder:
     warm: int = 2
     """Runs of a shape before it is recorded: libraries choose their kernels and make their workspaces in them. Where
     calls are recorded, one is enough if a picture has as many steps: so many make up for it."""
-    off: float = 2e-2
-    """How far a replay may be from what was recorded, of its size."""
+    off: float | None = 2e-2
+    """How far a replay may be from what was recorded, of its size; None where recording sees to that it is not."""
     of_calls: bool = False
     """Whether calls are replayed one by one, as on the host, and not a graph of the device: then they are done while
     they are recorded, and inputs and weights are read again only if torch counts a write to them."""

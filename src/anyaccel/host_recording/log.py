@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Call", "Log", "View", "find_storages", "flatten"]
+from anyaccel.host_recording.call import Call, View, find_storages, flatten
+from anyaccel.host_recording.lower import lower
+
+__all__ = ["Log"]
 
 _MADE_EMPTY = frozenset((
     "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
@@ -19,31 +21,6 @@ _MADE_EMPTY = frozenset((
 ))  # fmt: skip
 """By name, since to look an operation up takes torch a millisecond."""
 _REFUSED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
-
-
-class View(NamedTuple):
-    """Where a tensor lies."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass
-class Call:
-    """One call that computes, with a `View` in the place of every tensor."""
-
-    function: Any
-    args: Sequence[Any]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    reads: frozenset[int] = frozenset()
-    writes: frozenset[int] = frozenset()
-    made: tuple[View, ...] = ()
-    """What it makes memory for itself; nothing where it writes to what is there."""
-    several: bool = False
-    """Whether it gives a tuple."""
 
 
 class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,7 +62,8 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = tuple(self._name(one, reads) for one in flatten(result) if isinstance(one, torch.Tensor))
             writes = frozenset([one.storage for one in made if one.storage not in reads])
             if writes:  # else it is a view
-                self.calls.append(Call(func, *given, reads, writes, made, isinstance(result, tuple | list)))
+                call = Call(func, *given, reads, writes, made, isinstance(result, tuple | list))
+                self.calls += lower(call, args, kwargs, result)
         else:
             self._name(result, reads)
         return result
@@ -156,19 +134,3 @@ def _is_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether places are looked up by their numbers, whose count is the shape, and not by what is true of them."""
     looked_up = func.name() == "aten::index.Tensor"
     return looked_up and not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
-
-
-def flatten(value: Any) -> Iterator[Any]:
-    """What is inside lists, tuples and dictionaries."""
-    if type(value) in (list, tuple):
-        for one in value:
-            yield from flatten(one)
-    elif type(value) is dict:
-        yield from flatten(list(value.values()))
-    else:
-        yield value
-
-
-def find_storages(value: Any) -> frozenset[int]:
-    """The storages of all tensors in something that was described."""
-    return frozenset(leaf.storage for leaf in flatten(value) if isinstance(leaf, View))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from anyaccel.host_recording.log import Call, Log, View, find_storages
+from anyaccel.host_recording.call import Call, View, find_storages, lie_in
+from anyaccel.host_recording.log import Log
 
 __all__ = ["Program"]
 
 _ATEN = torch.ops.aten
-_COPIES = frozenset(("aten::clone", "aten::_to_copy"))
+_TORCHS = frozenset(("aten", "prims", "mkldnn"))
+"""Whose operations say truly what they write to."""
 
 
 class Program:
@@ -24,7 +26,9 @@ class Program:
     def __init__(self, log: Log, inputs: Sequence[torch.Tensor], kept: Sequence[bool]) -> None:
         self.results: list[Any] = []
         self._sizes, self._memory = log.sizes, dict(log.outside)
-        self._calls = [lowered for call in log.calls for lowered in _lower(call)]
+        self._calls = log.calls
+        self.is_sure = all(call.function.namespace in _TORCHS for call in self._calls)
+        """Whether replays need not be tried: calls do what they say, and those that stand for others were tried."""
         self._loose = {one.storage for call in self._calls for one in call.made}
         self._kept = [tensor for tensor, one in zip(inputs, kept, strict=True) if one]
         places = [tensor.untyped_storage()._cdata for tensor in inputs]
@@ -33,6 +37,7 @@ class Program:
         self._slots: list[torch.Tensor | None] = []
         self._numbers: dict[View, int] = {}
         """Of the slots of loose tensors."""
+        self._slots_of: defaultdict[int, list[int]] = defaultdict(list)
         self._bases: dict[int, int] = {}
         self._seen: list[int] = []
         self._first: list[tuple[frozenset[int], Callable[[], Any]]] = []
@@ -87,6 +92,7 @@ class Program:
             free += [place[key] for key in done if key in place and key not in own and key not in stay]
         if most_bytes is not None and sum(blocks) > most_bytes:
             raise RuntimeError(f"it would hold {sum(blocks) / 2**20:.0f} MiB")
+        _check_places({key: block for key, block in place.items() if key not in own}, body, stay)
         memory = [torch.empty(size, dtype=torch.uint8).untyped_storage() for size in blocks]
         self._memory.update({key: memory[block] for key, block in place.items()})
 
@@ -115,12 +121,13 @@ class Program:
             self._bases[view.storage] = self._number(view)
             made.add(self._number(view))
         gives = [self._number(view) for view in call.made]
-        done = [number for view, number in self._numbers.items() if view.storage in ends] if ends else []
+        done = [number for key in ends for number in self._slots_of[key]]
         return _Step(self._slots, call.function, args, kwargs, views, gives, call.several, done)
 
     def _number(self, view: View) -> int:
         if view not in self._numbers:
             self._numbers[view] = len(self._slots)
+            self._slots_of[view.storage].append(len(self._slots))
             self._slots.append(None)
         return self._numbers[view]
 
@@ -136,7 +143,7 @@ class Program:
 
     def _find(self, view: View) -> torch.Tensor:
         if view not in self._tensors:
-            self._tensors[view] = _lie_in(self._memory[view.storage], view)
+            self._tensors[view] = lie_in(self._memory[view.storage], view)
         return self._tensors[view]
 
     def _give(self, view: View) -> torch.Tensor:
@@ -205,12 +212,8 @@ class _Step:
 def _see(tensor: torch.Tensor, view: View) -> torch.Tensor:
     """A view of a tensor, in another type where pairs of numbers are seen as complex ones."""
     if tensor.dtype != view.dtype:
-        return _lie_in(tensor.untyped_storage(), view)
+        return lie_in(tensor.untyped_storage(), view)
     return tensor.as_strided(view.size, view.stride, view.offset)
-
-
-def _lie_in(storage: torch.UntypedStorage, view: View) -> torch.Tensor:
-    return torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.size, view.stride)
 
 
 def _find_block(size: int, blocks: list[int], free: list[int]) -> int:
@@ -225,41 +228,16 @@ def _find_block(size: int, blocks: list[int], free: list[int]) -> int:
     return chosen
 
 
-def _lower(call: Call) -> list[Call]:
-    """The same as calls that write to memory that is there, where there are such."""
-    if call.several or len(call.made) != 1:
-        return [call]
-    made, touched = call.made[0], call.reads | call.writes
-    name = call.function.name()
-    if name in _COPIES:
-        return [Call(_ATEN.copy_.default, (made, call.args[0]), {}, touched, call.writes)]
-    if name == "aten::constant_pad_nd" and min(call.args[1]) >= 0:
-        fill, middle = _split_pad(call, made)
-        return [
-            Call(_ATEN.fill_.Scalar, (made, fill), {}, call.writes, call.writes),
-            Call(_ATEN.copy_.default, (middle, call.args[0]), {}, touched, call.writes),
-        ]
-    out = _find_out(call.function)
-    return [call] if out is None else [Call(out, call.args, {**call.kwargs, "out": made}, touched, call.writes)]
-
-
-def _split_pad(call: Call, made: View) -> tuple[Any, View]:
-    """What a margin is filled with, and the place of what is inside it."""
-    source, margins, *rest = call.args
-    offset = made.offset
-    for number, before in enumerate(margins[::2]):
-        offset += before * made.stride[-1 - number]
-    return (rest[0] if rest else call.kwargs.get("value", 0)), made._replace(size=source.size, offset=offset)
-
-
-@functools.cache
-def _find_out(function: Any) -> Any:
-    """The form of an operation that writes to memory that it is given, where the host has a kernel for it."""
-    wanted = [(one.name, str(one.type)) for one in function._schema.arguments]
-    for name in function.overloadpacket.overloads():
-        other = getattr(function.overloadpacket, name)
-        arguments = [(one.name, str(one.type)) for one in other._schema.arguments]
-        fits = arguments[:-1] == wanted and arguments[-1] == ("out", "Tensor")
-        if fits and torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "CPU"):
-            return other
-    return None
+def _check_places(place: dict[int, int], body: list[Call], stay: frozenset[int]) -> None:
+    """Go through all calls, and see that what each reads is still there."""
+    holds: dict[int, int] = {}
+    written: set[int] = set()
+    for call in body:
+        for key in call.reads & place.keys():
+            is_first = key in call.writes and key not in written  # what is in new memory is nobody's
+            if not is_first and holds.get(place[key]) != key:
+                raise RuntimeError(f"what it reads was written over: {call.function}")
+        holds.update({place[key]: key for key in call.writes & place.keys()})
+        written |= call.writes
+    if any(holds.get(place[key]) != key for key in stay & place.keys()):
+        raise RuntimeError("what it gives was written over")

@@ -1,7 +1,8 @@
 """What stands in for a model's forward: compiled, and recorded for each shape and replayed where asking is slow.
 
 A recording reads its inputs from fixed places and leaves its outputs in others: inputs are copied in, and outputs out.
-It is used only if its first replay gives what the model gave, and as long as nothing about the model changed.
+It is used only if it gives what the model gave, which its first replay or the recorder itself shows, and as long as
+nothing about the model changed.
 """
 
 from __future__ import annotations
@@ -182,10 +183,10 @@ class FastForward:
 
     def _look(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
         """One run that is timed, and looked at for what the model keeps: such a one is not recorded."""
-        before, given = Snapshot(self.module), tree_flatten((args, kwargs))[0]
-        if self.recorded_of is not None and not self.recorded_of.holds():  # a pipeline changed it as its call began
+        before, given = self.recorded_of, tree_flatten((args, kwargs))[0]
+        if before is None or not before.holds():  # a pipeline changed it as its call began
             self.shapes = {key: one for key, one in self.shapes.items() if one is shape}
-            self.recorded_of = before
+            before = self.recorded_of = Snapshot(self.module)
         self.wait()
         start = time.perf_counter()
         output = self.run(*args, **kwargs)
@@ -222,8 +223,9 @@ class FastForward:
             shape.output, shape.replay = recorder.record(run, shape.inputs, shape.kept)
             if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(made[0])[0]):
                 raise RuntimeError("its output may hold tensors that nobody sees")
-            if not _is_same(self._again(shape, given), made[0], recorder.off):
+            if recorder.off is not None and not _is_same(self._again(shape, given), made[0], recorder.off):
                 raise RuntimeError("a replay gave another result")
+            shape.given = _know(given, shape.kept)
             holds = True
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -249,7 +251,7 @@ class FastForward:
         for place, tensor, last, kept in zip(shape.inputs, given, known, shape.kept, strict=True):
             if not kept or last is None or not last.is_same(tensor):
                 place.copy_(tensor)
-        shape.given = [_give(tensor) if kept else None for tensor, kept in zip(given, shape.kept, strict=True)]
+        shape.given = _know(given, shape.kept)
         assert shape.replay is not None
         shape.replay()
         return _copy(shape.output)
@@ -291,6 +293,11 @@ def _find_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 def _give(tensor: torch.Tensor) -> _Given | None:
     """A tensor as it was given; None for one of inference mode, to which writes are not counted."""
     return None if tensor.is_inference() else _Given(weakref.ref(tensor), read_state(tensor))
+
+
+def _know(given: list[torch.Tensor], kept: list[bool]) -> list[_Given | None]:
+    """The tensors that stay, as they were given."""
+    return [_give(tensor) if one else None for tensor, one in zip(given, kept, strict=True)]
 
 
 def _is_same(made: Any, expected: Any, most: float) -> bool:

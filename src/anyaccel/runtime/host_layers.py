@@ -77,7 +77,7 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
     if not serves(self):
         return _convolve_packed(self, picture)
     if self.kernel_size == (1, 1):
-        return functional.linear(picture.permute(0, 2, 3, 1), weight[:, :, 0, 0], bias).permute(0, 3, 1, 2)
+        return functional.linear(picture.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
     tile = choose_tile(picture.shape, weight.shape)
     if not tile:
         return _convolve_packed(self, picture)

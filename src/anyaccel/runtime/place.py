@@ -301,6 +301,8 @@ def _execute(plan: Plan, opened: OpenDevice) -> None:
     """What a plan switches on for the whole process."""
     if plan.bf16_attention.value and hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
         torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
+    if plan.capture.value:
+        opened.driver.recorder(opened.index)  # what it needs is imported now, and not while a picture is waited for
 
 
 @contextmanager

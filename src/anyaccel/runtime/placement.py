@@ -169,7 +169,7 @@ def read_facts(pipe: Any) -> Facts:
 
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
     plain = getattr(module, "_orig_mod", module)
-    parameters = list(plain.parameters())
+    parameters, layers = list(plain.parameters()), list(plain.modules())
     floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
     dtype = "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
     taken = set(inspect.signature(plain.forward).parameters)
@@ -179,8 +179,8 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
         dtype=loaded or dtype,
         parameters=sum(parameter.numel() for parameter in parameters),
         denoises=bool(taken & _TIMES) or name.startswith(_DENOISERS),
-        blocks=_count_blocks(plain),
-        convolutions=sum(isinstance(part, torch.nn.Conv2d) for part in plain.modules()),
+        blocks=_count_blocks(plain, layers),
+        convolutions=sum(isinstance(part, torch.nn.Conv2d) for part in layers),
         quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
         splits=_find_splits(plain),
         heads=_count_heads(plain),
@@ -211,7 +211,7 @@ def _count_sharded(module: torch.nn.Module) -> int:
     return sum(size for path, size in sizes.items() if named.fullmatch(path))
 
 
-def _count_blocks(module: torch.nn.Module) -> int:
+def _count_blocks(module: torch.nn.Module, layers: list[torch.nn.Module]) -> int:
     """The blocks that the model's class says are repeated, for compiling one of them alone."""
     kinds = set(getattr(module, "_repeated_blocks", None) or ())
-    return sum(type(part).__name__ in kinds for part in module.modules()) if kinds else 0
+    return sum(type(part).__name__ in kinds for part in layers) if kinds else 0

@@ -44,6 +44,8 @@ class Prompts:
     """What was encoded, by all that it depends on; it waits on the host, so that it takes no memory of the device."""
 
     most: int
+    at_once: bool = False
+    """Whether a prompt is kept the first time: where nothing has to be fetched from a device."""
     seen: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
     kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     encoders: list[_Encoder] = field(default_factory=list)
@@ -66,8 +68,8 @@ class Prompts:
         return map_tensors(self.kept[key], lambda tensor: tensor.to(device, copy=True))
 
     def note(self, key: Hashable, made: Any) -> None:
-        """Keep what was made the second time that it is asked for: most prompts never are."""
-        if key not in self.seen:
+        """Keep what was made; where it has to be fetched, the second time that it is asked for: most never are."""
+        if key not in self.seen and not self.at_once:
             self.seen[key] = None
             if len(self.seen) > 8 * self.most:
                 self.seen.popitem(last=False)
@@ -90,7 +92,8 @@ def keep_prompts(encode: Any) -> Any:
         if placement is None or key is None:
             return encode(self, *args, **kwargs)
         if placement.prompts is None:
-            placement.prompts = Prompts(placement.plan.prompts_kept.value)
+            at_home = placement.device == torch.device("cpu")
+            placement.prompts = Prompts(placement.plan.prompts_kept.value, at_once=at_home)
         placement.prompts.renew(self)
         found = placement.prompts.find(key, placement.device)
         if found is None:

@@ -22,7 +22,7 @@ from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.boundary import set_boundaries
 from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call
 from anyaccel.runtime.placement import Placement, being_offloaded, find_components, find_placement, read_facts
-from anyaccel.runtime.remembered import recall, remember
+from anyaccel.runtime.remembered import has_learnt, recall, remember
 from anyaccel.runtime.request import Request, shape_of
 from anyaccel.runtime.residence import bring_home, end_phase, find_lost_change, set_residence
 from anyaccel.runtime.seam import make_glue_seam
@@ -123,7 +123,7 @@ def _choose(pipe: Any, placement: Placement, request: Request, rules: list[Memor
     known = placement.call_plans.get(shape)
     if known is not None and known.decision.value in rules:
         return known
-    learnt = recall(_key(pipe, placement, request), find_capacity(pipe, placement))
+    learnt = recall(_key(pipe, placement, request), find_capacity(pipe, placement)) if has_learnt() else None
     if learnt in rules:
         chosen = CallPlan(Decision(learnt, "a call of this shape ran out of memory here with anything faster"))
     else:

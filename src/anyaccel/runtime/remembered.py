@@ -12,7 +12,7 @@ from anyaccel.backends.cache_folder import find_cache_folder
 from anyaccel.planning.footprint import Way
 from anyaccel.planning.memory import MemoryRule
 
-__all__ = ["recall", "remember"]
+__all__ = ["has_learnt", "recall", "remember"]
 
 _MARGIN = 1.02
 """With this much more memory than there was, what failed then is tried again."""
@@ -32,6 +32,11 @@ def remember(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
         return
 
 
+def has_learnt() -> bool:
+    """Whether anything was ever kept here."""
+    return bool(_LEARNT) or _folder().is_dir()
+
+
 def recall(key: str, capacity_bytes: int | None) -> MemoryRule | None:
     """The rule that a call needed before, unless there is more memory now."""
     found = _LEARNT.get(key) or _read(key)
@@ -40,8 +45,12 @@ def recall(key: str, capacity_bytes: int | None) -> MemoryRule | None:
     return found[0]
 
 
+def _folder() -> Path:
+    return find_cache_folder() / "memory"
+
+
 def _path(key: str) -> Path:
-    return find_cache_folder() / "memory" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def _read(key: str) -> tuple[MemoryRule, int] | None:

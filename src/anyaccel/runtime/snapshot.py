@@ -18,6 +18,7 @@ __all__ = ["Snapshot"]
 
 _OURS = frozenset(("forward", "_anyaccel_boundary"))
 """What is put on layers here, and changes with plans."""
+_WEIGHTS = ("_parameters", "_buffers")
 
 
 class Snapshot:
@@ -25,52 +26,37 @@ class Snapshot:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._layers = [part.__dict__ for part in module.modules()]
-        self._values, self._children = list(self._read_values()), list(self._read_children())
-        self._places, self._adapters = list(self._read_places()), list(self._read_adapters())
+        processors = [vars(one) for layer in self._layers if hasattr(one := layer.get("processor"), "__dict__")]
+        owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
+        self._lists = [value for _, value in owned if type(value) is list]
+        self._dicts = [*processors, *(value for name, value in owned if type(value) is dict and name not in _WEIGHTS)]
+        self._weights = [layer[name] for layer in self._layers for name in _WEIGHTS]
+        self._values, self._held = list(self._read_values()), list(self._read_held())
+        self._places = list(self._read_places())
 
     def holds(self) -> bool:
         """Whether nothing changed since."""
         return (
-            _are(self._read_children(), self._children)
-            and _are(self._read_values(), self._values)
+            _are(self._read_values(), self._values)
+            and _are(self._read_held(), self._held)
             and list(self._read_places()) == self._places
-            and list(self._read_adapters()) == self._adapters
         )
 
     def _read_values(self) -> Iterator[Any]:
-        own = chain.from_iterable(
+        return chain.from_iterable(
             layer.values() if _OURS.isdisjoint(layer) else [layer[name] for name in layer if name not in _OURS]
             for layer in self._layers
         )
-        processors = (layer["processor"] for layer in self._layers if hasattr(layer.get("processor"), "__dict__"))
-        return _look_inside(chain(own, chain.from_iterable(vars(one).values() for one in processors)))
 
-    def _read_children(self) -> Iterator[Any]:
-        return chain.from_iterable(layer["_modules"].values() for layer in self._layers)
+    def _read_held(self) -> Iterator[Any]:
+        """What is in lists and dictionaries: layers, and strengths of adapters, which are changed in place."""
+        held = chain(chain.from_iterable(one.values() for one in self._dicts), *self._lists)
+        return (one for one in held if not isinstance(one, torch.Tensor))  # whose memory would stay
 
     def _read_places(self) -> Iterator[int]:
         """Where each weight lies."""
-        kept = chain.from_iterable(
-            chain(layer["_parameters"].values(), layer["_buffers"].values()) for layer in self._layers
-        )
-        return (parameter.data_ptr() for parameter in kept if parameter is not None)
-
-    def _read_adapters(self) -> Iterator[Any]:
-        """How strong adapters are, and which are on, which they keep inside dictionaries."""
-        for layer in self._layers:
-            if isinstance(layer.get("scaling"), dict):
-                yield tuple(layer["scaling"].items()), tuple(layer.get("_active_adapter") or ())
-
-
-def _look_inside(values: Iterator[Any]) -> Iterator[Any]:
-    """These, and what lists and dictionaries among them hold: the strengths of adapters are changed in place."""
-    for value in values:
-        yield value
-        kind = type(value)
-        if kind is list or kind is tuple:
-            yield from (one for one in value if not isinstance(one, torch.Tensor))  # whose memory would stay
-        elif kind is dict:
-            yield from (one for one in value.values() if not isinstance(one, torch.Tensor))
+        kept = chain.from_iterable(weights.values() for weights in self._weights)
+        return (weight.data_ptr() for weight in kept if weight is not None)
 
 
 def _are(found: Iterator[Any], kept: list[Any]) -> bool:
