@@ -411,6 +411,7 @@ def test_garbage_is_looked_for_again_after_compiling(before: bool) -> None:
         (gc.enable if before else gc.disable)()
         with _collecting_later(True):
             assert not gc.isenabled()
+            assert torch._dynamo.config.run_gc_after_compile is not before
         assert gc.isenabled() is before
         with pytest.raises(ZeroDivisionError), _collecting_later(True):
             1 / 0  # noqa: B018

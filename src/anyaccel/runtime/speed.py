@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,14 +87,16 @@ def _has_steps(part: Request, enough: int) -> bool:
 @contextmanager
 def _collecting_later(later: bool) -> Iterator[None]:
     """While a call compiles: no garbage is looked for, which would take a fifth of the time and find next to none."""
-    later = later and gc.isenabled()
-    if later:
-        gc.disable()
-    try:
+    if not later or not gc.isenabled():
         yield
+        return
+    dynamo: Any = importlib.import_module("torch._dynamo.config")  # which collects by itself after each graph
+    gc.disable()
+    try:
+        with dynamo.patch(run_gc_after_compile=False) if hasattr(dynamo, "run_gc_after_compile") else nullcontext():
+            yield
     finally:
-        if later:
-            gc.enable()
+        gc.enable()
 
 
 @contextmanager
