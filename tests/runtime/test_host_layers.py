@@ -141,6 +141,7 @@ def test_weights_lie_as_products_read_them() -> None:
 
 def test_weights_are_turned_where_that_pays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(host_layers, "_is_busy", lambda: False)
     host_layers.measure_turning.cache_clear()
     gain = host_layers.measure_turning()
     assert 0.01 < gain < 100
@@ -151,6 +152,20 @@ def test_weights_are_turned_where_that_pays(monkeypatch: pytest.MonkeyPatch, tmp
     host_layers.measure_turning.cache_clear()
     assert host_layers.measure_turning() == gain
     host_layers.measure_turning.cache_clear()
+
+
+def test_what_is_tried_on_a_busy_host_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(host_layers, "_is_busy", lambda: True)
+    for taken in ([2.0, 1.0], [1.0, 1.0]):
+        monkeypatch.setattr(host_layers, "_time", lambda *functions, taken=taken: taken)
+        host_layers.measure_turning.cache_clear()
+        assert host_layers.measure_turning() == taken[0]
+    host_layers.measure_turning.cache_clear()
+    host_layers.measure_gain.cache_clear()
+    assert host_layers.measure_gain() is None
+    host_layers.measure_gain.cache_clear()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_pipeline_can_be_saved_meanwhile(tmp_path: Path) -> None:

@@ -212,6 +212,27 @@ def test_what_cannot_be_replayed_is_refused(function: Function, words: str) -> N
         record_host(lambda: function(one), [one], [False])
 
 
+def test_what_draws_numbers_draws_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.full((8, 8), 0.5)
+    monkeypatch.setattr(lower, "_SAME", {})
+    torch.manual_seed(0)
+    torch.bernoulli(one)
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="random"):
+        record_host(lambda: torch.bernoulli(one), [one], [False])
+    assert torch.equal(torch.get_rng_state(), after), "to try a form of it would draw once more"
+
+
+def test_a_form_that_cannot_be_called_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **named: Any) -> None:
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(lower, "_SAME", {})
+    monkeypatch.setattr(lower, "_find_out", lambda function: refuse)
+    check(lambda one, other: torch.sin(one) + other, [False, False])
+
+
 def test_a_form_that_gives_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
