@@ -23,18 +23,19 @@ def draw(report: dict[str, Any]) -> str:
         if len(variants) == 1:
             continue  # nothing to compare it with
         longest = max(one["median_s"] for one in variants.values())
-        begin = top
+        begin, floor = top, LEFT + ROOM * row["floor_s"] / longest
         for name, one in variants.items():
             length = ROOM * one["median_s"] / longest
             against = row.get("against stock compiled")
             ratio = f", {against:.2f} times as fast" if against and name == "anyaccel" else ""
             lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" fill="{COLOURS[name]}"/>')
             text = f"{one['median_s']:.3f} s{ratio}"
-            lines.append(f'<text x="{LEFT + length + 6:.1f}" y="{top + 11}" class="small">{text}</text>')
+            end = LEFT + length
+            start = floor if end < floor < end + 6 * len(text) else end  # the line does not go through the words
+            lines.append(f'<text x="{start + 6:.1f}" y="{top + 11}" class="small">{text}</text>')
             top += BAR
         middle = (begin + top) / 2 + 3
         lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{escape(row["title"])}</text>')
-        floor = LEFT + ROOM * row["floor_s"] / longest
         ends = f'x1="{floor:.1f}" x2="{floor:.1f}" y1="{begin - 4}" y2="{top + 2}"'
         lines.append(f'<line {ends} stroke="#d1242f" stroke-width="2"/>')
         top += GAP
