@@ -281,7 +281,7 @@ def measure_turning() -> float:
 def _is_busy() -> bool:
     """Whether others keep the host busy, so that a trial would tell of them."""
     psutil.cpu_percent()
-    return psutil.cpu_percent(interval=_LOOK_S) > _BUSY
+    return bool(psutil.cpu_percent(interval=_LOOK_S) > _BUSY)
 
 
 def _name_host() -> str:
