@@ -1,5 +1,6 @@
 """What stands in for a forward: the same output from recordings, none that is stale, and a model that stays a model."""
 
+import collections
 import copy
 import gc
 import pickle
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 
 from anyaccel.backends import cpu
 from anyaccel.backends.cpu import CpuDriver
@@ -420,3 +422,108 @@ def test_garbage_is_looked_for_again_after_compiling(before: bool) -> None:
             assert gc.isenabled() is before
     finally:
         (gc.enable if was else gc.disable)()
+
+
+class CallsItself(torch.nn.Module):
+    """Halves what it is given until one row is left."""
+
+    def forward(self, picture: torch.Tensor) -> torch.Tensor:
+        if len(picture) == 1:
+            return picture * 2
+        return torch.cat([self(picture[:1]), self(picture[1:])])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [CallsItself(), torch.nn.LSTM(4, 4)], ids=["calls itself", "gives more than tensors"])
+def test_models_of_all_kinds_run(model: torch.nn.Module) -> None:
+    given = [torch.full((3, 4), float(number)) for number in range(4)]
+    expected = [_tensors(model(one)) for one in given]
+    found = FastForward(model, None, host_recorder())
+    found.install()
+    found.renew()
+    for one, wanted in zip(given, expected, strict=True):
+        assert all(map(torch.equal, _tensors(model(one)), wanted))
+    release(model)
+
+
+@torch.no_grad()
+def test_a_replay_that_fails_is_run_instead(unet: Any) -> None:
+    found = FastForward(unet, None, host_recorder())
+    found.install()
+    found.renew()
+    expected, *_ = [unet(**make_inputs(0)).sample for _ in range(3)]
+    [shape] = found.shapes.values()
+
+    def fail() -> None:
+        raise RuntimeError("no such kernel")
+
+    shape.replay = fail
+    assert torch.equal(unet(**make_inputs(0)).sample, expected)
+    assert "no such kernel" in found.told
+    assert not found.recordings
+
+
+class Strange(AttnProcessor2_0):
+    """A processor of a user's, which counts its calls in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gain, self.seen = torch.ones(1), collections.Counter[str]()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen["calls"] += 1
+        return super().__call__(*args, **kwargs) * self.gain
+
+
+def test_a_model_with_something_of_a_user_in_it_is_not_recorded() -> None:
+    recipe = recipes()["stable-diffusion"]
+    pipe = place(recipe.make(), "cpu", dtype="float32", capture=True)
+    call = {**recipe.call(), "num_inference_steps": 10}
+    pipe(**call)
+    assert "recorded" in pipe.plan.capture.reason
+    processor = Strange()
+    pipe.unet.set_attn_processor(processor)
+    pipe(**call)
+    counted = processor.seen["calls"]
+    assert "Strange" in pipe.plan.capture.reason
+    pipe(**call)
+    assert processor.seen["calls"] == 2 * counted
+    pipe.unet.set_attn_processor(AttnProcessor2_0())  # type: ignore[no-untyped-call]
+    pipe(**call)
+    assert "recorded" in pipe.plan.capture.reason
+    inside = pipe.unet.mid_block
+    inside.forward = lambda *args, **kwargs: type(inside).forward(inside, *args, **kwargs)
+    pipe(**call)
+    assert "another forward" in pipe.plan.capture.reason
+
+
+def change_tensor(model: Any) -> None:
+    model.attention.processor.gain = torch.ones(1)
+
+
+def change_list(model: Any) -> None:
+    model.attention.processor.kept[0] = torch.ones(1)
+
+
+def change_hook(model: Any) -> None:
+    model.attention.register_forward_hook(lambda *given: None)
+
+
+def change_forward(model: Any) -> None:
+    model.attention.forward = lambda *given: given
+
+
+def turn_weight(model: Any) -> None:
+    model.attention.weight.data = model.attention.weight.data.t()
+
+
+@pytest.mark.parametrize("change", [change_tensor, change_list, change_hook, change_forward, turn_weight])
+def test_a_snapshot_sees_what_changed(change: Callable[[Any], None]) -> None:
+    model: Any = torch.nn.Module()
+    model.attention = torch.nn.Linear(4, 4)
+    model.attention.processor = Strange()
+    model.attention.processor.kept = [torch.ones(1)]
+    before = Snapshot(model)
+    assert before.holds()
+    change(model)
+    assert not before.holds()

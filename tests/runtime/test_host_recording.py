@@ -204,6 +204,7 @@ KEPT = torch.zeros(8, 8)
         (lambda one: one + torch.from_numpy(one.numpy() * 2), "reads a number"),
         (lambda one: one * float(numpy.asarray(one)[0, 0]), "reads a number"),
         (lambda one: one.to_sparse() @ one, "reads a number|laid out"),
+        (lambda one: functional.layer_norm(one, (8,))[:, :1].expand(8, 8), "expanded"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(function: Function, words: str) -> None:
@@ -212,16 +213,23 @@ def test_what_cannot_be_replayed_is_refused(function: Function, words: str) -> N
         record_host(lambda: function(one), [one], [False])
 
 
-def test_what_draws_numbers_draws_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def draw_anew(one: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return one + torch.randn(8)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.bernoulli, draw_anew, lambda one: one + torch.randn(8, generator=torch.Generator())],
+    ids=["the host's", "seeded inside", "one of its own"],
+)
+def test_what_draws_numbers_is_refused_before_it_does(function: Function) -> None:
     one = torch.full((8, 8), 0.5)
-    monkeypatch.setattr(lower, "_SAME", {})
-    torch.manual_seed(0)
-    torch.bernoulli(one)
-    after = torch.get_rng_state()
-    torch.manual_seed(0)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="random"):
-        record_host(lambda: torch.bernoulli(one), [one], [False])
-    assert torch.equal(torch.get_rng_state(), after), "to try a form of it would draw once more"
+        record_host(lambda: function(one), [one], [False])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_form_that_cannot_be_called_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Prompts that come again are not encoded again, and nothing that would change the encoding is missed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -58,6 +59,25 @@ def test_it_is_encoded_again_where_something_changed(pipe: Any) -> None:
     assert numpy.abs(picture(pipe) - first).max() > 1e-3, "other weights"
     several = picture(pipe, num_images_per_prompt=2)
     assert len(several) == 2, "another number of images"
+
+
+def write_past_the_count(pipe: Any) -> None:
+    pipe.text_encoder.get_input_embeddings().weight.data.mul_(3)
+
+
+def put_a_hook(pipe: Any) -> None:
+    pipe.text_encoder.get_input_embeddings().register_forward_hook(lambda module, given, made: made * 3)
+
+
+def pad_elsewhere(pipe: Any) -> None:
+    pipe.tokenizer.padding_side = "left"
+
+
+@pytest.mark.parametrize("change", [write_past_the_count, put_a_hook, pad_elsewhere])
+def test_what_changes_without_being_told_is_seen(pipe: Any, change: Callable[[Any], None]) -> None:
+    before = picture(pipe)
+    change(pipe)
+    assert numpy.abs(picture(pipe) - before).max() > 1e-3
 
 
 def test_lists_of_prompts_are_kept_in_their_order(pipe: Any) -> None:

@@ -20,6 +20,7 @@ _MADE_EMPTY = frozenset((
     "aten::new_empty_strided",
 ))  # fmt: skip
 """By name, since to look an operation up takes torch a millisecond."""
+_ATTENTION = ("scaled_dot_product", "sdp_choice")
 _REFUSED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
@@ -50,6 +51,8 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = _read_kind(func)
         if kind.refused and not _is_by_numbers(func, args):
             raise RuntimeError(f"Python reads a number of a tensor: {func}")
+        if kind.draws:
+            raise RuntimeError(f"it draws random numbers: {func}")
         if kind.is_view and not args[0].is_inference():
             return func(*args, **kwargs)
         self._reads = set()
@@ -59,7 +62,10 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.written:
             self.calls.append(Call(func, *given, reads, _find_written(kind, *given)))
         elif not kind.makes_nothing:
-            made = tuple(self._name(one, reads) for one in flatten(result) if isinstance(one, torch.Tensor))
+            parts = list(flatten(result))
+            made = tuple(self._name(one, reads) for one in parts if isinstance(one, torch.Tensor))
+            if made and len(made) < len(parts):
+                raise RuntimeError(f"it gives tensors and others: {func}")
             writes = frozenset([one.storage for one in made if one.storage not in reads])
             if writes:  # else it is a view
                 call = Call(func, *given, reads, writes, made, isinstance(result, tuple | list))
@@ -110,6 +116,8 @@ class Kind(NamedTuple):
 
     is_view: bool
     refused: bool
+    draws: bool
+    """Whether it takes numbers from a generator, whichever; attention says so too, and does where it drops some."""
     makes_nothing: bool
     """Whether memory is all that it gives."""
     names: tuple[str, ...]
@@ -121,8 +129,10 @@ class Kind(NamedTuple):
 def _read_kind(func: Any) -> Kind:
     arguments = func._schema.arguments
     written = frozenset(one.name for one in arguments if one.alias_info and one.alias_info.is_write)
-    refused = not _REFUSED.isdisjoint(func.tags)
-    return Kind(func.is_view, refused, func.name() in _MADE_EMPTY, tuple(one.name for one in arguments), written)
+    refused, name = not _REFUSED.isdisjoint(func.tags), func.name()
+    draws = torch.Tag.nondeterministic_seeded in func.tags and not any(one in name for one in _ATTENTION)
+    names = tuple(one.name for one in arguments)
+    return Kind(func.is_view, refused, draws, name in _MADE_EMPTY, names, written)
 
 
 def _find_written(kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]) -> frozenset[int]:

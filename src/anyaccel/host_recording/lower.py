@@ -79,8 +79,6 @@ def _split_pad(call: Call, made: View) -> tuple[Any, View]:
 @functools.cache
 def _find_out(function: Any) -> Callable[..., Any] | None:
     """The form of an operation that writes to memory that it is given, where the host has a kernel for it."""
-    if torch.Tag.nondeterministic_seeded in function.tags:
-        return None  # to try it would draw numbers
     wanted = [(one.name, str(one.type)) for one in function._schema.arguments]
     for name in function.overloadpacket.overloads():
         other = getattr(function.overloadpacket, name)

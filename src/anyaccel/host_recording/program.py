@@ -150,6 +150,8 @@ class Program:
         """Where a result is found after each replay."""
         if view.storage not in self._loose:
             return self._find(view)
+        if any(step == 0 < size - 1 for size, step in zip(view.size, view.stride, strict=True)):
+            raise RuntimeError("it gives an expanded view")
         place = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
         self._body.append(self._bind(Call(_ATEN.copy_.default, (place, view)), {self._bases[view.storage]}, ()))
         return place

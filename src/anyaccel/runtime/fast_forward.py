@@ -23,11 +23,11 @@ from torch.nn.modules import module as everywhere
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from anyaccel.backends.driver import Recorder
-from anyaccel.runtime.snapshot import Snapshot
+from anyaccel.runtime.snapshot import Snapshot, is_our_forward
 from anyaccel.runtime.step_reuse import find_steps
 from anyaccel.runtime.tensor_state import TensorState, read_state
 
-__all__ = ["FastForward", "can_stand_in", "find_fast_forward", "is_free", "release"]
+__all__ = ["FastForward", "can_stand_in", "find_fast_forward", "find_stranger", "is_free", "release"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ Wait = Callable[[], None]
 
 _MOST_SHAPES = 8
 """Recordings that one model keeps; a call with ever new shapes runs without."""
+_KNOWN = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "anyaccel"))
+"""Whose layers and processors keep nothing that nobody sees: all their pipelines were run both ways."""
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -88,8 +90,8 @@ class FastForward:
         """Those to which torch counts writes."""
         self.written = -1
         """How often the weights had been written to, where recordings do not see that."""
-        self.lock = threading.Lock()
-        """A recording has one place for its inputs."""
+        self.lock, self.inside = threading.RLock(), False
+        """A recording has one place for its inputs; a model that calls itself is inside already."""
         self.looked_at = False
         """Whether the model was looked at and no recording replayed since."""
         self.told = ""
@@ -112,24 +114,47 @@ class FastForward:
         if any(self.hooks):
             self.told = "hooks are on its layers"
             return self.run(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
         with self.lock:
-            if recorder.of_calls and self.written != (written := self._count_writes()):
-                self.forget()
-                self.written = written
-            shape = self._find(leaves, spec)
-            if shape is None or shape.refused:
+            if self.inside:
                 return self.run(*args, **kwargs)
-            if shape.replay is not None and self._is_as_recorded(recorder):
+            self.inside = True
+            try:
+                return self._run_or_replay(recorder, args, kwargs)
+            finally:
+                self.inside = False
+
+    def _run_or_replay(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        if recorder.of_calls and self.written != (written := self._count_writes()):
+            self.forget()
+            self.written = written
+        shape = self._find(leaves, spec)
+        if shape is None or shape.refused:
+            return self.run(*args, **kwargs)
+        if shape.replay is not None and self._is_as_recorded(recorder):
+            try:
                 return self._again(shape, _find_tensors(leaves))
-            if shape.replay is not None:
-                self.forget()
+            except (RuntimeError, TypeError, ValueError) as error:
+                if not recorder.of_calls:  # a device that failed
+                    raise
+                self._refuse(shape, error)
                 return self.run(*args, **kwargs)
-            shape.runs += 1
-            if shape.runs > self.warm:
-                return self._begin(recorder, shape, leaves, spec)
-            shape.given = [_give(tensor) for tensor in _find_tensors(leaves)]
-            return self.run(*args, **kwargs) if shape.runs < self.warm else self._look(shape, args, kwargs)
+        if shape.replay is not None:
+            self.forget()
+            return self.run(*args, **kwargs)
+        shape.runs += 1
+        if shape.runs > self.warm:
+            return self._begin(recorder, shape, leaves, spec)
+        shape.given = [_give(tensor) for tensor in _find_tensors(leaves)]
+        return self.run(*args, **kwargs) if shape.runs < self.warm else self._look(shape, args, kwargs)
+
+    def _refuse(self, shape: _Shape, error: Exception) -> None:
+        """Let go of a shape's recording for good."""
+        _LOG.debug("anyaccel: %s is not recorded: %r", type(self.module).__name__, error)
+        words = next(iter(str(error).strip().splitlines()), "")
+        words = words if isinstance(error, RuntimeError) and words else type(error).__name__
+        self.told = shape.refused = f"it cannot be recorded: {words}"
+        shape.replay, shape.output, shape.inputs = None, None, []
 
     def _is_as_recorded(self, recorder: Recorder) -> bool:
         """Whether the model is what it was: asked as a call's first step runs, and where that is short, at every step.
@@ -230,9 +255,7 @@ class FastForward:
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            _LOG.debug("anyaccel: %s is not recorded: %r", type(self.module).__name__, error)
-            words = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self.told = shape.refused = f"it cannot be recorded: {words}"
+            self._refuse(shape, error)
         finally:
             if not holds:  # after Ctrl-C too
                 shape.replay, shape.output, shape.inputs = None, None, []
@@ -331,6 +354,20 @@ def find_fast_forward(module: Any) -> FastForward | None:
     """What stands in for a model's forward, if it is captured."""
     found = vars(module).get("forward") if isinstance(module, torch.nn.Module) else None
     return found if isinstance(found, FastForward) else None
+
+
+def find_stranger(module: torch.nn.Module) -> str:
+    """What in a model is of a kind whose Python may do anything between two calls: replayed, it would not."""
+    for part in module.modules():
+        processor = vars(part).get("processor")
+        kinds = [type(part), *([type(processor)] if processor is not None else [])]
+        for kind in kinds:
+            if kind.__module__.partition(".")[0] not in _KNOWN:
+                return kind.__name__
+        forward = vars(part).get("forward")
+        if forward is not None and not is_free(part) and not is_our_forward(forward):
+            return f"another forward of {type(part).__name__}"
+    return ""
 
 
 def release(module: torch.nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from anyaccel.runtime.placement import find_components, find_placement
 from anyaccel.runtime.snapshot import Snapshot
+from anyaccel.runtime.tensor_state import take_sample
 from anyaccel.tracing.shell import map_tensors
 
 __all__ = ["Prompts", "keep_prompts"]
@@ -24,19 +25,31 @@ class _Encoder:
     """An encoder or a tokenizer, and how to tell that it changed: adapters, new words, other weights."""
 
     def __init__(self, part: Any) -> None:
-        self.part, self.words = part, _count_words(part)
+        self.part, self.state = part, _describe(part)
         self.snapshot = Snapshot(part) if isinstance(part, torch.nn.Module) else None
+        self.samples = [take_sample(one) for one in _find_near_weights(part)]
 
     def is_still(self, part: Any) -> bool:
-        same = part is self.part and _count_words(part) == self.words
-        return same and (self.snapshot is None or self.snapshot.holds())
+        if part is not self.part or _describe(part) != self.state:
+            return False
+        if self.snapshot is not None and not self.snapshot.holds():
+            return False
+        return all(map(torch.equal, map(take_sample, _find_near_weights(part)), self.samples))
 
 
-def _count_words(part: Any) -> int:
-    """Of a tokenizer its words, of a model how often its weights were written."""
+def _describe(part: Any) -> Any:
+    """Of a tokenizer its words and ways, of a model how often its weights were written."""
     if isinstance(part, torch.nn.Module):
         return sum(0 if one.is_inference() else one._version for one in part.parameters())
-    return len(part) if hasattr(part, "__len__") else 0
+    ways = [getattr(part, name, None) for name in ("padding_side", "truncation_side", "model_max_length", "pad_token")]
+    return len(part) if hasattr(part, "__len__") else 0, ways
+
+
+def _find_near_weights(part: Any) -> list[torch.Tensor]:
+    """The matrices that lie on the host, where they can be looked at: some write to them past torch's count."""
+    if not isinstance(part, torch.nn.Module):
+        return []
+    return [one for one in part.parameters() if one.dim() == 2 and one.device == torch.device("cpu")]
 
 
 @dataclass

@@ -7,6 +7,7 @@ device waits, so that nothing is built here that would be collected.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 from operator import is_
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "is_our_forward"]
 
 _OURS = frozenset(("forward", "_anyaccel_boundary"))
 """What is put on layers here, and changes with plans."""
-_WEIGHTS = ("_parameters", "_buffers")
+_WEIGHTS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Snapshot:
@@ -29,37 +30,54 @@ class Snapshot:
         processors = [vars(one) for layer in self._layers if hasattr(one := layer.get("processor"), "__dict__")]
         owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in owned if type(value) is list]
-        self._dicts = [*processors, *(value for name, value in owned if type(value) is dict and name not in _WEIGHTS)]
+        named = [value for name, value in owned if (type(value) is dict and name not in _WEIGHTS) or name in _HOOKS]
+        self._dicts = [*processors, *named]
         self._weights = [layer[name] for layer in self._layers for name in _WEIGHTS]
-        self._values, self._held = list(self._read_values()), list(self._read_held())
+        self._values = list(self._read_values())
+        self._held = [weakref.ref(one) if isinstance(one, torch.Tensor) else one for one in self._read_held()]
         self._places = list(self._read_places())
 
     def holds(self) -> bool:
         """Whether nothing changed since."""
+        held = list(self._read_held())
         return (
-            _are(self._read_values(), self._values)
-            and _are(self._read_held(), self._held)
+            _are(list(self._read_values()), self._values)
+            and len(held) == len(self._held)
+            and all(map(_is_what_was_held, held, self._held))
             and list(self._read_places()) == self._places
         )
 
     def _read_values(self) -> Iterator[Any]:
         return chain.from_iterable(
-            layer.values() if _OURS.isdisjoint(layer) else [layer[name] for name in layer if name not in _OURS]
+            layer.values() if _OURS.isdisjoint(layer) else [layer[name] for name in layer if not _is_ours(layer, name)]
             for layer in self._layers
         )
 
     def _read_held(self) -> Iterator[Any]:
-        """What is in lists and dictionaries: layers, and strengths of adapters, which are changed in place."""
-        held = chain(chain.from_iterable(one.values() for one in self._dicts), *self._lists)
-        return (one for one in held if not isinstance(one, torch.Tensor))  # whose memory would stay
+        """What is in lists and dictionaries: layers, hooks, and strengths of adapters, which are changed in place."""
+        return chain(chain.from_iterable(one.values() for one in self._dicts), *self._lists)
 
-    def _read_places(self) -> Iterator[int]:
-        """Where each weight lies."""
+    def _read_places(self) -> Iterator[Any]:
+        """Where each weight lies, and how."""
         kept = chain.from_iterable(weights.values() for weights in self._weights)
-        return (weight.data_ptr() for weight in kept if weight is not None)
+        return ((weight.data_ptr(), weight.stride()) for weight in kept if weight is not None)
 
 
-def _are(found: Iterator[Any], kept: list[Any]) -> bool:
+def _is_ours(layer: dict[str, Any], name: str) -> bool:
+    return name in _OURS and (name != "forward" or is_our_forward(layer[name]))
+
+
+def is_our_forward(forward: Any) -> bool:
+    """Whether what stands in for a layer's forward was put there by this package."""
+    code = getattr(forward, "__func__", type(forward))
+    return str(code.__module__).startswith("anyaccel.")
+
+
+def _are(seen: list[Any], kept: list[Any]) -> bool:
     """Whether these are the same objects, and as many."""
-    seen = list(found)
     return len(seen) == len(kept) and all(map(is_, seen, kept))
+
+
+def _is_what_was_held(seen: Any, kept: Any) -> bool:
+    """Of a tensor no more than a weak reference is kept, so that its memory does not stay."""
+    return seen is kept or (type(kept) is weakref.ref and kept() is seen)

@@ -20,7 +20,7 @@ from anyaccel.runtime import host_layers
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, save_payload
 from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
-from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, release
+from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, find_stranger, release
 from anyaccel.runtime.placement import Placement, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
@@ -183,8 +183,14 @@ def _capture(pipe: Any, placement: Placement, speed: Speed, part: Request) -> No
     models = find_models(pipe)
     for name in placement.denoisers:
         found = _stand_in(models[name])
-        if found is not None:
-            found.recorder = recorder
+        if found is None:
+            continue
+        stranger = find_stranger(models[name]) if recorder.of_calls else ""
+        found.recorder = None if stranger else recorder
+        if stranger:
+            found.forget()
+            found.told = f"not while {stranger} is in it, whose Python a replay would leave out"
+        else:
             found.warm = 1 if recorder.of_calls and _has_steps(part, recorder.warm) else recorder.warm
             found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
             found.renew()
