@@ -16,7 +16,8 @@ from anyaccel.cli.interruption import Interruption
 from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.pictures.quiet import importing, quieten_libraries
+from anyaccel.garbage import without_collecting
+from anyaccel.pictures.quiet import quieten_libraries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +91,7 @@ class GenerateWork:
             )
         self.display.begin("starting")
         quieten_libraries()
-        with importing():
+        with without_collecting():
             from anyaccel.cli.generate_jobs import make_jobs
 
             jobs = make_jobs(options, prompts, origins)
@@ -106,7 +107,7 @@ class GenerateWork:
                 self._write_sheet()
 
     def _load(self, job: Job) -> LoadedModel:
-        with importing():
+        with without_collecting():
             from anyaccel.pictures.kept_model import load_model
 
         model = job.order.model

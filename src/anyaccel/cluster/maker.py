@@ -85,11 +85,12 @@ class Maker:
 
     def __init__(self, settings: Settings) -> None:
         """Load the model; this is where torch is imported."""
-        from anyaccel.pictures.quiet import importing, quieten_libraries, share_no_lock
+        from anyaccel.garbage import without_collecting
+        from anyaccel.pictures.quiet import quieten_libraries, share_no_lock
 
         quieten_libraries()
         share_no_lock()
-        with importing():
+        with without_collecting():
             import torch
 
             from anyaccel.pictures.call import list_parameters

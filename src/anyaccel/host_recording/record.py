@@ -9,17 +9,17 @@ takes less than to do it all again; what others do, by a replay.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from anyaccel.garbage import without_collecting
+from anyaccel.host_recording.call import have_same_numbers
 from anyaccel.host_recording.log import Log
 from anyaccel.host_recording.program import Program
 
@@ -35,18 +35,6 @@ class _Reads(TorchFunctionMode):
         if func in _READS:
             raise RuntimeError(f"Python reads a number of a tensor: {func.__name__}")
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """While the block runs, no garbage is looked for: what is noted sets that off, and it takes long."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def record_host(
@@ -65,7 +53,7 @@ def record_host(
     log = Log()
     before = torch.default_generator.get_state()
     # Where all calls are seen, and memory can be written to again.
-    with torch.inference_mode(False), torch.no_grad(), _without_collecting():
+    with torch.inference_mode(False), torch.no_grad(), without_collecting():
         with log, _Reads():
             start = time.perf_counter()
             result = function()
@@ -79,12 +67,6 @@ def record_host(
         program.lay_out(log.describe(leaves), most_bytes)
         if not program.is_sure:
             program.replay()
-            if not all(map(_are_same, leaves, program.results)):
+            if not all(map(have_same_numbers, leaves, program.results)):
                 raise RuntimeError("a replay gave another result")
     return tree_unflatten(program.results, spec), program.replay
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return one is other
-    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.half_precision import measure_half_precision
+from anyaccel.garbage import without_collecting
 from anyaccel.pictures.named_model import NamedModel, find_revision
-from anyaccel.pictures.quiet import importing
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
@@ -105,7 +105,7 @@ def _load(
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
-    with importing():
+    with without_collecting():
         from anyaccel.pictures.progress import counting_components
         from anyaccel.runtime.loading import DiffusionPipeline
 

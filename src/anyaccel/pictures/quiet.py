@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-__all__ = ["importing", "quieten_libraries", "share_no_lock"]
+__all__ = ["quieten_libraries", "share_no_lock"]
 
 
 def quieten_libraries() -> None:
@@ -26,15 +23,3 @@ def share_no_lock() -> None:
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Import and load much in the block: to look for garbage among it takes a fifth of the time, and finds none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.size import readable
+from anyaccel.garbage import without_collecting
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime import host_layers
@@ -91,12 +92,9 @@ def _collecting_later(later: bool) -> Iterator[None]:
         yield
         return
     dynamo: Any = importlib.import_module("torch._dynamo.config")  # which collects by itself after each graph
-    gc.disable()
-    try:
-        with dynamo.patch(run_gc_after_compile=False) if hasattr(dynamo, "run_gc_after_compile") else nullcontext():
-            yield
-    finally:
-        gc.enable()
+    by_itself = dynamo.patch(run_gc_after_compile=False) if hasattr(dynamo, "run_gc_after_compile") else nullcontext()
+    with without_collecting(), by_itself:
+        yield
 
 
 @contextmanager

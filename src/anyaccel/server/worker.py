@@ -104,10 +104,11 @@ class Worker:
 
     def load(self) -> tuple[ModelFacts, ...]:
         """Load all models once, as far as they fit, and make their sizes warm."""
-        from anyaccel.pictures.quiet import importing, share_no_lock
+        from anyaccel.garbage import without_collecting
+        from anyaccel.pictures.quiet import share_no_lock
 
         share_no_lock()
-        with importing():
+        with without_collecting():
             from anyaccel.server.served_model import ServedModel
             from anyaccel.server.shelf import Shelf
 
