@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -121,11 +122,25 @@ def _compile(pipe: Any, name: str, plan: Plan, fullgraph: bool) -> None:
 def _find_options(plan: Plan, fullgraph: bool) -> dict[str, Any]:
     rule: CompileRule = plan.compile.value
     lacking = [(name, other) for name, other in plan.replacements.value if name == "float64" and other != "pairs"]
+    if rule.backend == "inductor":
+        _name_assembler()
     return {
         "backend": _find_backend(rule.backend, tuple(lacking), plan.fusions.value),
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
     }
+
+
+def _name_assembler() -> None:
+    """Let torch say which assembler Triton takes before anybody asks for its version, which is in every kernel's key.
+
+    Torch says so in the processes that compile for it, and here only after it asked: kernels that those made would not
+    be found in the next process, and be compiled again.
+    """
+    tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
+    say = getattr(tasks, "_set_triton_ptxas_path", None)
+    if say is not None:
+        say()
 
 
 @functools.cache  # graphs are shared among models for as long as their backend is one object
