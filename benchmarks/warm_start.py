@@ -2,14 +2,16 @@
 
     python -m benchmarks.warm_start cuda [--cases klein sd15] [--together]
 
-Writes benchmarks/results/warm_start_DEVICE.json. Each case runs twice, in a process of its own each time, with a cache
-folder that is empty at first; `--together` starts all cases at once, the first time and the second.
+Writes benchmarks/results/warm_start_DEVICE.json, each case as it is done. A case runs twice, in a process of its own
+each time, with a cache folder that is empty at first; `--together` starts all cases at once, the first time and the
+second.
 """
 
 import argparse
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,17 +34,14 @@ def measure(works: list[Work]) -> dict[str, Any]:
     return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 
-def compare(groups: list[list[Work]]) -> list[dict[str, Any]]:
-    """Each work with an empty folder and with a filled one."""
-    rows = []
+def compare(groups: list[list[Work]]) -> Iterator[dict[str, Any]]:
+    """Each work with an empty folder and with a filled one, one after the other."""
     with tempfile.TemporaryDirectory(prefix="anyaccel-warm-") as folder:
         os.environ[CACHE_VARIABLE] = folder
         for group in groups:
             empty, filled = measure(group), measure(group)
             for title in empty:
-                rows.append(describe(title, empty[title], filled[title]))
-                print(rows[-1], flush=True)
-    return rows
+                yield describe(title, empty[title], filled[title])
 
 
 def describe(title: str, empty: dict[str, Any] | str, filled: dict[str, Any] | str) -> dict[str, Any]:
@@ -67,14 +66,25 @@ def main() -> None:
     asked = parser.parse_args()
     works = [replace(work, variants=(OURS,)) for work in list_works(asked.cases, asked.device, {})]
     opened, machine = anyaccel.open_device(asked.device), this_machine()
+    how = {
+        "date": datetime.now(timezone.utc).date().isoformat(), "commit": asked.commit or read_commit(),
+        "together": asked.together,
+    }  # fmt: skip
     report = {
         "what": "the first picture of a new process, compiled as a whole: with nothing kept, and with all kept",
-        "device": opened.driver.device_name(opened.index), "together": asked.together,
-        "date": datetime.now(timezone.utc).date().isoformat(), "commit": asked.commit or read_commit(),
-        "versions": dict(machine.versions), "rows": compare([works] if asked.together else [[one] for one in works]),
+        "device": opened.driver.device_name(opened.index), "versions": dict(machine.versions),
     }  # fmt: skip
     asked.out.mkdir(exist_ok=True)
-    (asked.out / f"warm_start_{opened.sheet.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    for row in compare([works] if asked.together else [[one] for one in works]):
+        print(row, flush=True)
+        keep(asked.out / f"warm_start_{opened.sheet.name}.json", report, {**row, "measured": how})
+
+
+def keep(path: Path, report: dict[str, Any], row: dict[str, Any]) -> None:
+    """Write one row at once, in the place of its last measurement and beside those of other works."""
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [one for one in rows if one["title"] != row["title"]]
+    path.write_text(json.dumps({**report, "rows": [*rows, row]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -183,6 +183,18 @@ def test_all_models_and_named_ones() -> None:
     assert "did you mean unet? known: vae, text_encoder, unet" in message
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's own, as it imports its compiler
+def test_the_assembler_is_named_before_a_kernel_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    tasks = "torch._inductor.runtime.compile_tasks._set_triton_ptxas_path"
+    monkeypatch.setattr(tasks, lambda: said.append("named"))
+    backends: Any = torch._dynamo
+    monkeypatch.setattr(backends, "lookup_backend", lambda name: said.append(name))
+    pipe = make("cpu")
+    pipe.enable_compile("unet")
+    assert said == ["named"], "as it is compiled, and before its compiler is asked for"
+
+
 @pytest.mark.parametrize("shapes", [[], [3], [("a", "b")], [(1, 2, 3)]])
 def test_shapes_that_are_none(shapes: Any) -> None:
     with pytest.raises(UsageError, match="shape"):
