@@ -1,17 +1,18 @@
 """Measuring beside stock diffusers: in turns, the same picture, and a clear word where a variant fails."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anyaccel.bench.bench import run_bench
+from anyaccel.bench.bench import run_bench, run_together
 from anyaccel.bench.describe import describe_bench
 from anyaccel.bench.pipelines import drawing_alike, make_call, make_pipeline
 from anyaccel.bench.work import Work
-from anyaccel.errors import NotMeasurableError, UsageError
+from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes
 
 
@@ -46,8 +47,10 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
 
 
 def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(NotMeasurableError, match=r"stock eager failed: .*model_index\.json"):
-        run_bench(Work(model=str(tmp_path), device="cpu", variants=("stock eager",)), rounds=1)
+    [row] = run_together([Work(model=str(tmp_path), device="cpu", variants=("stock eager",))], rounds=1)
+    assert re.match(r"stock eager failed: .*model_index\.json", row["error"])
+    assert "\n" not in row["error"] + row["hint"], "the traceback is among the details"
+    assert "Traceback" in row["failed"]["stock eager"]["details"][0]
 
 
 def test_a_variant_that_there_is_not() -> None:

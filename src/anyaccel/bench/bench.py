@@ -14,14 +14,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from anyaccel.bench.failure import describe_death
 from anyaccel.bench.work import FAST, OURS, STOCK, VARIANTS, Work
 from anyaccel.errors import NotMeasurableError, UsageError
 
-__all__ = ["run_bench", "run_together"]
+__all__ = ["measure_psnr", "run_bench", "run_together"]
 
 Tell = Callable[[str], None]
 _WARM = 3
 """Pictures before any is measured: the first compiles, the next are recorded."""
+_LAST_WORDS_S = 10.0
 
 
 class _Variant:
@@ -46,17 +48,24 @@ class _Variant:
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
-        """The answer to what was said; an error with the process's last words where it died."""
+        """The answer to what was said; one with an `error` where the variant failed, which is kept in its row."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        if not line:
-            self.log.seek(0)
-            words = [one for one in self.log.read().splitlines() if one.strip()]
-            raise NotMeasurableError(
-                f"{self.name} failed: {words[-1] if words else 'it said nothing'}", hint="\n".join(words[-12:])
-            )
-        answer: dict[str, Any] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line) if line else self._describe_death()
+        if "error" in answer:
+            self.row = answer
         return answer
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed, and is asked no more."""
+        return "error" in self.row
+
+    def _describe_death(self) -> dict[str, Any]:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LAST_WORDS_S)
+        self.log.seek(0)
+        return describe_death(self.name, self.process.poll(), self.log.read())
 
     def begin(self) -> None:
         """Say that it is to warm up, and do not wait."""
@@ -64,11 +73,9 @@ class _Variant:
 
     def _say(self, line: str) -> None:
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # whoever hears the answer is told why
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            self.hear()
 
     def close(self) -> None:
         """End the process."""
@@ -81,19 +88,26 @@ class _Variant:
 
 
 def run_bench(work: Work, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
-    """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times."""
+    """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times.
+
+    An error where one of them fails; `run_together` measures the others.
+    """
     [row] = run_together([work], rounds=rounds, at_once=False, tell=tell)
-    if "error" in row:
-        raise NotMeasurableError(row["error"], hint=row["hint"])
+    for one in (row, *row.get("variants", {}).values()):
+        if "error" in one:
+            raise NotMeasurableError(one["error"], hint=one["hint"])
     return row
 
 
 def run_together(
     works: Sequence[Work], *, rounds: int = 5, at_once: bool = True, tell: Tell = lambda words: None
 ) -> Iterator[dict[str, Any]]:
-    """Rows for several works: all warm up at once, or undisturbed by each other, and are measured one after another."""
+    """Rows for several works: all warm up at once, or undisturbed by each other, and are measured one after another.
+
+    A variant that fails has its `error`, `hint` and `details`; where all of them do, so has the row.
+    """
     unknown = [name for work in works for name in work.variants if name not in VARIANTS]
-    if unknown or rounds < 1:
+    if unknown or rounds < 1 or not all(work.variants for work in works):
         raise UsageError(f"there is no variant {unknown} or no round to run", hint=f"variants: {', '.join(VARIANTS)}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
@@ -122,58 +136,76 @@ def run_together(
 
 def _hear(variant: _Variant, work: Work, tell: Tell) -> None:
     tell(f"{work.title or work.model}: {variant.name}, first pictures")
-    try:
-        variant.row |= variant.hear()
-    except NotMeasurableError as error:
-        variant.row |= {"error": error.message, "hint": error.hint}
+    variant.row |= variant.hear()
 
 
 def _measure(work: Work, variants: list[_Variant], folder: Path, rounds: int, tell: Tell) -> dict[str, Any]:
     head = {"title": work.title or work.model, "model": work.model, "call": work.call, "dtype": work.dtype,
             "random_weights": work.random, "rounds": rounds, "floor_s": work.floor_s}  # fmt: skip
-    broken = [variant for variant in variants if "error" in variant.row]
-    if broken and broken[0].name != FAST:
-        return head | {"error": broken[0].row["error"], "hint": broken[0].row["hint"]}
-    going = [variant for variant in variants if variant not in broken]
+    reference = next((variant.name for variant in variants if not variant.failed), "")
     for turn in range(rounds):
-        tell(f"{head['title']}: round {turn + 1} of {rounds}")
-        first = turn % len(going)
+        going = [variant for variant in variants if not variant.failed]
+        if going:
+            tell(f"{head['title']}: round {turn + 1} of {rounds}")
+        first = turn % max(1, len(going))
         for variant in going[first:] + going[:first]:
-            variant.seconds.append(variant.ask("go")["seconds"])
-    rows = {variant.name: _summarize(variant, folder, going[0].name) for variant in going}
-    rows |= {variant.name: variant.row for variant in broken}
-    return head | {"variants": rows} | _compare(rows, folder)
+            answer = variant.ask("go")
+            if not variant.failed:
+                variant.seconds.append(answer["seconds"])
+    rows = {variant.name: _summarize(variant, folder, reference) for variant in variants}
+    if all(variant.failed for variant in variants):
+        told = rows.get(OURS) or next(iter(rows.values()))
+        return head | {"error": told["error"], "hint": told["hint"], "failed": rows}
+    return head | {"reference": reference, "variants": rows} | _compare(rows, folder)
 
 
 def _compare(rows: dict[str, Any], folder: Path) -> dict[str, Any]:
     """How many times as fast ours is as each stock one, and fast as exact."""
     ours, fast = (rows.get(name, {}).get("median_s") for name in (OURS, FAST))
-    found = {f"against {name}": round(rows[name]["median_s"] / ours, 3) for name in STOCK if ours and name in rows}
+    stock = {name: rows.get(name, {}).get("median_s") for name in STOCK}
+    found: dict[str, Any] = {f"against {name}": round(took / ours, 3) for name, took in stock.items() if ours and took}
     if ours and fast:
-        psnr = measure_psnr(folder / f"{FAST}.npy", folder / f"{OURS}.npy")
-        found |= {"fast against exact": round(ours / fast, 3), "fast_psnr_db": psnr}
+        found |= {"fast against exact": round(ours / fast, 3), **_liken(folder, FAST, OURS, "fast_")}
     return found
 
 
 def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any]:
+    told = {} if variant.failed else variant.ask("finish")
+    if variant.failed:
+        return variant.row
     ordered = sorted(variant.seconds)
     row = {
         "median_s": round(statistics.median(ordered), 5),
         "spread_s": [round(ordered[0], 5), round(ordered[-1], 5)],
         **variant.row,
-        **variant.ask("finish"),
+        **told,
     }
-    if variant.name != reference:
-        row["psnr_db"] = measure_psnr(folder / f"{variant.name}.npy", folder / f"{reference}.npy")
-    return row
+    return row | (_liken(folder, variant.name, reference) if variant.name != reference else {})
+
+
+def _liken(folder: Path, name: str, reference: str, prefix: str = "") -> dict[str, Any]:
+    """How like two variants' pictures are, or why nobody can tell."""
+    try:
+        return {f"{prefix}psnr_db": measure_psnr(folder / f"{name}.npy", folder / f"{reference}.npy")}
+    except NotMeasurableError as error:
+        return {f"{prefix}not_compared": error.message}
 
 
 def measure_psnr(one: Path, other: Path) -> float | None:
-    """How like two pictures are, in decibels; None where they are the same."""
+    """How like a picture is to a reference, in decibels; None where they are the same.
+
+    An error where one of them is not finite: then there is no likeness.
+    """
     import numpy
 
-    left, right = numpy.load(one), numpy.load(other)
-    if left.shape != right.shape or not numpy.isfinite(left).all():
+    left, right = (numpy.load(path).astype(numpy.float64) for path in (one, other))
+    broken = [path.stem for path, made in ((one, left), (other, right)) if not numpy.isfinite(made).all()]
+    if broken:
+        said = " and ".join(f"{name}'s picture" for name in broken)
+        raise NotMeasurableError(
+            f"{said} {'are' if len(broken) > 1 else 'is'} not finite", hint="a wider dtype may help: float32"
+        )
+    if left.shape != right.shape:
         return 0.0
     error = float(((left - right) ** 2).mean())
     return round(10 * math.log10(1 / error), 2) if error > 0 else None

@@ -102,17 +102,23 @@ def _read_compile_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a job, and then a word a line; answer each with a line of JSON."""
+    """Read a job, and then a word a line; answer each with a line of JSON, the last one where it fails."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     job = json.loads(sys.stdin.readline())
-    worker = _Worker(job)
-    for line in sys.stdin:
-        word = line.strip()
-        if word == "end":
-            return
-        answer = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}[word]()
-        print(json.dumps(answer), file=answers, flush=True)
+    try:
+        worker = _Worker(job)
+        for line in sys.stdin:
+            word = line.strip()
+            if word == "end":
+                return
+            does = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}
+            print(json.dumps(does[word]()), file=answers, flush=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other process tells it
+        from anyaccel.bench.failure import describe_failure
+
+        print(json.dumps(describe_failure(job["variant"], error)), file=answers, flush=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

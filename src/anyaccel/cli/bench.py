@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -14,6 +19,7 @@ from anyaccel.errors import UsageError
 
 __all__ = ["bench_models"]
 
+_ENDED = 143
 _AGAINST = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
 
 
@@ -38,31 +44,58 @@ def bench_models(
     """Make the same picture in stock diffusers, in stock diffusers compiled, and in anyaccel, in turns.
 
     Each runs in a process of its own; the first pictures, in which things are compiled, are not in the medians.
+    Ends with 1 if anyaccel's own failed; a stock one that fails has its cause in the table.
     """
     if against not in _AGAINST:
         raise UsageError(f"--against is one of {', '.join(_AGAINST)}, not {against!r}", hint="leave it out")
     if rounds < 1 or (steps is not None and steps < 1) or pictures < 1:
         raise UsageError("rounds, steps and pictures are numbers from 1 up", hint="leave them out")
     from anyaccel.backends.device import open_device
-    from anyaccel.bench.bench import run_bench
+    from anyaccel.bench.bench import run_together
     from anyaccel.bench.describe import describe_bench
 
     width, height = read_size(size) if size else (None, None)
     asked: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
     call = {name: value for name, value in asked.items() if value is not None}
     opened = open_device(device)
-    display = Display()
-    rows = []
-    try:
-        for work in _list_works(models, device, dtype or opened.sheet.default_dtypes.order[0], call, pictures):
-            variants = (*_AGAINST[against], "anyaccel", *(["anyaccel fast"] if fast else []))
-            rows.append(run_bench(replace(work, variants=variants), rounds=rounds, tell=display.begin))
-    finally:
-        display.clear()
+    ours = ("anyaccel", *(["anyaccel fast"] if fast else []))
+    works = _list_works(models, device, dtype or opened.sheet.default_dtypes.order[0], call, pictures)
+    rows: list[dict[str, Any]] = []
+    with _clearing_up() as display:
+        for work in works:
+            one = replace(work, variants=(*_AGAINST[against], *ours))
+            rows.extend(run_together([one], rounds=rounds, at_once=False, tell=display.begin))
     if as_json:
         print(json.dumps({"device": opened.driver.device_name(opened.index), "rows": rows}, indent=2))
     else:
         print("\n".join(describe_bench(rows)))
+    if any("error" in row or "error" in row["variants"][name] for row in rows for name in ours):
+        raise typer.Exit(1)
+
+
+class _EndedError(BaseException):
+    """Another process asked for the end."""
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is under way now is the clearing up
+    raise _EndedError
+
+
+@contextmanager
+def _clearing_up() -> Iterator[Display]:
+    """While the block runs, SIGTERM ends it as Ctrl-C does: its processes and its files go."""
+    display, heeded = Display(), threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _end) if heeded else None
+    try:
+        yield display
+    except _EndedError:
+        display.say("ended")
+        raise typer.Exit(_ENDED) from None
+    finally:
+        if heeded:
+            signal.signal(signal.SIGTERM, before)
+        display.clear()
 
 
 def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[str, Any], pictures: int) -> list[Any]:

@@ -119,7 +119,7 @@ def _check(wishes: Wishes) -> None:
         raise UsageError(
             f"attention_slicing is a number of heads, 'auto' or 'max', not {slicing!r}", hint="leave it out"
         )
-    for name in ("attention_slicing", "images_per_call"):
+    for name in ("attention_slicing", "images_per_call", "pictures"):
         number = getattr(wishes, name)
         if number is None or (name == "attention_slicing" and isinstance(number, str)):
             continue
@@ -129,7 +129,7 @@ def _check(wishes: Wishes) -> None:
     _check_types(wishes)
     if wishes.memory not in (None, *RESIDENCES):
         raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {wishes.memory!r}", hint="leave it out")
-    if wishes.compile not in ("auto", True, False):
+    if not isinstance(wishes.compile, bool) and wishes.compile != "auto":
         raise UsageError(f"compile is 'auto', True or False, not {wishes.compile!r}", hint="leave it out")
     check_speed(wishes.speed)
     if wishes.parallel is not None:

@@ -55,6 +55,16 @@ def test_a_wish_that_there_is_not_is_an_error_that_names_the_nearest(asked: str,
         ("dtype", "int8"),
         ("dtype", "complex64"),
         ("smallest_dtype", "float8_e4m3fn"),
+        ("compile", 0),
+        ("compile", 1),
+        ("compile", 1.0),
+        ("compile", None),
+        ("compile", "max-autotune"),
+        ("pictures", 0),
+        ("pictures", -3),
+        ("pictures", True),
+        ("pictures", 2.5),
+        ("pictures", "500"),
     ],
 )
 def test_a_value_that_means_nothing_is_an_error_with_a_hint(name: str, value: Any) -> None:
@@ -69,3 +79,9 @@ def test_a_value_that_means_nothing_is_an_error_with_a_hint(name: str, value: An
 def test_a_value_of_another_kind_is_an_error_too(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name):
         read_wishes({name: value})
+
+
+def test_whether_and_for_how_many_pictures_to_compile() -> None:
+    for asked in ("auto", True, False):
+        assert read_wishes({"compile": asked, "pictures": 500}).compile is asked
+    assert read_wishes({"pictures": None}, Wishes(pictures=2)).pictures is None
