@@ -495,6 +495,11 @@ def test_a_model_with_something_of_a_user_in_it_is_not_recorded() -> None:
     inside.forward = lambda *args, **kwargs: type(inside).forward(inside, *args, **kwargs)
     pipe(**call)
     assert "another forward" in pipe.plan.capture.reason
+    del inside.forward
+    first = pipe.unet.conv_in
+    first._conv_forward = lambda *given: type(first)._conv_forward(first, *given)
+    pipe(**call)
+    assert "another _conv_forward" in pipe.plan.capture.reason
 
 
 def change_tensor(model: Any) -> None:

@@ -99,6 +99,18 @@ def add_hook(block: Any) -> None:
     block.norm2.register_forward_hook(lambda *given: None)
 
 
+def change_gelu(block: Any) -> None:
+    block.ff.net[0].gelu = torch.relu
+
+
+def change_nonlinearity(block: Any) -> None:
+    block.nonlinearity.forward = torch.relu
+
+
+def change_class(block: Any) -> None:
+    block.__class__ = type("Merged", (type(block),), {})
+
+
 def train(block: Any) -> None:
     block.train()
 
@@ -110,7 +122,8 @@ def chunk(block: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "change"),
     [(transformer, change_processor), (transformer, change_forward), (transformer, chunk), (transformer, add_hook),
-     (residual, add_hook), (residual, train), (transformer, train)],
+     (residual, add_hook), (residual, train), (transformer, train), (transformer, change_gelu),
+     (residual, change_nonlinearity), (transformer, change_class), (residual, change_class)],
 )  # fmt: skip
 def test_a_block_that_was_changed_is_as_it_was(make: Callable[[], Any], change: Callable[[Any], None]) -> None:
     block = make()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,7 @@ def wide_unet() -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["written", "behind torch's back", "another", "a copy"])
+@pytest.mark.parametrize("how", ["written", "behind torch's back", "some rows", "another", "a copy"])
 def test_filters_that_changed_are_done_again(how: str) -> None:
     unet = wide_unet()
     picture = torch.randn(1, 3, 32, 32)
@@ -259,11 +260,13 @@ def test_filters_that_changed_are_done_again(how: str) -> None:
         if isinstance(part, torch.nn.Conv2d) and part.kernel_size == (3, 3):
             if how == "behind torch's back":
                 part.weight.data.mul_(0.8)
+            elif how == "some rows":
+                part.weight.detach().numpy()[3::8] = 0
             elif how == "another":
                 part.weight = torch.nn.Parameter(part.weight * 0.8)
             else:
                 part.weight.mul_(0.8)
-    if how == "behind torch's back":
+    if how in ("behind torch's back", "some rows"):
         host_layers.install(changed)  # as every call of a pipeline does
     made = changed(picture, 5).sample
     plain = copy.deepcopy(changed)
@@ -347,3 +350,57 @@ def test_convolutions_that_do_more_are_left_alone() -> None:
         layer = convolution(**options)
         host_layers.install(layer)
         assert not host_layers.is_installed(layer), options
+
+
+class _Louder(torch.nn.Conv2d):
+    def forward(self, picture: torch.Tensor) -> torch.Tensor:
+        return super().forward(picture) * 2
+
+
+def _pad_around(layer: Any) -> None:
+    layer.padding_mode = "circular"
+
+
+def _convolve_otherwise(layer: Any) -> None:
+    layer._conv_forward = lambda picture, weight, bias: torch.nn.functional.conv2d(picture, weight, None, padding=1)
+
+
+def _exchange_class(layer: Any) -> None:
+    layer.__class__ = _Louder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [_pad_around, _convolve_otherwise, _exchange_class])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_convolution_that_was_given_another_way_goes_it(change: Callable[[Any], None], early: bool) -> None:
+    layer = convolution()
+    plain, picture = copy.deepcopy(layer), torch.randn(2, layer.in_channels, 16, 16)
+    if early:
+        change(layer)
+    host_layers.install(layer)
+    before = layer(picture)
+    if not early:
+        change(layer)
+        assert not host_layers.install(layer), "what was recorded of it no longer holds"
+        assert (layer(picture) - before).abs().max() > 1e-2
+    change(plain)
+    assert not host_layers.is_installed(layer)
+    assert torch.equal(layer(picture), plain(picture))
+
+
+@torch.no_grad()
+def test_a_product_whose_class_was_exchanged_is_done_by_it() -> None:
+    class Louder(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) * 2
+
+    model = torch.nn.Module()
+    model.attn2 = torch.nn.Module()
+    layer = model.attn2.to_k = torch.nn.Linear(8, 8)
+    rows = torch.randn(3, 8)
+    host_layers.install(model)
+    before = layer(rows)
+    assert host_layers.is_installed(layer)
+    layer.__class__ = Louder
+    assert not host_layers.install(model)
+    torch.testing.assert_close(layer(rows), before * 2)

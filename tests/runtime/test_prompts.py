@@ -65,6 +65,17 @@ def write_past_the_count(pipe: Any) -> None:
     pipe.text_encoder.get_input_embeddings().weight.data.mul_(3)
 
 
+def turn_words_around(pipe: Any) -> None:
+    words = pipe.text_encoder.get_input_embeddings().weight
+    for word in pipe.tokenizer("a cat").input_ids:
+        words.data[word] *= -1
+
+
+def turn_a_norm_around(pipe: Any) -> None:
+    norms = [part for part in pipe.text_encoder.modules() if isinstance(part, torch.nn.LayerNorm)]
+    norms[-1].weight.data.mul_(-1)
+
+
 def put_a_hook(pipe: Any) -> None:
     pipe.text_encoder.get_input_embeddings().register_forward_hook(lambda module, given, made: made * 3)
 
@@ -73,7 +84,9 @@ def pad_elsewhere(pipe: Any) -> None:
     pipe.tokenizer.padding_side = "left"
 
 
-@pytest.mark.parametrize("change", [write_past_the_count, put_a_hook, pad_elsewhere])
+@pytest.mark.parametrize(
+    "change", [write_past_the_count, turn_words_around, turn_a_norm_around, put_a_hook, pad_elsewhere]
+)
 def test_what_changes_without_being_told_is_seen(pipe: Any, change: Callable[[Any], None]) -> None:
     before = picture(pipe)
     change(pipe)

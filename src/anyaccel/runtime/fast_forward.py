@@ -27,7 +27,15 @@ from anyaccel.runtime.snapshot import Snapshot, is_our_forward
 from anyaccel.runtime.step_reuse import find_steps
 from anyaccel.runtime.tensor_state import TensorState, read_state
 
-__all__ = ["FastForward", "can_stand_in", "find_fast_forward", "find_stranger", "is_free", "release"]
+__all__ = [
+    "FastForward",
+    "can_stand_in",
+    "find_fast_forward",
+    "find_own_methods",
+    "find_stranger",
+    "is_free",
+    "release",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -367,7 +375,19 @@ def find_stranger(module: torch.nn.Module) -> str:
         forward = vars(part).get("forward")
         if forward is not None and not is_free(part) and not is_our_forward(forward):
             return f"another forward of {type(part).__name__}"
+        for name in find_own_methods(part):
+            return f"another {name} of {type(part).__name__}"
     return ""
+
+
+def find_own_methods(module: torch.nn.Module) -> list[str]:
+    """The methods that one layer has and others of its class have not, its forward apart."""
+    kind = type(module)
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and name != "forward" and callable(getattr(kind, name, None))
+    ]
 
 
 def release(module: torch.nn.Module) -> None:

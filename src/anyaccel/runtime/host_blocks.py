@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from anyaccel.runtime.fast_forward import is_free
-from anyaccel.runtime.tensor_state import TensorState, read_state, take_sample
+from anyaccel.runtime.fast_forward import find_own_methods, is_free
+from anyaccel.runtime.tensor_state import TensorState, add_up, read_state
 
 __all__ = ["install", "is_installed", "let_go"]
 
@@ -29,15 +29,15 @@ class _Joined:
     """The weights of an attention's queries, keys and values side by side."""
 
     states: list[TensorState]
-    samples: list[torch.Tensor]
+    sums: list[float]
     weights: torch.Tensor
 
     def holds(self, attention: Any) -> bool:
         """Whether the weights are what they were."""
         layers = (attention.to_q, attention.to_k, attention.to_v)
         return all(
-            type(layer) is torch.nn.Linear and torch.equal(sample, take_sample(layer.weight))
-            for layer, sample in zip(layers, self.samples, strict=True)
+            type(layer) is torch.nn.Linear and added_up == add_up(layer.weight)
+            for layer, added_up in zip(layers, self.sums, strict=True)
         )
 
 
@@ -107,7 +107,7 @@ def _project(attention: Any, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kept = _JOINED.get(attention)
     if kept is None or kept.states != written:
         weights = torch.cat([layer.weight.detach().t() for layer in layers], 1)
-        kept = _JOINED[attention] = _Joined(written, [take_sample(layer.weight) for layer in layers], weights)
+        kept = _JOINED[attention] = _Joined(written, [add_up(layer.weight) for layer in layers], weights)
     return (states @ kept.weights).chunk(3, dim=-1)
 
 
@@ -124,6 +124,7 @@ def _is_plain_residual(block: Any) -> bool:
         and (block.time_embedding_norm == "default" or block.time_emb_proj is None)
         and block.output_scale_factor == 1
         and type(block.nonlinearity) is torch.nn.SiLU
+        and is_free(block.nonlinearity)
         and type(block.norm1) is type(block.norm2) is torch.nn.GroupNorm
     )
 
@@ -138,7 +139,7 @@ def _is_plain_transformer(block: Any) -> bool:
     passed_over = (block.attn1, block.attn2, block.ff, block.ff.net[0])
     return (
         kinds == ("GEGLU", "Dropout", "Linear")
-        and all(is_free(part) for part in passed_over)
+        and all(is_free(part) and not find_own_methods(part) for part in passed_over)
         and all(_is_plain_attention(part) for part in passed_over[:2])
     )
 
@@ -167,6 +168,9 @@ def install(module: torch.nn.Module) -> bool:
     One that no longer can is as it was.
     """
     way = _WAYS.get((type(module).__module__, type(module).__name__))
+    if way is None and is_installed(module):  # it is of another class since
+        let_go(module)
+        return False
     if way is None or not (is_free(module) or is_installed(module)):
         return True
     is_plain, forward = way
@@ -175,7 +179,7 @@ def install(module: torch.nn.Module) -> bool:
         del _JOINED[part]
     inside = [part for part in module.modules() if part is not module]
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
-    if module.training or hooked or not is_plain(module):
+    if module.training or hooked or not is_plain(module) or find_own_methods(module):
         let_go(module)
     elif not is_installed(module):
         vars(module)["forward"] = MethodType(forward, module)

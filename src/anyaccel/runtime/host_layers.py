@@ -25,7 +25,7 @@ from anyaccel.backends.cache_folder import keep_fact, read_fact
 from anyaccel.runtime import host_blocks
 from anyaccel.runtime.fast_forward import is_free
 from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
-from anyaccel.runtime.tensor_state import TensorState, read_state, take_sample
+from anyaccel.runtime.tensor_state import TensorState, add_up, read_state
 
 __all__ = ["install", "is_installed", "measure_gain", "remove", "serves"]
 
@@ -35,8 +35,8 @@ class _Filters:
     """The second form of one layer's filters: beside the layer, so that no copy and no pickle carries it."""
 
     state: TensorState
-    sample: torch.Tensor
-    """Some of the weight's numbers: what writes past torch's count of writes changes them too."""
+    sum: float
+    """Of the weight's numbers: what writes past torch's count of writes changes it too."""
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     packed: dict[torch.Size, torch.Tensor] = field(default_factory=dict)
     """As oneDNN's convolutions read them, for each shape of a picture."""
@@ -62,7 +62,7 @@ _SMALL = 64
 
 def serves(module: torch.nn.Module) -> bool:
     """Whether a layer is a convolution that can be done so: 3 × 3, or 1 × 1, which is a matrix product as it is."""
-    if type(module) is not torch.nn.Conv2d or module.groups != 1 or module.padding_mode != "zeros":
+    if not isinstance(module, torch.nn.Conv2d) or not _is_plain(module):
         return False
     if module.stride != (1, 1) or module.dilation != (1, 1):
         return False
@@ -75,6 +75,8 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():  # a compiler has ways of its own, and no state to keep
         return _convolve_plainly(self, picture)
     if torch.is_grad_enabled() or picture.dtype != torch.float32 or weight.dtype != torch.float32 or picture.dim() != 4:
+        return _convolve_plainly(self, picture)
+    if not _is_plain(self):  # since it was installed
         return _convolve_plainly(self, picture)
     if not serves(self):
         return _convolve_packed(self, picture)
@@ -92,7 +94,7 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
 def _find_filters(layer: torch.nn.Conv2d) -> _Filters:
     kept = _FILTERS.get(layer)
     if kept is None or kept.state != read_state(layer.weight):
-        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), take_sample(layer.weight))
+        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), add_up(layer.weight))
     return kept
 
 
@@ -177,7 +179,10 @@ def install(module: torch.nn.Module, *, second_filters: bool = True) -> bool:
         if isinstance(part, torch.nn.Linear):
             _turn(part)
             _PROJECTED.pop(part, None)  # of the last call's prompt
-            if type(part) is torch.nn.Linear and name.endswith(_OF_PROMPTS) and is_free(part):
+            if type(part) is not torch.nn.Linear and is_installed(part):
+                _let_go(part)
+                holds = False
+            elif type(part) is torch.nn.Linear and name.endswith(_OF_PROMPTS) and is_free(part):
                 vars(part)["forward"] = MethodType(project_once, part)
         elif isinstance(part, torch.nn.Conv2d):
             holds = _install_convolution(part, second_filters) and holds
@@ -188,7 +193,7 @@ def install(module: torch.nn.Module, *, second_filters: bool = True) -> bool:
 
 def _is_plain(layer: torch.nn.Conv2d) -> bool:
     """Whether oneDNN's convolution is all that a layer does."""
-    kind = type(layer) is torch.nn.Conv2d and layer.groups == 1
+    kind = type(layer) is torch.nn.Conv2d and layer.groups == 1 and "_conv_forward" not in vars(layer)
     return kind and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
@@ -198,6 +203,9 @@ def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> bool:
         _turn(layer)
     elif not serves(layer) and not layer.weight.is_contiguous(memory_format=torch.channels_last):
         layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+    if not _is_plain(layer) and is_installed(layer):  # it was, and somebody gave it another way since
+        _let_go(layer)
+        return False
     if not _is_plain(layer) or not (is_free(layer) or is_installed(layer)):
         return True
     kept = _FILTERS.get(layer)
@@ -205,7 +213,7 @@ def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> bool:
         _let_go(layer)
         return kept is None
     vars(layer)["forward"] = MethodType(forward, layer)
-    if kept is not None and not torch.equal(kept.sample, take_sample(layer.weight)):
+    if kept is not None and kept.sum != add_up(layer.weight):
         del _FILTERS[layer]
         return False
     return True
