@@ -1,15 +1,29 @@
 """What was compiled is kept: found by its key, refused if damaged, passed on to other machines, and pruned."""
 
+import hashlib
 import io
 import json
+import os
+import shutil
 import tarfile
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import anyaccel
+from anyaccel.backends.registry import load_registry
 from anyaccel.errors import UsageError
+from anyaccel.planning.decision import Decision
+from anyaccel.recipes import recipes
 from anyaccel.runtime import artefacts
+from anyaccel.runtime.artefact_key import describe_key
+from anyaccel.runtime.compile import _can_write, compiling
+from anyaccel.runtime.placement import Placement, find_placement
+from anyaccel.runtime.speed import Speed, _fetch_compiled, _keep_compiled
+from tests.conftest import NEEDS_RECIPES
 
 KEY = {"model": "M", "shape": "512 x 512", "torch": "2.13"}
 
@@ -71,11 +85,20 @@ def test_one_machine_makes_it_and_another_starts_with_it(own_cache: Path, monkey
     file = own_cache / "export.tar.gz"
     assert artefacts.export_entries(file, artefacts.list_entries()) == 2
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "elsewhere"))
-    assert artefacts.import_entries(file) == (2, [])
+    assert artefacts.import_entries(file) == (2, 0, [])
     assert artefacts.load_payload(KEY) == b"graph"
-    taken, refused = artefacts.import_entries(file)
-    assert taken == 0
-    assert all("here already" in words for words in refused)
+    assert artefacts.import_entries(file) == (0, 2, [])
+
+
+def test_an_import_mends_a_damaged_entry(own_cache: Path) -> None:
+    artefacts.save_payload(KEY, b"graph", 3.0)
+    file = own_cache / "export.tar.gz"
+    artefacts.export_entries(file, artefacts.list_entries())
+    folder = artefacts.find_folder() / artefacts.name_key(KEY)
+    for name, content in (("payload.bin", b"grapf"), ("entry.json", b"{")):
+        (folder / name).write_bytes(content)
+        assert artefacts.import_entries(file) == (1, 0, [])
+        assert artefacts.load_payload(KEY) == b"graph"
 
 
 def write_archive(path: Path, files: dict[str, bytes]) -> Path:
@@ -100,12 +123,98 @@ def test_imported_entries_are_held_against_their_key_and_checksum(own_cache: Pat
     name = artefacts.name_key(KEY)
     about = json.dumps({"key": KEY, "sha256": "0" * 64, "made": 0, "took_s": 1}).encode()
     wrong = write_archive(own_cache / "a.tar.gz", {f"{name}/entry.json": about, f"{name}/payload.bin": b"graph"})
-    assert artefacts.import_entries(wrong) == (0, [f"{name}: its checksum is wrong"])
+    assert artefacts.import_entries(wrong) == (0, 0, [f"{name}: its checksum is wrong"])
     other = "a" * 32
     renamed = write_archive(own_cache / "b.tar.gz", {f"{other}/entry.json": about, f"{other}/payload.bin": b"graph"})
-    assert artefacts.import_entries(renamed) == (0, [f"{other}: its name is not that of its key"])
+    assert artefacts.import_entries(renamed) == (0, 0, [f"{other}: its name is not that of its key"])
     half = write_archive(own_cache / "c.tar.gz", {f"{name}/entry.json": about})
-    assert artefacts.import_entries(half) == (0, [f"{name}: a part is missing"])
+    assert artefacts.import_entries(half) == (0, 0, [f"{name}: a part is missing"])
+
+
+WRONG_NUMBERS = ["1" + "0" * 400, "NaN", "Infinity", "1e300", "-1e18", '"12"', "true", "null", "[1]"]
+
+
+@pytest.mark.parametrize("field", ["made", "took_s"])
+@pytest.mark.parametrize("number", WRONG_NUMBERS, ids=[number[:9] for number in WRONG_NUMBERS])
+def test_an_entry_with_a_number_that_is_none_is_damaged(own_cache: Path, field: str, number: str) -> None:
+    name, digest = artefacts.name_key(KEY), hashlib.sha256(b"graph").hexdigest()
+    numbers = ", ".join(f'"{one}": {number if one == field else 1}' for one in ("made", "took_s"))
+    about = f'{{"key": {json.dumps(KEY)}, "sha256": "{digest}", {numbers}}}'.encode()
+    file = write_archive(own_cache / "a.tar.gz", {f"{name}/entry.json": about, f"{name}/payload.bin": b"graph"})
+    assert artefacts.import_entries(file) == (0, 0, [f"{name}: what it is for cannot be read"])
+    artefacts.save_payload(KEY, b"graph", 1.0)
+    artefacts.save_payload({**KEY, "shape": "other"}, b"other", 1.0)
+    (artefacts.find_folder() / name / "entry.json").write_bytes(about)
+    states = {entry.name: (bool(entry.key), entry.is_sound()) for entry in artefacts.list_entries()}
+    assert states == {name: (False, False), artefacts.name_key({**KEY, "shape": "other"}): (True, True)}
+    assert artefacts.prune_entries(versions={}).removed == 1
+    assert [entry.key["shape"] for entry in artefacts.list_entries()] == ["other"]
+
+
+def test_an_entry_that_cannot_be_read_is_listed_with_its_size() -> None:
+    artefacts.save_payload(KEY, b"graph", 1.0)
+    folder = artefacts.list_entries()[0].folder
+    (folder / "entry.json").write_text("{")
+    [entry] = artefacts.list_entries()
+    assert (entry.name, entry.key, entry.payload_bytes, entry.is_sound()) == (folder.name, {}, 6, False)
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_pruning_leaves_alone_what_others_wrote(own_cache: Path, everything: bool) -> None:
+    artefacts.save_payload({**KEY, "torch": "2.0"}, b"graph", 1.0)
+    root = artefacts.find_folder()
+    (root / "README.txt").write_text("mine")
+    foreign = [root / "myfolder" / "x", root / ("a" * 32) / "x", own_cache / "target"]
+    for folder in foreign:
+        folder.mkdir(parents=True)
+        (folder / "precious").write_text("mine")
+    link = root / ("b" * 32)
+    link.symlink_to(own_cache / "target")
+    for removed in (1, 0):
+        pruned = artefacts.prune_entries(versions=None if everything else {"torch": "2.13"})
+        assert pruned.removed == removed
+        left = {str(root / "README.txt"), str(root / "myfolder"), str(root / ("a" * 32)), str(link)}
+        assert set(pruned.foreign) == left
+    assert all((folder / "precious").read_text() == "mine" for folder in foreign)
+    assert (root / "README.txt").is_file()
+    assert link.is_symlink()
+
+
+def test_a_damaged_entry_with_other_things_in_it_is_not_said_to_be_kept(caplog: pytest.LogCaptureFixture) -> None:
+    folder = artefacts.find_folder() / artefacts.name_key(KEY)
+    folder.mkdir(parents=True)
+    (folder / "precious").write_text("mine")
+    assert artefacts.load_payload(KEY) is None
+    assert not artefacts.save_payload(KEY, b"graph", 1.0)
+    assert "cannot be written" in caplog.text
+    assert (folder / "precious").read_text() == "mine"
+
+
+def test_what_a_killed_process_left_goes_after_a_day() -> None:
+    artefacts.save_payload(KEY, b"graph", 1.0)
+    new, old = (artefacts.find_folder() / f".making-{name}" for name in ("new", "old"))
+    for folder in (new, old):
+        folder.mkdir()
+        (folder / "payload.bin").write_bytes(b"half")
+    os.utime(old, (1e9, 1e9))
+    assert artefacts.prune_entries(versions={}) == (1, 4, [])
+    assert new.is_dir()
+    assert artefacts.prune_entries().removed == 2
+
+
+def test_what_compilers_keep_is_measured_and_removed_and_nothing_beside_it(own_cache: Path) -> None:
+    name = load_registry().names()[0]
+    for folder in (own_cache / "cache" / "graphs" / name / "deep", own_cache / "cache" / "graphs" / "of the user"):
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"12345")
+    assert artefacts.measure_graphs() == 5
+    foreign = str(own_cache / "cache" / "graphs" / "of the user")
+    assert artefacts.remove_graphs() == (5, [foreign])
+    assert (Path(foreign) / "file").is_file()
+    assert artefacts.remove_graphs() == (0, [foreign])
+    shutil.rmtree(foreign)
+    assert artefacts.remove_graphs() == (0, [])
+    assert not (own_cache / "cache" / "graphs").exists()
 
 
 def test_pruning_takes_what_is_stale_damaged_or_old() -> None:
@@ -114,11 +223,84 @@ def test_pruning_takes_what_is_stale_damaged_or_old() -> None:
     artefacts.save_payload({**KEY, "shape": "damaged"}, b"damaged", 1.0)
     damaged = next(entry for entry in artefacts.list_entries() if entry.key["shape"] == "damaged")
     (damaged.folder / "payload.bin").write_bytes(b"")
-    count, _ = artefacts.prune_entries(versions={"torch": "2.13"})
+    count, _, _ = artefacts.prune_entries(versions={"torch": "2.13"})
     assert count == 2
     assert [entry.key for entry in artefacts.list_entries()] == [KEY]
     assert artefacts.prune_entries(older_than_days=1, versions={})[0] == 0
-    count, freed = artefacts.prune_entries()
+    count, freed, _ = artefacts.prune_entries()
     assert count == 1
     assert 5 + 55 <= freed <= 5 + 350, "the payload, and the small file beside it"
     assert artefacts.list_entries() == []
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
+    """A pipeline that was compiled for speed as far as the plan knows: nothing is compiled before it runs."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch itself says it
+    pipe: Any = anyaccel.place(recipes()["flux"].make(), "cpu", compile=True)
+    placement = find_placement(pipe)
+    assert placement is not None
+    placement.speed = Speed(compiled=True)
+    placement.plan = replace(placement.plan, compiled=Decision(("transformer",), "for this test"))
+    return pipe, placement
+
+
+@NEEDS_RECIPES
+@pytest.mark.parametrize("payload", [b"", b"garbage" * 9])
+def test_what_torch_cannot_load_is_said_so_removed_and_made_anew(
+    placed: tuple[Any, Placement], payload: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe, placement = placed
+    key = describe_key(pipe, placement, "16 × 16")
+    artefacts.save_payload(key, payload, 1.0)
+    speed = Speed(compiled=True)
+    with artefacts.count_notes() as fates:
+        assert _fetch_compiled(pipe, placement, speed, "16 × 16") == key
+    assert not fates.total()
+    assert artefacts.list_entries() == []
+    assert [record.name for record in caplog.records] == ["anyaccel"], "a line of our own, and no traceback of torch's"
+    assert "cannot be loaded" in caplog.text
+
+
+@NEEDS_RECIPES
+def test_what_is_loaded_written_and_not_handed_out_is_counted(placed: tuple[Any, Placement]) -> None:
+    from torch._inductor.runtime import autotune_cache  # noqa: F401 - its kind of artefact is known from then on
+    from torch.compiler._cache import CacheArtifactManager
+
+    pipe, placement = placed
+    with CacheArtifactManager.with_fresh_cache(), artefacts.count_notes() as fates:
+        key = _fetch_compiled(pipe, placement, Speed(compiled=True), "16 × 16")
+        assert key is not None
+        _keep_compiled(key, 1.0)
+        assert (dict(fates), artefacts.list_entries()) == ({"not handed out": 1}, [])
+        CacheArtifactManager.record_artifact("autotune", "fabc.best_config", {"block": 8})
+        _keep_compiled(key, 1.0)
+        assert _fetch_compiled(pipe, placement, Speed(compiled=True), "16 × 16") is None
+    assert fates == {"not handed out": 1, "written": 1, "loaded": 1}
+    artefacts.note("loaded")
+    assert fates["loaded"] == 1, "nobody counts any more"
+
+
+@NEEDS_RECIPES
+def test_a_pipeline_compiles_elsewhere_where_its_folder_cannot_be_written(
+    placed: tuple[Any, Placement], own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe, placement = placed
+    variable = placement.plan.compile.value.cache_variable
+    before = os.environ[variable]
+    with compiling(placement):
+        assert os.environ[variable].startswith(str(own_cache / "cache" / "graphs"))
+    shutil.rmtree(own_cache / "cache")
+    _can_write.cache_clear()
+    (own_cache / "cache").write_text("a file where the folder would be")
+    key = _fetch_compiled(pipe, placement, Speed(compiled=True), "16 × 16")
+    assert key is not None
+    for _ in range(2):
+        with compiling(placement):
+            assert os.environ[variable] == before
+        assert not artefacts.save_payload(key, b"graph", 1.0)
+    [record] = caplog.records
+    assert f"{own_cache / 'cache'} is no folder" in record.message
+    assert "ANYACCEL_CACHE" in record.message

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CACHE_VARIABLE", "find_cache_folder", "keep_fact", "read_fact"]
+__all__ = [
+    "CACHE_VARIABLE",
+    "find_cache_folder",
+    "find_graphs_folder",
+    "find_write_fault",
+    "keep_fact",
+    "read_fact",
+    "tell_write_fault",
+]
 
 CACHE_VARIABLE = "ANYACCEL_CACHE"
+_LOG = logging.getLogger("anyaccel")
+_TOLD: set[Path] = set()
+"""The folders of which it was said that they cannot be written."""
 
 
 def find_cache_folder() -> Path:
@@ -19,6 +32,32 @@ def find_cache_folder() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "anyaccel"
+
+
+def find_graphs_folder() -> Path:
+    """Where compilers write what they keep themselves: a folder for each backend."""
+    return find_cache_folder() / "graphs"
+
+
+def find_write_fault(folder: Path) -> str:
+    """Why nothing can be written into a folder, which is made if it is not there; empty where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+        if not os.path.isdir(there):
+            return f"{there} is no folder"
+        return f"{folder} cannot be written: {error.strerror or error}"
+
+
+def tell_write_fault(fault: str) -> None:
+    """Warn, once for each cache folder, that what is compiled is not kept."""
+    folder = find_cache_folder()
+    if folder not in _TOLD:
+        _TOLD.add(folder)
+        _LOG.warning("anyaccel: what is compiled is not kept for later processes: %s; see %s", fault, CACHE_VARIABLE)
 
 
 def read_fact(file: str, key: str) -> Any:

@@ -11,7 +11,7 @@ import typer
 
 from anyaccel.errors import UsageError
 
-__all__ = ["cache_app"]
+__all__ = ["cache_app", "refuse_unwritable"]
 
 cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is kept under ANYACCEL_CACHE.")
 
@@ -19,11 +19,12 @@ cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is ke
 @cache_app.command("list")
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
     """List what is kept: for which pipeline, size, type, device and versions."""
+    from anyaccel.backends.cache_folder import find_graphs_folder
     from anyaccel.backends.size import readable
     from anyaccel.runtime.artefact_key import find_versions
-    from anyaccel.runtime.artefacts import find_folder, list_entries
+    from anyaccel.runtime.artefacts import find_folder, list_entries, measure_graphs
 
-    entries, here = list_entries(), find_versions()
+    entries, here, graphs = list_entries(), find_versions(), measure_graphs()
     states = {one.name: _state(one.is_sound(), {n: one.key.get(n, "") for n in here} == here) for one in entries}
     if as_json:
         rows = [
@@ -36,17 +37,23 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as
             }
             for one in entries
         ]
-        print(json.dumps({"folder": str(find_folder()), "entries": rows}, indent=2))
+        print(json.dumps({"folder": str(find_folder()), "entries": rows, "compiler_bytes": graphs}, indent=2))
         return
     for one in entries:
+        size = readable(one.payload_bytes)
+        if not one.key:
+            print(f"{one.name[:12]}  what it is for cannot be read; {size}: damaged")
+            continue
         made = datetime.fromtimestamp(one.made).strftime("%Y-%m-%d %H:%M")
         print(
             f"{one.name[:12]}  {one.key.get('pipeline', '?')}, {one.key.get('shape', '?')}, {one.key.get('dtype', '?')}"
         )
         where = f"on {one.key.get('device', '?')}, torch {one.key.get('torch', '?')}"
-        size = readable(one.payload_bytes)
         print(f"              {where}; {size}, took {one.took_s:.0f} s, {made}: {states[one.name]}")
-    print(f"{len(entries)} kept in {find_folder()}")
+    damaged = list(states.values()).count("damaged")
+    print(f"{len(entries)} kept in {find_folder()}{f', {damaged} of them damaged' if damaged else ''}")
+    if graphs:
+        print(f"{readable(graphs)} that compilers keep themselves in {find_graphs_folder()}")
 
 
 def _state(sound: bool, current: bool) -> str:
@@ -60,7 +67,9 @@ def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: g
     """Write all that is kept into one file, for another machine of the same kind."""
     from anyaccel.runtime.artefacts import export_entries, list_entries
 
-    entries = list_entries()
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder", hint=f"name the file to write: {file / 'graphs.tar.gz'}")
+    entries = [entry for entry in list_entries() if entry.is_sound()]
     if not entries:
         raise UsageError("nothing is kept that could be exported", hint="anyaccel warm MODEL --size 512x512 fills it")
     if not file.parent.is_dir():
@@ -71,14 +80,26 @@ def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: g
 @cache_app.command("import")
 def import_cache(file: Annotated[Path, typer.Argument(help="A file that `anyaccel cache export` wrote.")]) -> None:
     """Take in what another machine compiled. It is code that will run: take it from machines that you trust alone."""
-    from anyaccel.runtime.artefacts import import_entries
+    from anyaccel.runtime.artefacts import find_folder, import_entries
 
     if not file.is_file():
         raise UsageError(f"there is no file {file}", hint="give a file that `anyaccel cache export` wrote")
-    taken, refused = import_entries(file)
+    refuse_unwritable(find_folder())
+    taken, here, refused = import_entries(file)
     for words in refused:
         print(f"left out: {words}")
-    print(f"{taken} entries taken in")
+    if not taken and not here:
+        raise UsageError(f"nothing of {file} was taken in", hint="export it again with `anyaccel cache export`")
+    print(f"{taken} entries taken in{f', {here} here already' if here else ''}")
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Raise if nothing can be kept."""
+    from anyaccel.backends.cache_folder import CACHE_VARIABLE, find_write_fault
+
+    fault = find_write_fault(folder)
+    if fault:
+        raise UsageError(f"nothing can be kept: {fault}", hint=f"set {CACHE_VARIABLE} to a folder that can be written")
 
 
 @cache_app.command("prune")
@@ -86,14 +107,19 @@ def prune_cache(
     older: Annotated[
         float | None, typer.Option("--older", metavar="DAYS", help="Also what is older than that.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all, and what compilers keep themselves.")] = False,
 ) -> None:
     """Remove what is damaged or of other versions than are installed."""
     from anyaccel.backends.size import readable
     from anyaccel.runtime.artefact_key import find_versions
-    from anyaccel.runtime.artefacts import prune_entries
+    from anyaccel.runtime.artefacts import prune_entries, remove_graphs
 
     if older is not None and older < 0:
         raise UsageError(f"an age is a number of days from 0 up, not {older:g}", hint="--older 30")
-    count, freed = prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
-    print(f"{count} removed, {readable(freed)}")
+    pruned = prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
+    graphs, others = remove_graphs() if everything else (0, [])
+    for path in (*pruned.foreign, *others):
+        print(f"left alone, since anyaccel did not write it: {path}")
+    print(f"{pruned.removed} removed, {readable(pruned.freed_bytes)}")
+    if graphs:
+        print(f"what compilers kept themselves removed, {readable(graphs)}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Annotated
 
 import typer
 
+from anyaccel.cli.cache import refuse_unwritable
 from anyaccel.cli.generate_options import read_size
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
+from anyaccel.explanation.bounds import check_sides
+from anyaccel.runtime.artefacts import count_notes, find_folder
 
 __all__ = ["warm_model"]
 
@@ -41,17 +45,18 @@ def warm_model(
     """Compile a model for some sizes, and keep the result for every later process: see `anyaccel cache`."""
     if images < 1 or pictures < 1:
         raise UsageError("images and pictures are numbers from 1 up", hint="leave them out")
-    shapes = [read_size(size) for size in sizes or []]
+    shapes = list(dict.fromkeys(read_size(size) for size in sizes or []))
+    for width, height in shapes:
+        check_sides(width, height)
+    refuse_unwritable(find_folder())
     display = Display()
     display.begin(f"loading {model}")
     try:
         from anyaccel.errors import NotMeasurableError
         from anyaccel.pictures.named_model import name_model
         from anyaccel.pictures.progress import counting_components
-        from anyaccel.runtime.artefacts import list_entries
         from anyaccel.runtime.loading import DiffusionPipeline
 
-        before = {entry.name for entry in list_entries()}
         with counting_components(_Loading(display, model)):
             pipe = DiffusionPipeline.from_pretrained(name_model(model).source)
         pipe.to(device, compile=True, pictures=pictures, **({"dtype": dtype} if dtype else {}))
@@ -63,15 +68,25 @@ def warm_model(
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()
-        for number, call in enumerate(calls):
-            left = compiling.value.takes_s * (len(calls) - number)
-            size = f"{call['width']} × {call['height']}" if call else "the model's own size"
-            display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
-            pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
+        with count_notes() as fates:
+            for number, call in enumerate(calls):
+                left = compiling.value.takes_s * (len(calls) - number)
+                size = f"{call['width']} × {call['height']}" if call else "the model's own size"
+                display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
+                pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
     finally:
         display.clear()
-    made = [entry for entry in list_entries() if entry.name not in before]
-    known = len(calls) - len(made)
     counted = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"
-    took = time.perf_counter() - start
-    print(f"{counted} ready in {took:.0f} s: {len(made)} new, {max(0, known)} kept before")
+    print(f"{counted} ready in {time.perf_counter() - start:.0f} s: {_tell(fates)}")
+    if fates["not written"]:
+        refuse_unwritable(find_folder())
+
+
+def _tell(fates: Counter[str]) -> str:
+    """What became of what was compiled: `1 new, 0 kept before`."""
+    words = f"{fates['written']} new, {fates['loaded']} kept before"
+    if fates["not handed out"]:
+        words += f", {fates['not handed out']} that cannot be kept: its compiler hands nothing out through torch"
+    if fates["not written"]:
+        words += f", {fates['not written']} that could not be written"
+    return words if fates.total() else "nothing was compiled"

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.cache_folder import find_cache_folder
+from anyaccel.backends.cache_folder import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
@@ -200,7 +200,17 @@ def _find_own_folder(placement: Placement, variable: str) -> str | None:
     """Where graphs are kept that were compiled for speed: beside all else that is kept, unless the user said where."""
     if _was_given(variable) or placement.speed is None or not placement.speed.compiled:
         return None
-    return str(find_cache_folder() / "graphs" / placement.opened.sheet.name)
+    folder = find_graphs_folder() / placement.opened.sheet.name
+    return str(folder) if _can_write(folder) else None
+
+
+@functools.cache  # tried once
+def _can_write(folder: Path) -> bool:
+    """Whether a compiler can keep its graphs in a folder; where not, it keeps them where it does by itself."""
+    fault = find_write_fault(folder)
+    if fault:
+        tell_write_fault(fault)
+    return not fault
 
 
 def _was_given(variable: str) -> bool:

@@ -19,7 +19,7 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime import host_layers
 from anyaccel.runtime.artefact_key import describe_key
-from anyaccel.runtime.artefacts import load_payload, save_payload
+from anyaccel.runtime.artefacts import load_payload, note, remove_payload, save_payload, without_log
 from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, find_stranger, release
 from anyaccel.runtime.placement import Placement, find_models
@@ -130,18 +130,27 @@ def _fetch_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -
     kept = load_payload(key)
     if kept is None:
         return key
+    words = "torch cannot read it"
     try:
-        with compiling(placement):  # where it is looked for when the models run
-            torch.compiler.load_cache_artifacts(kept)
+        with compiling(placement), without_log("torch.compiler._cache"):  # where it is looked for when the models run
+            found = torch.compiler.load_cache_artifacts(kept)
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
-        _LOG.warning("anyaccel: what was kept cannot be loaded, and is compiled: %s", error)
-    return None
+        found, words = None, str(error)
+    if found is not None:
+        note("loaded")
+        return None
+    _LOG.warning("anyaccel: what was kept cannot be loaded, and is made anew: %s", words)
+    remove_payload(key)
+    return key
 
 
 def _keep_compiled(key: dict[str, str], took_s: float) -> None:
+    """Keep what was compiled, where torch hands it out."""
     made = torch.compiler.save_cache_artifacts()
-    if made is not None:
-        save_payload(key, made[0], took_s)
+    if made is None:
+        note("not handed out")
+    else:
+        note("written" if save_payload(key, made[0], took_s) else "not written")
 
 
 def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
