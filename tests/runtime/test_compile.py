@@ -109,6 +109,24 @@ def test_denoisers_of_every_kind_are_one_graph(name: str) -> None:
     assert bad == []
 
 
+@pytest.mark.parametrize("pictures", [10, 100_000])
+def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -> None:
+    """FLUX asks for `unflatten`, which cannot be traced while a mode of torch's functions is on."""
+    recipe = recipes()["flux"]
+    expected = run(recipe, recipe.make())
+
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
+        pipe = anyaccel.place(recipe.make(), "neuron", dtype="fp32", compile=True, pictures=pictures)
+        pipe.set_progress_bar_config(disable=True)
+        seen = run(recipe, pipe)
+        return pipe.plan.compiled.value, len(accelerator.compiler.graphs), float(abs(expected - seen).max())
+
+    compiled, graphs, difference = run_forked("neuron", use)
+    assert "transformer" in compiled
+    assert graphs >= 1
+    assert difference < 1e-3
+
+
 def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
     """The next picture is the one that would have come without it, from torch's own random numbers too."""
     call = {name: value for name, value in CALL.items() if name != "seed"} | {"height": 16, "width": 16}

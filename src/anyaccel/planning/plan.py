@@ -121,6 +121,7 @@ def make_plan(
     dtype = choose_dtype(sheet, facts, wishes, half_precision_cost)
     replacements = choose_replacements(sheet)
     attention = choose_attention(sheet, wishes, FLOATING_BYTES.get(dtype.value, 2))
+    repairs = choose_repairs(sheet, replacements.value, attention.value)
     plan = Plan(
         pipeline=facts.pipeline,
         device=device,
@@ -135,10 +136,10 @@ def make_plan(
         attention=attention,
         images_per_call=choose_images_per_call(sheet, wishes),
         parallel=choose_parallel(sheet, facts, wishes, ranks or Ranks()),
-        repairs=choose_repairs(sheet, replacements.value, attention.value),
+        repairs=repairs,
         bf16_attention=_choose_bf16_attention(sheet, wishes, dtype.value),
         compile=choose_compile(sheet),
-        compiling=choose_compiling(sheet, facts, wishes),
+        compiling=choose_compiling(sheet, facts, wishes, repairs.value),
         channels_last=choose_channels_last(sheet, wishes),
         fusions=choose_fusions(sheet, wishes),
         capture=choose_capture(sheet, wishes),

@@ -53,8 +53,8 @@ class Compiling:
         return f"{self.when}, {what}"
 
 
-def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes) -> Decision[Compiling]:
-    """Whether and when the models that take the time are compiled."""
+def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[str, ...] = ()) -> Decision[Compiling]:
+    """Whether and when the models that take the time are compiled; as a whole where repairs are made in the graph."""
     speedup = sheet.speedup("compile")
     if wishes.compile is False:
         return Decision(Compiling("never"), "compile=False was asked for")
@@ -65,7 +65,7 @@ def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes) -> Decision[Com
     many = wishes.pictures is not None and wishes.pictures >= _MANY
     blocks = [component.blocks for component in facts.components if component.denoises]
     alone = bool(blocks) and all(_is_all_blocks(component) for component in facts.components if component.denoises)
-    region: Region = "blocks" if alone and not many else "whole"
+    region: Region = "blocks" if alone and not many and not repairs else "whole"
     count = sum(blocks) or _PLAIN_BLOCKS
     takes = _START_S + (_BLOCK_S * count if region == "whole" else 0.0)
     gain = speedup.gain if speedup else 1.0

@@ -17,6 +17,7 @@ import torch
 
 from anyaccel.backends.host import is_host, is_on
 from anyaccel.planning.plan import Plan
+from anyaccel.runtime.fast_forward import find_fast_forward
 from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
@@ -77,7 +78,10 @@ class Boundary:
         """Before the model runs."""
         if torch.compiler.is_compiling():
             return None
-        _entered().append((self, enter_model(self.seam)))  # whatever fails from here on, `leave` steps back
+        found = find_fast_forward(module)
+        # A compiled model is repaired in its graph: tracing one inside a mode breaks too often.
+        seam = None if found is not None and found.compiled else self.seam
+        _entered().append((self, enter_model(seam)))  # whatever fails from here on, `leave` steps back
         return self._adapt(args, kwargs)
 
     def _adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,7 +178,6 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
             if isinstance(earlier, Boundary) and earlier.serves(plan, device):
                 continue
             seam = seam or make_model_seam(plan, device)
-            # A compiled model is repaired in its graph: tracing one inside a mode breaks too often.
             boundary = Boundary(name, part, plan, device, None if hasattr(part, "_orig_mod") else seam)
             if isinstance(earlier, Boundary):
                 boundary.cast_to = earlier.cast_to

@@ -72,6 +72,8 @@ def test_blocks_are_compiled_alone_where_a_model_is_made_of_them() -> None:
     assert (few.region, many.region) == ("blocks", "whole")
     assert few.takes_s < many.takes_s
     assert choose_compiling(FAST, facts(UNET), Wishes()).value.region == "whole", "convolutions stand between them"
+    repaired = choose_compiling(FAST, facts(DENOISER), Wishes(), ("zeros",))
+    assert repaired.value.region == "whole", "repairs are made in the graph"
 
 
 def test_it_pays_once_as_much_was_spent_as_it_would_have_saved() -> None:
