@@ -385,7 +385,7 @@ def test_a_convolution_that_was_given_another_way_goes_it(change: Callable[[Any]
         assert (layer(picture) - before).abs().max() > 1e-2
     change(plain)
     assert not host_layers.is_installed(layer)
-    assert torch.equal(layer(picture), plain(picture))
+    torch.testing.assert_close(layer(picture), plain(picture), rtol=1e-4, atol=1e-4)  # weights may lie another way
 
 
 @torch.no_grad()
