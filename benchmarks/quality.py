@@ -8,7 +8,6 @@ exact, how often the judge sees what was asked for, and how many times as fast a
 
 import argparse
 import json
-import math
 import statistics
 import time
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from PIL import Image
 
 from anyaccel.embedded.judge import open_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
+from anyaccel.pictures.likeness import measure_psnr
 from anyaccel.planning.wishes import SPEEDS
 from anyaccel.runtime.pipeline import place
 from benchmarks.provenance import describe_run, read_commit
@@ -30,6 +30,8 @@ from training.prepare import load_things
 RESULTS = Path(__file__).parent / "results"
 STEPS = {8: 1.0, 20: 0.25, 4: 1.0}
 """The numbers of steps, and the share of the prompts that each is tried with."""
+MOST_DB = 100.0
+"""What pictures that are the same count as."""
 
 
 def open_pipeline(device: str, speed: str) -> Any:
@@ -48,12 +50,6 @@ def make_picture(pipe: Any, prompt: str, steps: int) -> tuple[Any, float]:
     return made, time.perf_counter() - begun
 
 
-def measure_psnr(made: Any, exact: Any) -> float:
-    """In decibels; pictures that are the same count as 100."""
-    error = float(((made - exact) ** 2).mean())
-    return min(100.0, 10 * math.log10(1 / error)) if error > 0 else 100.0
-
-
 def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[str, Any]]:
     """All levels with one number of steps, in turns."""
     judge = open_judge()
@@ -67,7 +63,8 @@ def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[s
             exact = made if exact is None else exact
             seen = judge.look(Image.fromarray((made * 255).round().astype(np.uint8)))
             found[name]["right"].append(float(seen.groups[:1] == (judge.groups[scene.objects[0].thing],)))
-            found[name]["psnr"].append(measure_psnr(made, exact))
+            likeness = measure_psnr(made, exact)
+            found[name]["psnr"].append(MOST_DB if likeness is None else min(MOST_DB, likeness))
             found[name]["seconds"].append(seconds)
     usual = statistics.median(found["exact"]["seconds"])
     return [

@@ -18,7 +18,7 @@ import numpy
 import pytest
 from typer.testing import CliRunner
 
-from anyaccel.bench.bench import measure_psnr, run_bench, run_together
+from anyaccel.bench.bench import liken_files, run_bench, run_together
 from anyaccel.bench.describe import describe_bench
 from anyaccel.bench.failure import describe_failure
 from anyaccel.bench.work import VARIANTS, Work
@@ -81,18 +81,18 @@ def keep(folder: Path, name: str, value: float) -> Path:
 def test_there_is_no_likeness_to_what_is_not_finite(tmp_path: Path, value: float) -> None:
     ours, stock = keep(tmp_path, "anyaccel", 0.5), keep(tmp_path, "stock eager", value)
     with pytest.raises(NotMeasurableError, match=r"^stock eager's picture is not finite\n"):
-        measure_psnr(ours, stock)
+        liken_files(ours, stock)
     with pytest.raises(NotMeasurableError, match=r"^stock eager's picture is not finite\n"):
-        measure_psnr(stock, ours)
+        liken_files(stock, ours)
     with pytest.raises(NotMeasurableError, match="are not finite"):
-        measure_psnr(stock, keep(tmp_path, "anyaccel", value))
+        liken_files(stock, keep(tmp_path, "anyaccel", value))
 
 
 def test_likeness(tmp_path: Path) -> None:
     one = keep(tmp_path, "one", 0.5)
-    assert measure_psnr(one, keep(tmp_path, "same", 0.5)) is None
-    assert measure_psnr(one, keep(tmp_path, "other", 1.5)) == pytest.approx(16.81)
-    assert measure_psnr(one, keep(tmp_path, "far", 1e30)) == pytest.approx(-583.19), "more than float32 can square"
+    assert liken_files(one, keep(tmp_path, "same", 0.5)) is None
+    assert liken_files(one, keep(tmp_path, "other", 1.5)) == pytest.approx(16.81)
+    assert liken_files(one, keep(tmp_path, "far", 1e30)) == pytest.approx(-583.19), "more than float32 can square"
 
 
 @pytest.mark.parametrize("picture", ["nan", "inf"])

@@ -67,7 +67,7 @@ def test_an_entry_that_cannot_be_read_is_listed_and_stops_nothing(own_cache: Pat
     assert "1 of them damaged" in listed
     rows = json.loads(call("cache", "list", "--json"))["entries"]
     assert {row["state"] for row in rows} == {"ready", "damaged"}
-    assert "1 entries" in call("cache", "export", str(own_cache / "sound.tar.gz"))
+    assert "1 entry in" in call("cache", "export", str(own_cache / "sound.tar.gz"))
     assert "1 removed" in call("cache", "prune")
     assert "1 kept" in call("cache", "list")
 

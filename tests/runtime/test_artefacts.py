@@ -256,9 +256,8 @@ def test_what_torch_cannot_load_is_said_so_removed_and_made_anew(
     key = describe_key(pipe, placement, "16 × 16")
     artefacts.save_payload(key, payload, 1.0)
     speed = Speed(compiled=True)
-    with artefacts.count_notes() as fates:
-        assert _fetch_compiled(pipe, placement, speed, "16 × 16") == key
-    assert not fates.total()
+    assert _fetch_compiled(pipe, placement, speed, "16 × 16") == key
+    assert not speed.fates.total()
     assert artefacts.list_entries() == []
     assert [record.name for record in caplog.records] == ["anyaccel"], "a line of our own, and no traceback of torch's"
     assert "cannot be loaded" in caplog.text
@@ -270,17 +269,16 @@ def test_what_is_loaded_written_and_not_handed_out_is_counted(placed: tuple[Any,
     from torch.compiler._cache import CacheArtifactManager
 
     pipe, placement = placed
-    with CacheArtifactManager.with_fresh_cache(), artefacts.count_notes() as fates:
-        key = _fetch_compiled(pipe, placement, Speed(compiled=True), "16 × 16")
+    speed = Speed(compiled=True)
+    with CacheArtifactManager.with_fresh_cache():
+        key = _fetch_compiled(pipe, placement, speed, "16 × 16")
         assert key is not None
-        _keep_compiled(key, 1.0)
-        assert (dict(fates), artefacts.list_entries()) == ({"not handed out": 1}, [])
+        _keep_compiled(speed, key, 1.0)
+        assert (dict(speed.fates), artefacts.list_entries()) == ({"not handed out": 1}, [])
         CacheArtifactManager.record_artifact("autotune", "fabc.best_config", {"block": 8})
-        _keep_compiled(key, 1.0)
-        assert _fetch_compiled(pipe, placement, Speed(compiled=True), "16 × 16") is None
-    assert fates == {"not handed out": 1, "written": 1, "loaded": 1}
-    artefacts.note("loaded")
-    assert fates["loaded"] == 1, "nobody counts any more"
+        _keep_compiled(speed, key, 1.0)
+        assert _fetch_compiled(pipe, placement, speed, "16 × 16") is None
+    assert speed.fates == {"not handed out": 1, "written": 1, "loaded": 1}
 
 
 @NEEDS_RECIPES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -17,8 +16,9 @@ from typing import Any
 from anyaccel.bench.failure import describe_death
 from anyaccel.bench.work import FAST, OURS, STOCK, VARIANTS, Work
 from anyaccel.errors import NotMeasurableError, UsageError
+from anyaccel.pictures.likeness import measure_psnr
 
-__all__ = ["measure_psnr", "run_bench", "run_together"]
+__all__ = ["liken_files", "run_bench", "run_together"]
 
 Tell = Callable[[str], None]
 _WARM = 3
@@ -186,19 +186,19 @@ def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any
 def _liken(folder: Path, name: str, reference: str, prefix: str = "") -> dict[str, Any]:
     """How like two variants' pictures are, or why nobody can tell."""
     try:
-        return {f"{prefix}psnr_db": measure_psnr(folder / f"{name}.npy", folder / f"{reference}.npy")}
+        return {f"{prefix}psnr_db": liken_files(folder / f"{name}.npy", folder / f"{reference}.npy")}
     except NotMeasurableError as error:
         return {f"{prefix}not_compared": error.message}
 
 
-def measure_psnr(one: Path, other: Path) -> float | None:
+def liken_files(one: Path, other: Path) -> float | None:
     """How like a picture is to a reference, in decibels; None where they are the same.
 
     An error where one of them is not finite: then there is no likeness.
     """
     import numpy
 
-    left, right = (numpy.load(path).astype(numpy.float64) for path in (one, other))
+    left, right = (numpy.load(path) for path in (one, other))
     broken = [path.stem for path, made in ((one, left), (other, right)) if not numpy.isfinite(made).all()]
     if broken:
         said = " and ".join(f"{name}'s picture" for name in broken)
@@ -207,5 +207,5 @@ def measure_psnr(one: Path, other: Path) -> float | None:
         )
     if left.shape != right.shape:
         return 0.0
-    error = float(((left - right) ** 2).mean())
-    return round(10 * math.log10(1 / error), 2) if error > 0 else None
+    found = measure_psnr(left, right)
+    return None if found is None else round(found, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from anyaccel.backends.device import find_device, open_device
 from anyaccel.checker.recording import Comparison, comparing, recording
 from anyaccel.checker.subject import read_subject
 from anyaccel.errors import AnyaccelError
+from anyaccel.pictures.likeness import measure_psnr
 from anyaccel.recipes.recipe import Recipe, run
 from anyaccel.runtime.pipeline import place
 
@@ -136,10 +136,10 @@ def _difference(expected: Any, seen: Any) -> float | None:
     return float(numpy.abs(expected - seen).max()) if expected.shape == seen.shape else None
 
 
-def _psnr(expected: Any, seen: Any) -> float:
+def _psnr(expected: Any, seen: Any) -> float | None:
     """Against the range of the CPU's picture."""
-    reach = max(float(expected.max() - expected.min()), 1e-12)
-    return round(10 * math.log10(reach**2 / float(numpy.square(expected - seen).mean())), 1)
+    found = measure_psnr(seen, expected, reach=max(float(expected.max() - expected.min()), 1e-12))
+    return None if found is None else round(found, 1)
 
 
 def _sum_up(found: list[Comparison], allowed: float) -> Iterator[Part]:

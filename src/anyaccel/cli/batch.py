@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anyaccel.cli.interruption import ENDED, INTERRUPTED, EndedError, raising_at_the_end
 from anyaccel.cli.progress import Display
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["make_batch"]
 
 Text = str | None
-_INTERRUPTED, _ENDED = 130, 143
 
 
 def make_batch(
@@ -48,19 +46,18 @@ def make_batch(
 
     settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
     show = _Show()
-    before = signal.signal(signal.SIGTERM, _end)
     try:
-        with redirect_stdout(sys.stderr):  # where Ray tells of workers that died: stdout is for the summary
+        with raising_at_the_end(), redirect_stdout(sys.stderr):  # stdout is for the summary, and Ray tells of workers
             job = Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
             summary = run_job(job, show)
             if ray is not None:
                 leave()
-    except (KeyboardInterrupt, _EndedError) as error:
+    except (KeyboardInterrupt, EndedError) as error:
         told = f": {show.over} of {show.rows} rows are over; the same command goes on from there" if show.rows else ""
-        show.display.say(f"{'ended' if isinstance(error, _EndedError) else 'interrupted'}{told}")
-        raise typer.Exit(_ENDED if isinstance(error, _EndedError) else _INTERRUPTED) from None
+        word, status = ("ended", ENDED) if isinstance(error, EndedError) else ("interrupted", INTERRUPTED)
+        show.display.say(f"{word}{told}")
+        raise typer.Exit(status) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
         show.display.clear()
     manifest = out / "manifest.jsonl"
     if as_json:
@@ -71,14 +68,6 @@ def make_batch(
         print(f"{summary.done} of {summary.rows} pictures{earlier}{failed}: {manifest}")
     if summary.failed:
         raise typer.Exit(1)
-
-
-class _EndedError(BaseException):
-    """Another process asked for the end."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise _EndedError
 
 
 class _Show:

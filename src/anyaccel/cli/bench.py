@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from anyaccel.cli.generate_options import read_size
+from anyaccel.cli.interruption import ENDED, EndedError, raising_at_the_end
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 
 __all__ = ["bench_models"]
 
-_ENDED = 143
 _AGAINST = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
 
 
@@ -73,28 +70,17 @@ def bench_models(
         raise typer.Exit(1)
 
 
-class _EndedError(BaseException):
-    """Another process asked for the end."""
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is under way now is the clearing up
-    raise _EndedError
-
-
 @contextmanager
 def _clearing_up() -> Iterator[Display]:
     """While the block runs, SIGTERM ends it as Ctrl-C does: its processes and its files go."""
-    display, heeded = Display(), threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _end) if heeded else None
+    display = Display()
     try:
-        yield display
-    except _EndedError:
+        with raising_at_the_end():
+            yield display
+    except EndedError:
         display.say("ended")
-        raise typer.Exit(_ENDED) from None
+        raise typer.Exit(ENDED) from None
     finally:
-        if heeded:
-            signal.signal(signal.SIGTERM, before)
         display.clear()
 
 

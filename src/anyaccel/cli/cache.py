@@ -74,7 +74,7 @@ def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: g
         raise UsageError("nothing is kept that could be exported", hint="anyaccel warm MODEL --size 512x512 fills it")
     if not file.parent.is_dir():
         raise UsageError(f"there is no folder {file.parent}", hint="make it first")
-    print(f"{export_entries(file, entries)} entries in {file}")
+    print(f"{_count(export_entries(file, entries))} in {file}")
 
 
 @cache_app.command("import")
@@ -90,7 +90,11 @@ def import_cache(file: Annotated[Path, typer.Argument(help="A file that `anyacce
         print(f"left out: {words}")
     if not taken and not here:
         raise UsageError(f"nothing of {file} was taken in", hint="export it again with `anyaccel cache export`")
-    print(f"{taken} entries taken in{f', {here} here already' if here else ''}")
+    print(f"{_count(taken)} taken in{f', {here} here already' if here else ''}")
+
+
+def _count(entries: int) -> str:
+    return "1 entry" if entries == 1 else f"{entries} entries"
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from anyaccel.cli.generate_notes import find_notes
 from anyaccel.cli.generate_options import Options
-from anyaccel.cli.interruption import Interruption
+from anyaccel.cli.interruption import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from anyaccel.pictures.picture import Picture
 
 __all__ = ["GenerateWork"]
-
-_INTERRUPTED = 130
 
 
 class GenerateWork:
@@ -59,7 +57,7 @@ class GenerateWork:
             self.display.say(f"interrupted{made}")
             if not isinstance(error, KeyboardInterrupt):
                 self.display.say(f"note: at that moment {type(error).__name__}: {error}")
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
         finally:
             self.display.clear()
             if self.options.as_json and self.made:

@@ -8,8 +8,39 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
-__all__ = ["Interruption"]
+__all__ = ["ENDED", "INTERRUPTED", "EndedError", "Interruption", "raising_at_the_end"]
+
+INTERRUPTED, ENDED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""What a process that Ctrl-C or another process ended exits with."""
+
+
+class EndedError(BaseException):
+    """Another process asked for the end."""
+
+
+@contextmanager
+def raising_at_the_end() -> Iterator[None]:
+    """While the block runs, SIGTERM raises `EndedError`, for work that clears up after itself as Ctrl-C lets it."""
+    before = {number: signal.signal(number, _raise_ended) for number in _find_heeded(signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise_ended(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # what is under way from now on is the clearing up
+    raise EndedError
+
+
+def _find_heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """The signals that may be handled: a process that was started to ignore one goes on ignoring it."""
+    if threading.current_thread() is not threading.main_thread():
+        return []  # only the main thread may change a handler
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Interruption:
@@ -31,9 +62,7 @@ class Interruption:
     @contextmanager
     def handling(self) -> Iterator[None]:
         """Handle the signals while the block runs; one that the process was started to ignore stays ignored."""
-        heeded = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-        if threading.current_thread() is not threading.main_thread():
-            heeded = []  # only the main thread may change a handler
+        heeded = _find_heeded(signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self._on_signal) for number in heeded}
         try:
             yield

@@ -13,7 +13,7 @@ from anyaccel.cli.generate_options import read_size
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.explanation.bounds import check_sides
-from anyaccel.runtime.artefacts import count_notes, find_folder
+from anyaccel.runtime.artefacts import find_folder
 
 __all__ = ["warm_model"]
 
@@ -56,6 +56,7 @@ def warm_model(
         from anyaccel.pictures.named_model import name_model
         from anyaccel.pictures.progress import counting_components
         from anyaccel.runtime.loading import DiffusionPipeline
+        from anyaccel.runtime.placement import find_placement
 
         with counting_components(_Loading(display, model)):
             pipe = DiffusionPipeline.from_pretrained(name_model(model).source)
@@ -68,14 +69,15 @@ def warm_model(
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()
-        with count_notes() as fates:
-            for number, call in enumerate(calls):
-                left = compiling.value.takes_s * (len(calls) - number)
-                size = f"{call['width']} × {call['height']}" if call else "the model's own size"
-                display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
-                pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
+        for number, call in enumerate(calls):
+            left = compiling.value.takes_s * (len(calls) - number)
+            size = f"{call['width']} × {call['height']}" if call else "the model's own size"
+            display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
+            pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
     finally:
         display.clear()
+    placement = find_placement(pipe)
+    fates = placement.speed.fates if placement and placement.speed else Counter[str]()
     counted = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"
     print(f"{counted} ready in {time.perf_counter() - start:.0f} s: {_tell(fates)}")
     if fates["not written"]:

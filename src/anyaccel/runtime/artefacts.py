@@ -16,7 +16,6 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +29,12 @@ __all__ = [
     "Entry",
     "Imported",
     "Pruned",
-    "count_notes",
     "export_entries",
     "find_folder",
     "import_entries",
     "list_entries",
     "load_payload",
     "measure_graphs",
-    "note",
     "prune_entries",
     "remove_graphs",
     "remove_payload",
@@ -54,7 +51,6 @@ _LATEST = 253_370_764_800
 """Seconds since 1970 at the begin of the year 9999."""
 _LONGEST_S = 10**9
 _DAY_S = 86400
-_COUNTERS: list[Counter[str]] = []
 
 
 @dataclass(frozen=True)
@@ -97,23 +93,6 @@ class Pruned(NamedTuple):
     freed_bytes: int
     foreign: list[str]
     """What lies there that is no entry, and was left alone."""
-
-
-@contextmanager
-def count_notes() -> Iterator[Counter[str]]:
-    """Count what becomes of what is compiled while the block runs."""
-    counter: Counter[str] = Counter()
-    _COUNTERS.append(counter)
-    try:
-        yield counter
-    finally:
-        _COUNTERS[:] = [one for one in _COUNTERS if one is not counter]
-
-
-def note(fate: str) -> None:
-    """Tell those that count what became of something compiled: `loaded`, `written`, `not written`, `not handed out`."""
-    for counter in list(_COUNTERS):
-        counter[fate] += 1
 
 
 @contextmanager

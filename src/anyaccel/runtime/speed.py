@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime import host_layers
 from anyaccel.runtime.artefact_key import describe_key
-from anyaccel.runtime.artefacts import load_payload, note, remove_payload, save_payload, without_log
+from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload, without_log
 from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
 from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, find_stranger, release
 from anyaccel.runtime.placement import Placement, find_models
@@ -45,6 +46,8 @@ class Speed:
     """Whether weights lie as the host's products read them."""
     shapes: set[str] = field(default_factory=set)
     """The shapes that were run compiled."""
+    fates: Counter[str] = field(default_factory=Counter)
+    """What became of what was compiled: how much was `loaded`, `written`, `not written`, `not handed out`."""
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
     speed.pictures += part.images
     speed.seconds += took
     if key is not None:
-        _keep_compiled(key, took)
+        _keep_compiled(speed, key, took)
     _tell(pipe, placement)
 
 
@@ -137,20 +140,18 @@ def _fetch_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
         found, words = None, str(error)
     if found is not None:
-        note("loaded")
+        speed.fates["loaded"] += 1
         return None
     _LOG.warning("anyaccel: what was kept cannot be loaded, and is made anew: %s", words)
     remove_payload(key)
     return key
 
 
-def _keep_compiled(key: dict[str, str], took_s: float) -> None:
+def _keep_compiled(speed: Speed, key: dict[str, str], took_s: float) -> None:
     """Keep what was compiled, where torch hands it out."""
     made = torch.compiler.save_cache_artifacts()
-    if made is None:
-        note("not handed out")
-    else:
-        note("written" if save_payload(key, made[0], took_s) else "not written")
+    fate = "not handed out" if made is None else "written" if save_payload(key, made[0], took_s) else "not written"
+    speed.fates[fate] += 1
 
 
 def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
