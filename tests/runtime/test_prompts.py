@@ -52,6 +52,22 @@ def test_what_has_to_be_fetched_from_a_device_is_kept_the_second_time() -> None:
     assert torch.equal(prompts.find("a cat", host), torch.ones(2))
 
 
+def test_weights_that_only_wait_on_the_host_are_not_added_up(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[torch.Tensor] = []
+
+    def look(weight: torch.Tensor) -> float:
+        looked.append(weight)
+        return 0.0
+
+    monkeypatch.setattr("anyaccel.runtime.prompts.add_up", look)
+    prompts = Prompts(most=4)
+    for _ in range(2):
+        prompts.renew(pipe)
+    assert looked == [], "of a large encoder that would take longer than to encode"
+    Prompts(most=4, at_home=True).renew(pipe)
+    assert len(looked) == len(list(pipe.text_encoder.parameters()))
+
+
 def test_it_is_encoded_again_where_something_changed(pipe: Any) -> None:
     first, *_ = [picture(pipe) for _ in range(3)]
     with torch.no_grad():

@@ -24,17 +24,24 @@ _PLAIN = (str, int, float, bool, type(None), torch.device, torch.dtype)
 class _Encoder:
     """An encoder or a tokenizer, and how to tell that it changed: adapters, new words, other weights."""
 
-    def __init__(self, part: Any) -> None:
-        self.part, self.state = part, _describe(part)
+    def __init__(self, part: Any, at_home: bool) -> None:
+        self.part, self.state, self.at_home = part, _describe(part), at_home
         self.snapshot = Snapshot(part) if isinstance(part, torch.nn.Module) else None
-        self.sums = [add_up(one) for one in _find_near_weights(part)]
+        self.sums = self._add_up()
 
     def is_still(self, part: Any) -> bool:
         if part is not self.part or _describe(part) != self.state:
             return False
         if self.snapshot is not None and not self.snapshot.holds():
             return False
-        return [add_up(one) for one in _find_near_weights(part)] == self.sums
+        return self._add_up() == self.sums
+
+    def _add_up(self) -> list[float]:
+        """The weights' sums, where the host computes with them: to look at those that only wait there would be long."""
+        if not self.at_home or not isinstance(self.part, torch.nn.Module):
+            return []
+        near = [one for one in self.part.parameters() if type(one.data) is torch.Tensor and one.device.type == "cpu"]
+        return [add_up(one) for one in near]
 
 
 def _describe(part: Any) -> Any:
@@ -45,20 +52,13 @@ def _describe(part: Any) -> Any:
     return len(part) if hasattr(part, "__len__") else 0, ways
 
 
-def _find_near_weights(part: Any) -> list[torch.Tensor]:
-    """The weights that lie on the host, where they can be looked at: some write to them past torch's count."""
-    if not isinstance(part, torch.nn.Module):
-        return []
-    return [one for one in part.parameters() if type(one.data) is torch.Tensor and one.device == torch.device("cpu")]
-
-
 @dataclass
 class Prompts:
     """What was encoded, by all that it depends on; it waits on the host, so that it takes no memory of the device."""
 
     most: int
-    at_once: bool = False
-    """Whether a prompt is kept the first time: where nothing has to be fetched from a device."""
+    at_home: bool = False
+    """Whether the host encodes: then nothing has to be fetched, and a prompt is kept the first time."""
     seen: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
     kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     encoders: list[_Encoder] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Prompts:
             return
         self.seen.clear()
         self.kept.clear()
-        self.encoders = [_Encoder(part) for part in parts]
+        self.encoders = [_Encoder(part, self.at_home) for part in parts]
 
     def find(self, key: Hashable, device: torch.device) -> Any:
         """What is kept for a key, on the device; None where nothing is."""
@@ -82,7 +82,7 @@ class Prompts:
 
     def note(self, key: Hashable, made: Any) -> None:
         """Keep what was made; where it has to be fetched, the second time that it is asked for: most never are."""
-        if key not in self.seen and not self.at_once:
+        if key not in self.seen and not self.at_home:
             self.seen[key] = None
             if len(self.seen) > 8 * self.most:
                 self.seen.popitem(last=False)
@@ -106,7 +106,7 @@ def keep_prompts(encode: Any) -> Any:
             return encode(self, *args, **kwargs)
         if placement.prompts is None:
             at_home = placement.device == torch.device("cpu")
-            placement.prompts = Prompts(placement.plan.prompts_kept.value, at_once=at_home)
+            placement.prompts = Prompts(placement.plan.prompts_kept.value, at_home=at_home)
         placement.prompts.renew(self)
         found = placement.prompts.find(key, placement.device)
         if found is None:
