@@ -91,6 +91,22 @@ def change_processor(block: Any) -> None:
     block.attn1.processor = PROCESSORS.AttnProcessor()
 
 
+def halve_attention(block: Any) -> None:
+    class Halved(PROCESSORS.AttnProcessor2_0):  # type: ignore[misc]
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            return super().__call__(*given, **named) / 2
+
+    block.attn1.processor = Halved()
+
+
+def hook_attention(block: Any) -> None:
+    block.attn2.register_forward_hook(lambda module, given, made: made / 2)
+
+
+def exchange_nonlinearity(block: Any) -> None:
+    block.nonlinearity = torch.nn.ReLU()
+
+
 def change_forward(block: Any) -> None:
     block.ff.forward = lambda states: states
 
@@ -108,7 +124,7 @@ def change_nonlinearity(block: Any) -> None:
 
 
 def change_class(block: Any) -> None:
-    block.__class__ = type("Merged", (type(block),), {})
+    block.__class__ = type("Merged", (type(block),), {"forward": lambda self, *given, **named: torch.ones(2)})
 
 
 def train(block: Any) -> None:
@@ -123,13 +139,17 @@ def chunk(block: Any) -> None:
     ("make", "change"),
     [(transformer, change_processor), (transformer, change_forward), (transformer, chunk), (transformer, add_hook),
      (residual, add_hook), (residual, train), (transformer, train), (transformer, change_gelu),
-     (residual, change_nonlinearity), (transformer, change_class), (residual, change_class)],
+     (residual, change_nonlinearity), (transformer, change_class), (residual, change_class),
+     (transformer, halve_attention), (transformer, hook_attention), (residual, exchange_nonlinearity)],
 )  # fmt: skip
+@torch.no_grad()
 def test_a_block_that_was_changed_is_as_it_was(make: Callable[[], Any], change: Callable[[Any], None]) -> None:
-    block = make()
+    block, plain = make(), make()
     host_blocks.install(block)
     assert host_blocks.is_installed(block)
     change(block)
+    change(plain)
+    torch.testing.assert_close(run(block), run(plain), rtol=1e-6, atol=1e-6)  # at once: at a step, or in a user's loop
     host_blocks.install(block)  # as every call of a pipeline does
     assert not host_blocks.is_installed(block)
 

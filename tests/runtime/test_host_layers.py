@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import psutil
 import pytest
 import torch
@@ -224,6 +225,8 @@ def test_a_prompt_is_projected_once() -> None:
     prompt = torch.randn(2, 7, 64)
     first = layer(prompt)
     assert layer(prompt) is first
+    first[:, :2] *= 3  # it is its caller's
+    torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
     other = torch.randn(2, 7, 64)
     torch.testing.assert_close(layer(other), functional.linear(other, layer.weight, layer.bias))
     prompt.mul_(2)
@@ -238,8 +241,6 @@ def test_a_prompt_is_projected_once() -> None:
 
 
 def wide_unet() -> Any:
-    import diffusers
-
     library: Any = diffusers
     torch.manual_seed(0)
     return library.UNet2DModel(
@@ -249,7 +250,7 @@ def wide_unet() -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["written", "behind torch's back", "some rows", "another", "a copy"])
+@pytest.mark.parametrize("how", ["written", "behind torch's back", "turned around", "some rows", "another", "a copy"])
 def test_filters_that_changed_are_done_again(how: str) -> None:
     unet = wide_unet()
     picture = torch.randn(1, 3, 32, 32)
@@ -260,13 +261,15 @@ def test_filters_that_changed_are_done_again(how: str) -> None:
         if isinstance(part, torch.nn.Conv2d) and part.kernel_size == (3, 3):
             if how == "behind torch's back":
                 part.weight.data.mul_(0.8)
+            elif how == "turned around":
+                part.weight.data.copy_(part.weight.data.flip(2))
             elif how == "some rows":
                 part.weight.detach().numpy()[3::8] = 0
             elif how == "another":
                 part.weight = torch.nn.Parameter(part.weight * 0.8)
             else:
                 part.weight.mul_(0.8)
-    if how in ("behind torch's back", "some rows"):
+    if how in ("behind torch's back", "turned around", "some rows"):
         host_layers.install(changed)  # as every call of a pipeline does
     made = changed(picture, 5).sample
     plain = copy.deepcopy(changed)
@@ -275,6 +278,18 @@ def test_filters_that_changed_are_done_again(how: str) -> None:
     assert (made - first).abs().max() > 1e-2
     if how == "a copy":
         torch.testing.assert_close(unet(picture, 5).sample, first)
+
+
+@torch.no_grad()
+def test_what_a_model_gives_can_be_viewed_as_before() -> None:
+    library: Any = diffusers
+    unet, vae = wide_unet(), library.AutoencoderKL(block_out_channels=(64,), norm_num_groups=8).eval()
+    host_layers.install(unet)
+    host_layers.install(vae)
+    picture = torch.randn(1, 3, 32, 32)
+    latents = vae.encode(picture).latent_dist.mean
+    for made in (unet(picture, 5).sample, latents, vae.decode(latents).sample):
+        assert made.is_contiguous()
 
 
 def test_a_pickle_does_not_carry_the_second_form() -> None:

@@ -52,14 +52,14 @@ def test_what_has_to_be_fetched_from_a_device_is_kept_the_second_time() -> None:
     assert torch.equal(prompts.find("a cat", host), torch.ones(2))
 
 
-def test_weights_that_only_wait_on_the_host_are_not_added_up(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_only_wait_on_the_host_are_not_looked_at(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[torch.Tensor] = []
 
-    def look(weight: torch.Tensor) -> float:
+    def look(weight: torch.Tensor) -> torch.Tensor:
         looked.append(weight)
-        return 0.0
+        return weight
 
-    monkeypatch.setattr("anyaccel.runtime.prompts.add_up", look)
+    monkeypatch.setattr("anyaccel.runtime.prompts.fingerprint", look)
     prompts = Prompts(most=4)
     for _ in range(2):
         prompts.renew(pipe)
@@ -128,3 +128,41 @@ def test_it_can_be_switched_off() -> None:
         picture(pipe)
         runs.append(counted.runs)
     assert runs[3] - runs[2] == runs[0]
+
+
+def change_a_projection(pipe: Any) -> None:
+    with torch.no_grad():
+        for weight in pipe.projection_model.parameters():
+            weight.mul_(-0.5)
+
+
+def change_a_template(pipe: Any) -> None:
+    pipe.prompt_template_encode = "One two three four five: {}"
+    pipe.prompt_template_encode_start_idx = 0
+
+
+@pytest.mark.parametrize(("name", "change"), [("audio-ldm-2", change_a_projection), ("qwen-image", change_a_template)])
+def test_all_that_encoding_reads_is_looked_at(name: str, change: Callable[[Any], None]) -> None:
+    recipe, made = recipes()[name], []
+    for pipe in (place(recipe.make(), "cpu", dtype="float32"), recipe.make()):
+        for _ in range(3):
+            before = make_array(pipe, recipe)
+        change(pipe)
+        made += [before, make_array(pipe, recipe)]
+    first, ours, _, plain = made
+    numpy.testing.assert_array_equal(ours, plain)
+    assert numpy.abs(ours - first).max() > 1e-3
+
+
+def test_what_the_guidance_decides_is_not_kept_for_another() -> None:
+    recipe = recipes()["i2vgen-xl"]
+    pipe, plain = place(recipe.make(), "cpu", dtype="float32"), recipe.make()
+    for scale in (1.0, 9.0, 1.0):
+        ours, theirs = (make_array(one, recipe, guidance_scale=scale) for one in (pipe, plain))
+        numpy.testing.assert_array_equal(ours, theirs)
+
+
+def make_array(pipe: Any, recipe: Any, **more: Any) -> Any:
+    torch.manual_seed(0)
+    made = pipe(**{**recipe.call(), **more}).to_tuple()[0]
+    return numpy.asarray(made.detach() if isinstance(made, torch.Tensor) else made, dtype=numpy.float32)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.runtime.fast_forward import find_own_methods, is_free
-from anyaccel.runtime.tensor_state import TensorState, add_up, read_state
+from anyaccel.runtime.tensor_state import TensorState, fingerprint, read_state
 
 __all__ = ["install", "is_installed", "let_go"]
 
@@ -29,15 +29,15 @@ class _Joined:
     """The weights of an attention's queries, keys and values side by side."""
 
     states: list[TensorState]
-    sums: list[float]
+    prints: list[torch.Tensor]
     weights: torch.Tensor
 
     def holds(self, attention: Any) -> bool:
         """Whether the weights are what they were."""
         layers = (attention.to_q, attention.to_k, attention.to_v)
         return all(
-            type(layer) is torch.nn.Linear and added_up == add_up(layer.weight)
-            for layer, added_up in zip(layers, self.sums, strict=True)
+            type(layer) is torch.nn.Linear and torch.equal(before, fingerprint(layer.weight))
+            for layer, before in zip(layers, self.prints, strict=True)
         )
 
 
@@ -50,7 +50,8 @@ def _can_change(tensor: torch.Tensor) -> bool:
 
 def forward_residual(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None = None, *more: Any) -> Any:
     """The forward of diffusers' `ResnetBlock2D`."""
-    if more or not _can_change(input_tensor) or (temb is None) is not (self.time_emb_proj is None):
+    without_times = (temb is None) is not (self.time_emb_proj is None)
+    if more or without_times or not _can_change(input_tensor) or not _is_plain(self):
         return type(self).forward(self, input_tensor, temb, *more)
     made = self.conv1(functional.silu(self.norm1(input_tensor), inplace=True))
     if temb is not None:
@@ -73,7 +74,8 @@ def forward_transformer(
 ) -> Any:
     """The forward of diffusers' `BasicTransformerBlock`."""
     masked = attention_mask is not None or encoder_attention_mask is not None
-    if masked or cross_attention_kwargs or hidden_states.dim() != 3 or not _can_change(hidden_states):
+    odd = masked or cross_attention_kwargs or hidden_states.dim() != 3 or not _can_change(hidden_states)
+    if odd or not _is_plain(self):
         return type(self).forward(
             self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
             cross_attention_kwargs, class_labels, added_cond_kwargs,
@@ -107,13 +109,22 @@ def _project(attention: Any, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kept = _JOINED.get(attention)
     if kept is None or kept.states != written:
         weights = torch.cat([layer.weight.detach().t() for layer in layers], 1)
-        kept = _JOINED[attention] = _Joined(written, [add_up(layer.weight) for layer in layers], weights)
+        kept = _JOINED[attention] = _Joined(written, [fingerprint(layer.weight) for layer in layers], weights)
     return (states @ kept.weights).chunk(3, dim=-1)
 
 
 def _is_small(layer: Any) -> bool:
     plain = type(layer) is torch.nn.Linear and layer.bias is None and is_free(layer)
     return plain and layer.weight.numel() <= _SMALL
+
+
+def _is_plain(block: Any) -> bool:
+    """Whether a block does what its class does and nobody looks into it: asked at each call, since users change it."""
+    way = _find_way(block)
+    inside = [part for part in block.modules() if part is not block]
+    if way is None or block.training or any(part._forward_hooks or part._forward_pre_hooks for part in inside):
+        return False
+    return way[0](block) and not find_own_methods(block)
 
 
 def _is_plain_residual(block: Any) -> bool:
@@ -162,27 +173,28 @@ for _, _forward in _WAYS.values():
     _forward.__name__ = "forward"  # so that what is pickled or copied finds the class's own again
 
 
+def _find_way(module: torch.nn.Module) -> tuple[Callable[[Any], bool], Callable[..., Any]] | None:
+    return _WAYS.get((type(module).__module__, type(module).__name__))
+
+
 def install(module: torch.nn.Module) -> bool:
     """Let a block be done so if it is one that can be, and tell whether what was made of its weights still holds.
 
     One that no longer can is as it was.
     """
-    way = _WAYS.get((type(module).__module__, type(module).__name__))
+    way = _find_way(module)
     if way is None and is_installed(module):  # it is of another class since
         let_go(module)
         return False
     if way is None or not (is_free(module) or is_installed(module)):
         return True
-    is_plain, forward = way
     stale = [part for part in module.children() if part in _JOINED and not _JOINED[part].holds(part)]
     for part in stale:
         del _JOINED[part]
-    inside = [part for part in module.modules() if part is not module]
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in inside)
-    if module.training or hooked or not is_plain(module) or find_own_methods(module):
+    if not _is_plain(module):
         let_go(module)
     elif not is_installed(module):
-        vars(module)["forward"] = MethodType(forward, module)
+        vars(module)["forward"] = MethodType(way[1], module)
     return not stale
 
 

@@ -25,7 +25,7 @@ from anyaccel.backends.cache_folder import keep_fact, read_fact
 from anyaccel.runtime import host_blocks
 from anyaccel.runtime.fast_forward import is_free
 from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
-from anyaccel.runtime.tensor_state import TensorState, add_up, read_state
+from anyaccel.runtime.tensor_state import TensorState, fingerprint, read_state
 
 __all__ = ["install", "is_installed", "measure_gain", "remove", "serves"]
 
@@ -35,8 +35,8 @@ class _Filters:
     """The second form of one layer's filters: beside the layer, so that no copy and no pickle carries it."""
 
     state: TensorState
-    sum: float
-    """Of the weight's numbers: what writes past torch's count of writes changes it too."""
+    mark: torch.Tensor
+    """Of the weight: what writes past torch's count of writes changes it too."""
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
     packed: dict[torch.Size, torch.Tensor] = field(default_factory=dict)
     """As oneDNN's convolutions read them, for each shape of a picture."""
@@ -55,6 +55,8 @@ _TURNING_PAYS = 1.05
 """It takes the time of a step, and is not done for less."""
 _PRODUCTS = ((512, 160, 1280), (512, 160, 160), (128, 768, 192), (128, 192, 192))
 """Rows, columns, and columns of the result, as denoisers have them."""
+_FEW_CHANNELS = 32
+"""Of pictures, latents and their moments; blocks have more."""
 _FACTS = "host_layers.json"
 _SMALL = 64
 """A matrix with a side shorter than this is left as it is."""
@@ -70,7 +72,15 @@ def serves(module: torch.nn.Module) -> bool:
 
 
 def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
-    """The forward of a convolution; named so that what is pickled or copied finds the class's own again."""
+    """The forward of a convolution; named so that what is pickled or copied finds the class's own again.
+
+    What few channels say is what a model gives: it lies as torch would have it, for whoever takes a view of it.
+    """
+    made = _convolve(self, picture)
+    return made.contiguous() if self.out_channels <= _FEW_CHANNELS else made
+
+
+def _convolve(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
     weight, bias = self.weight, self.bias
     if torch.compiler.is_compiling():  # a compiler has ways of its own, and no state to keep
         return _convolve_plainly(self, picture)
@@ -94,7 +104,7 @@ def forward(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
 def _find_filters(layer: torch.nn.Conv2d) -> _Filters:
     kept = _FILTERS.get(layer)
     if kept is None or kept.state != read_state(layer.weight):
-        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), add_up(layer.weight))
+        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), fingerprint(layer.weight))
     return kept
 
 
@@ -156,13 +166,13 @@ def project_once(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return functional.linear(rows, self.weight, self.bias)
     once = not torch.is_grad_enabled() and not rows.is_inference() and not self.weight.is_inference()
-    state = (read_state(rows), read_state(self.weight)) if once else None
+    state = (read_state(rows), read_state(self.weight)) if once else ()
     kept = _PROJECTED.get(self)
-    if once and kept is not None and kept[0]() is rows and kept[1] == state:
+    if once and kept is not None and kept[0]() is rows and kept[1] == (*state, kept[2]._version):
         return kept[2]
     made = functional.linear(rows, self.weight, self.bias)
     if once:
-        _PROJECTED[self] = (weakref.ref(rows), state, made)
+        _PROJECTED[self] = (weakref.ref(rows), (*state, made._version), made)
     return made
 
 
@@ -213,7 +223,7 @@ def _install_convolution(layer: torch.nn.Conv2d, second_filters: bool) -> bool:
         _let_go(layer)
         return kept is None
     vars(layer)["forward"] = MethodType(forward, layer)
-    if kept is not None and kept.sum != add_up(layer.weight):
+    if kept is not None and not torch.equal(kept.mark, fingerprint(layer.weight)):
         del _FILTERS[layer]
         return False
     return True

@@ -230,7 +230,7 @@ def portable_class(kind: Any) -> type:
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind.__call__)
     if hasattr(kind, "encode_prompt"):
-        content["encode_prompt"] = keep_prompts(kind.encode_prompt)
+        content["encode_prompt"] = keep_prompts(kind)
     content |= {name: _with_weights(getattr(kind, name)) for name in _TOUCH_WEIGHTS if hasattr(kind, name)}
     return type(kind.__name__, (first, kind), content)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
 
+from anyaccel.runtime.compile import has_decoder
 from anyaccel.runtime.placement import find_components, find_placement
 from anyaccel.runtime.snapshot import Snapshot
-from anyaccel.runtime.tensor_state import add_up
+from anyaccel.runtime.tensor_state import fingerprint, read_state
 from anyaccel.tracing.shell import map_tensors
 
 __all__ = ["Prompts", "keep_prompts"]
@@ -27,21 +29,22 @@ class _Encoder:
     def __init__(self, part: Any, at_home: bool) -> None:
         self.part, self.state, self.at_home = part, _describe(part), at_home
         self.snapshot = Snapshot(part) if isinstance(part, torch.nn.Module) else None
-        self.sums = self._add_up()
+        self.prints = self._take_prints()
 
     def is_still(self, part: Any) -> bool:
         if part is not self.part or _describe(part) != self.state:
             return False
         if self.snapshot is not None and not self.snapshot.holds():
             return False
-        return self._add_up() == self.sums
+        prints = self._take_prints()
+        return len(prints) == len(self.prints) and all(map(torch.equal, prints, self.prints))
 
-    def _add_up(self) -> list[float]:
-        """The weights' sums, where the host computes with them: to look at those that only wait there would be long."""
+    def _take_prints(self) -> list[torch.Tensor]:
+        """Of the weights that the host computes with: to look at those that only wait there would take long."""
         if not self.at_home or not isinstance(self.part, torch.nn.Module):
             return []
         near = [one for one in self.part.parameters() if type(one.data) is torch.Tensor and one.device.type == "cpu"]
-        return [add_up(one) for one in near]
+        return [fingerprint(one) for one in near]
 
 
 def _describe(part: Any) -> Any:
@@ -49,7 +52,7 @@ def _describe(part: Any) -> Any:
     if isinstance(part, torch.nn.Module):
         return sum(0 if one.is_inference() else one._version for one in part.parameters())
     ways = [getattr(part, name, None) for name in ("padding_side", "truncation_side", "model_max_length", "pad_token")]
-    return len(part) if hasattr(part, "__len__") else 0, ways
+    return len(part) if hasattr(type(part), "__len__") else 0, ways
 
 
 @dataclass
@@ -64,9 +67,9 @@ class Prompts:
     encoders: list[_Encoder] = field(default_factory=list)
     """What it was encoded by."""
 
-    def renew(self, pipe: Any) -> None:
-        """Forget everything if an encoder or a tokenizer is another, or was changed since."""
-        parts = [part for name, part in find_components(pipe).items() if "encoder" in name or "token" in name]
+    def renew(self, pipe: Any, named: Collection[str] = ()) -> None:
+        """Forget everything if an encoder, a tokenizer or one of the named components is another, or was changed."""
+        parts = [part for name, part in find_components(pipe).items() if _may_encode(name, part, named)]
         if len(parts) == len(self.encoders) and all(map(_Encoder.is_still, self.encoders, parts)):
             return
         self.seen.clear()
@@ -92,22 +95,25 @@ class Prompts:
             self.kept.popitem(last=False)
 
 
-def keep_prompts(encode: Any) -> Any:
-    """A pipeline's `encode_prompt` that looks first whether it was asked the same before."""
+def keep_prompts(kind: Any) -> Any:
+    """The `encode_prompt` of a pipeline's class that looks first whether it was asked the same before."""
+    encode, read = kind.encode_prompt, _find_read(kind)
     signature = inspect.signature(encode)
 
     @functools.wraps(encode)
     def encode_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
         placement = find_placement(self)
         key = (
-            None if placement is None or not placement.plan.prompts_kept.value else _key(self, signature, args, kwargs)
+            None
+            if placement is None or not placement.plan.prompts_kept.value
+            else _key(self, signature, read, args, kwargs)
         )
         if placement is None or key is None:
             return encode(self, *args, **kwargs)
         if placement.prompts is None:
             at_home = placement.device == torch.device("cpu")
             placement.prompts = Prompts(placement.plan.prompts_kept.value, at_home=at_home)
-        placement.prompts.renew(self)
+        placement.prompts.renew(self, read.difference(placement.denoisers))
         found = placement.prompts.find(key, placement.device)
         if found is None:
             found = encode(self, *args, **kwargs)
@@ -117,8 +123,40 @@ def keep_prompts(encode: Any) -> Any:
     return encode_prompt
 
 
-def _key(pipe: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """All that an encoding depends on; None where that cannot be told, such as for a tensor."""
+def _may_encode(name: str, part: Any, named: Collection[str]) -> bool:
+    """Whether a component may have a share in encoding; what decodes is named by code that asks for its sizes."""
+    return "encoder" in name or "token" in name or (name in named and not has_decoder(part))
+
+
+def _find_read(kind: type) -> frozenset[str]:
+    """The names that `encode_prompt` of a pipeline's class has in its code, or in that of methods that it names."""
+    found: set[str] = set()
+    codes = [_find_code(inspect.getattr_static(kind, "encode_prompt"))]
+    while codes:
+        code = codes.pop()
+        if code is None:
+            continue
+        new = set(code.co_names) - found
+        found |= new
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        codes += [_find_code(inspect.getattr_static(kind, name, None)) for name in new]
+    return frozenset(found)
+
+
+def _find_code(attribute: Any) -> CodeType | None:
+    """The code of a method or a property."""
+    function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code if isinstance(code, CodeType) else None
+
+
+def _key(
+    pipe: Any, signature: inspect.Signature, read: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Hashable | None:
+    """All that an encoding depends on beside the encoders: arguments, and what the pipeline has itself, as templates.
+
+    None where that cannot be told, such as for a tensor.
+    """
     try:
         given = signature.bind(pipe, *args, **kwargs).arguments
     except TypeError:
@@ -128,11 +166,15 @@ def _key(pipe: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs:
     values = tuple((name, _plain(value)) for name, value in sorted(given.items()))
     if any(value is _plain for _, value in values):
         return None
-    return values
+    own = {name: value for name, value in sorted(vars(pipe).items()) if name in read}
+    named = [(name, read_state(one) if isinstance(one, torch.Tensor) else _plain(one)) for name, one in own.items()]
+    return values, tuple((name, value) for name, value in named if value is not _plain)
 
 
 def _plain(value: Any) -> Any:
     """A value that can be told from others; this function itself where it cannot."""
+    if isinstance(value, dict):
+        return _plain(sorted(value.items())) if all(isinstance(name, str) for name in value) else _plain
     if isinstance(value, list | tuple):
         parts = tuple(_plain(item) for item in value)
         return _plain if any(part is _plain for part in parts) else (type(value).__name__, parts)
