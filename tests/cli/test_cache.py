@@ -129,6 +129,7 @@ def test_warming_into_a_folder_that_cannot_be_written_is_refused_before_anything
         (["cache", "export", "x.tar.gz"], "nothing is kept"),
         (["cache", "import", "no-such-file"], "there is no file"),
         (["cache", "prune", "--older", "-3"], "days from 0 up"),
+        (["cache", "prune", "--older", "nan"], "days from 0 up"),
         (["warm", "embedded", "--size", "0x0"], "size"),
         (["warm", "embedded", "-n", "0"], "from 1 up"),
         (["bench", "--against", "nobody"], "--against is one of"),

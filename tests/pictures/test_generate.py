@@ -181,6 +181,7 @@ def test_a_virtual_device_gives_the_same_picture(result: Result, model: str, dev
         ({"seed": 2**64}, "a seed is a whole number", "seed=7"),
         ({"seed": [1, 2]}, "2 seeds were given for 1 image", "one seed for each image"),
         ({"height": 17}, "height is a multiple of 2 for this model, not 17", "take 16 or 18"),
+        ({"height": 1}, "height is a multiple of 2 for this model, not 1", "take 2"),
         ({"num_inference_step": 3}, "takes no num_inference_step", "did you mean num_inference_steps?"),
         ({"generator": None}, "generator is not taken here", "seed="),
         ({"output_type": "np"}, "output_type is not taken here", "PIL"),

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from anyaccel.cli.generate_options import read_size
-from anyaccel.cli.interruption import ENDED, EndedError, raising_at_the_end
-from anyaccel.cli.progress import Display
+from anyaccel.cli.interruption import clearing_up
 from anyaccel.errors import UsageError
 
 __all__ = ["bench_models"]
@@ -58,7 +55,7 @@ def bench_models(
     ours = ("anyaccel", *(["anyaccel fast"] if fast else []))
     works = _list_works(models, device, dtype or opened.sheet.default_dtypes.order[0], call, pictures)
     rows: list[dict[str, Any]] = []
-    with _clearing_up() as display:
+    with clearing_up() as display:
         for work in works:
             one = replace(work, variants=(*_AGAINST[against], *ours))
             rows.extend(run_together([one], rounds=rounds, at_once=False, tell=display.begin))
@@ -68,20 +65,6 @@ def bench_models(
         print("\n".join(describe_bench(rows)))
     if any("error" in row or "error" in row["variants"][name] for row in rows for name in ours):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _clearing_up() -> Iterator[Display]:
-    """While the block runs, SIGTERM ends it as Ctrl-C does: its processes and its files go."""
-    display = Display()
-    try:
-        with raising_at_the_end():
-            yield display
-    except EndedError:
-        display.say("ended")
-        raise typer.Exit(ENDED) from None
-    finally:
-        display.clear()
 
 
 def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[str, Any], pictures: int) -> list[Any]:

@@ -118,7 +118,7 @@ def prune_cache(
     from anyaccel.runtime.artefact_key import find_versions
     from anyaccel.runtime.artefacts import prune_entries, remove_graphs
 
-    if older is not None and older < 0:
+    if older is not None and not older >= 0:  # nan is none either
         raise UsageError(f"an age is a number of days from 0 up, not {older:g}", hint="--older 30")
     pruned = prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
     graphs, others = remove_graphs() if everything else (0, [])

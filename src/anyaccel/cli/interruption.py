@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["ENDED", "INTERRUPTED", "EndedError", "Interruption", "raising_at_the_end"]
+import typer
+
+from anyaccel.cli.progress import Display
+
+__all__ = ["ENDED", "INTERRUPTED", "EndedError", "Interruption", "clearing_up", "raising_at_the_end"]
 
 INTERRUPTED, ENDED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """What a process that Ctrl-C or another process ended exits with."""
@@ -29,6 +33,20 @@ def raising_at_the_end() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def clearing_up() -> Iterator[Display]:
+    """A display while the block runs. SIGTERM ends the block as Ctrl-C does: its processes and its files go."""
+    display = Display()
+    try:
+        with raising_at_the_end():
+            yield display
+    except EndedError:
+        display.say("ended")
+        raise typer.Exit(ENDED) from None
+    finally:
+        display.clear()
 
 
 def _raise_ended(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,6 +10,7 @@ import typer
 
 from anyaccel.cli.cache import refuse_unwritable
 from anyaccel.cli.generate_options import read_size
+from anyaccel.cli.interruption import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.explanation.bounds import check_sides
@@ -49,9 +50,8 @@ def warm_model(
     for width, height in shapes:
         check_sides(width, height)
     refuse_unwritable(find_folder())
-    display = Display()
-    display.begin(f"loading {model}")
-    try:
+    with clearing_up() as display:
+        display.begin(f"loading {model}")
         from anyaccel.errors import NotMeasurableError
         from anyaccel.pictures.named_model import name_model
         from anyaccel.pictures.progress import counting_components
@@ -74,8 +74,6 @@ def warm_model(
             size = f"{call['width']} × {call['height']}" if call else "the model's own size"
             display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
             pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
-    finally:
-        display.clear()
     placement = find_placement(pipe)
     fates = placement.speed.fates if placement and placement.speed else Counter[str]()
     counted = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"

@@ -66,7 +66,7 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
             below = asked // multiple * multiple
             raise UsageError(
                 f"{name} is a multiple of {multiple} for this model, not {asked}",
-                hint=f"take {below or multiple} or {below + multiple}",
+                hint=f"take {below} or {below + multiple}" if below else f"take {multiple}",
             )
 
 

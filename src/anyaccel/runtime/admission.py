@@ -57,7 +57,7 @@ def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
             below = value // multiple * multiple
             raise UsageError(
                 f"{name} is a multiple of {multiple} for this model, not {value}",
-                hint=f"take {below or multiple} or {below + multiple}",
+                hint=f"take {below} or {below + multiple}" if below else f"take {multiple}",
             )
 
 
