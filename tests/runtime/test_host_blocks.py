@@ -107,6 +107,21 @@ def exchange_nonlinearity(block: Any) -> None:
     block.nonlinearity = torch.nn.ReLU()
 
 
+def drop_some(block: Any) -> None:
+    for part in block.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.5
+            part.train()
+
+
+def exchange_dropout(block: Any) -> None:
+    block.dropout = torch.nn.Tanh()
+
+
+def exchange_output(block: Any) -> None:
+    block.attn1.to_out[1] = torch.nn.Tanh()
+
+
 def change_forward(block: Any) -> None:
     block.ff.forward = lambda states: states
 
@@ -140,6 +155,7 @@ def chunk(block: Any) -> None:
     [(transformer, change_processor), (transformer, change_forward), (transformer, chunk), (transformer, add_hook),
      (residual, add_hook), (residual, train), (transformer, train), (transformer, change_gelu),
      (residual, change_nonlinearity), (transformer, change_class), (residual, change_class),
+     (transformer, drop_some), (residual, drop_some), (residual, exchange_dropout), (transformer, exchange_output),
      (transformer, halve_attention), (transformer, hook_attention), (residual, exchange_nonlinearity)],
 )  # fmt: skip
 @torch.no_grad()
@@ -152,6 +168,35 @@ def test_a_block_that_was_changed_is_as_it_was(make: Callable[[], Any], change: 
     torch.testing.assert_close(run(block), run(plain), rtol=1e-6, atol=1e-6)  # at once: at a step, or in a user's loop
     host_blocks.install(block)  # as every call of a pipeline does
     assert not host_blocks.is_installed(block)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "name"),
+    [(transformer, PROCESSORS.AttnProcessor2_0, "__call__"), (transformer, ATTENTION.BasicTransformerBlock, "forward"),
+     (residual, BLOCKS.ResnetBlock2D, "forward"), (residual, torch.nn.SiLU, "forward")],
+)  # fmt: skip
+@torch.no_grad()
+def test_what_is_exchanged_for_a_whole_class_is_done(
+    make: Callable[[], Any], kind: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, plain, before = make(), make(), getattr(kind, name)
+    host_blocks.install(block)
+    monkeypatch.setattr(kind, name, lambda *given, **named: before(*given, **named) / 2)
+    torch.testing.assert_close(run(block), run(plain), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_hooks_for_all_layers_see_all_layers() -> None:
+    block, plain = transformer(), transformer()
+    host_blocks.install(block)
+    everywhere: Any = torch.nn.modules.module
+    hook = everywhere.register_module_forward_hook(
+        lambda module, given, made: made / 2 if type(module).__name__ == "Attention" else None
+    )
+    try:
+        torch.testing.assert_close(run(block), run(plain), rtol=1e-6, atol=1e-6)
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

@@ -233,6 +233,11 @@ def test_a_prompt_is_projected_once() -> None:
     torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
     layer.weight.mul_(2)
     torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
+    layer.bias.add_(1)
+    torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(layer(prompt), functional.linear(prompt, layer.weight, layer.bias))
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         copied.weight.zero_()
         torch.testing.assert_close(copied(prompt), layer.bias.expand(2, 7, 64))
@@ -278,6 +283,32 @@ def test_filters_that_changed_are_done_again(how: str) -> None:
     assert (made - first).abs().max() > 1e-2
     if how == "a copy":
         torch.testing.assert_close(unet(picture, 5).sample, first)
+
+
+@torch.no_grad()
+def test_weights_that_are_exchanged_twice_are_seen() -> None:
+    unet, picture = wide_unet(), torch.randn(1, 3, 32, 32)
+    host_layers.install(unet)
+    unet(picture, 5)
+    for turn in range(3):
+        for part in unet.modules():
+            if isinstance(part, torch.nn.Conv2d):
+                part.weight.data = part.weight.data * (1 + turn)  # the next one may get the first one's memory
+                part.weight.data = part.weight.data + 0.001
+        plain = copy.deepcopy(unet)
+        host_layers.remove(plain)
+        torch.testing.assert_close(unet(picture, 5).sample, plain(picture, 5).sample, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["forward", "_conv_forward"])
+def test_what_is_exchanged_for_all_convolutions_is_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet, picture, before = wide_unet(), torch.randn(1, 3, 32, 32), getattr(torch.nn.Conv2d, name)
+    host_layers.install(unet)
+    monkeypatch.setattr(torch.nn.Conv2d, name, lambda *given: before(*given) * 0.9)
+    plain = copy.deepcopy(unet)
+    host_layers.remove(plain)
+    torch.testing.assert_close(unet(picture, 5).sample, plain(picture, 5).sample, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

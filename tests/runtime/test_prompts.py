@@ -3,22 +3,29 @@
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import numpy
 import pytest
 import torch
 
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
+from anyaccel.runtime.placement import find_placement
 from anyaccel.runtime.prompts import Prompts
 
 
 class Counted:
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.runs = 0
-        module.register_forward_hook(self.count)
+    """Counts the runs of all models of a class: to hook one of them would be strange."""
 
-    def count(self, *_: Any) -> None:
-        self.runs += 1
+    def __init__(self, module: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runs, kind = 0, type(module)
+        before: Any = kind.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.runs += 1
+            return before(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", forward)
 
 
 def picture(pipe: Any, prompt: Any = "a cat", **more: Any) -> Any:
@@ -31,8 +38,8 @@ def pipe() -> Any:
     return place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
 
 
-def test_a_prompt_that_comes_a_second_time_is_not_encoded(pipe: Any) -> None:
-    counted = Counted(pipe.text_encoder)
+def test_a_prompt_that_comes_a_second_time_is_not_encoded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(pipe.text_encoder, monkeypatch)
     made = [picture(pipe)]
     before = counted.runs
     made += [picture(pipe), picture(pipe)]
@@ -109,8 +116,8 @@ def test_what_changes_without_being_told_is_seen(pipe: Any, change: Callable[[An
     assert numpy.abs(picture(pipe) - before).max() > 1e-3
 
 
-def test_lists_of_prompts_are_kept_in_their_order(pipe: Any) -> None:
-    counted = Counted(pipe.text_encoder)
+def test_lists_of_prompts_are_kept_in_their_order(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(pipe.text_encoder, monkeypatch)
     for _ in range(3):
         pair = picture(pipe, ["a cat", "a dog"])
     before = counted.runs
@@ -120,9 +127,9 @@ def test_lists_of_prompts_are_kept_in_their_order(pipe: Any) -> None:
     assert counted.runs > before
 
 
-def test_it_can_be_switched_off() -> None:
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", keep_prompts=False)
-    counted = Counted(pipe.text_encoder)
+    counted = Counted(pipe.text_encoder, monkeypatch)
     runs = []
     for _ in range(4):
         picture(pipe)
@@ -166,3 +173,45 @@ def make_array(pipe: Any, recipe: Any, **more: Any) -> Any:
     torch.manual_seed(0)
     made = pipe(**{**recipe.call(), **more}).to_tuple()[0]
     return numpy.asarray(made.detach() if isinstance(made, torch.Tensor) else made, dtype=numpy.float32)
+
+
+class _Worded:
+    word = "one"
+
+
+def read_an_object(pipe: Any) -> None:
+    pipe.maybe_convert_prompt = lambda prompt, tokenizer: "a dog"
+
+
+def hook_with_a_strength(pipe: Any) -> None:
+    pipe.text_encoder.register_forward_hook(lambda module, given, made: made)
+
+
+@pytest.mark.parametrize("change", [read_an_object, hook_with_a_strength])
+def test_where_somebodys_own_python_has_a_part_nothing_is_kept(pipe: Any, change: Callable[[Any], None]) -> None:
+    change(pipe)
+    for _ in range(3):
+        picture(pipe)
+    found = find_placement(pipe)
+    assert found is not None
+    assert found.prompts is None or not found.prompts.kept
+
+
+def test_an_encoding_of_a_users_own_is_asked_each_time() -> None:
+    library: Any = diffusers
+
+    class Worded(library.StableDiffusionPipeline):  # type: ignore[misc]
+        def encode_prompt(self, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().encode_prompt(f"{_Worded.word} {prompt}", *args, **kwargs)
+
+    plain: Any = recipes()["stable-diffusion"].make()
+    pipe = place(Worded(**plain.components, requires_safety_checker=False), "cpu", dtype="float32")
+    first, *_ = [picture(pipe) for _ in range(3)]
+    _Worded.word = "two dogs"
+    assert numpy.abs(picture(pipe) - first).max() > 1e-3
+
+
+def test_gradients_are_not_lost(pipe: Any) -> None:
+    picture(pipe)
+    for _ in range(3):
+        assert pipe.encode_prompt("a cat", "cpu", 1, False)[0].requires_grad

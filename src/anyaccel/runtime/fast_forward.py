@@ -33,6 +33,7 @@ __all__ = [
     "find_fast_forward",
     "find_own_methods",
     "find_stranger",
+    "is_as_written",
     "is_free",
     "release",
 ]
@@ -349,6 +350,15 @@ def is_free(module: torch.nn.Module) -> bool:
     """Whether nothing stands in for a forward; what was copied or unpickled has its class's own."""
     found = vars(module).get("forward")
     return found is None or getattr(found, "__func__", None) is type(module).forward
+
+
+def is_as_written(kind: type, *names: str) -> bool:
+    """Whether methods of a class are those of its own file: some exchange them for everybody."""
+    for name in names:
+        method = getattr(kind, name)
+        if method.__module__ != kind.__module__ or method.__qualname__ != f"{kind.__qualname__}.{name}":
+            return False
+    return True
 
 
 def can_stand_in(module: torch.nn.Module) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.modules import module as everywhere
 
-from anyaccel.runtime.fast_forward import find_own_methods, is_free
+from anyaccel.runtime.fast_forward import find_own_methods, is_as_written, is_free
 from anyaccel.runtime.tensor_state import TensorState, fingerprint, read_state
 
 __all__ = ["install", "is_installed", "let_go"]
@@ -29,6 +30,8 @@ class _Joined:
     """The weights of an attention's queries, keys and values side by side."""
 
     states: list[TensorState]
+    held: list[torch.UntypedStorage]
+    """The weights' memory, so that another weight cannot come to lie there unseen."""
     prints: list[torch.Tensor]
     weights: torch.Tensor
 
@@ -109,7 +112,8 @@ def _project(attention: Any, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kept = _JOINED.get(attention)
     if kept is None or kept.states != written:
         weights = torch.cat([layer.weight.detach().t() for layer in layers], 1)
-        kept = _JOINED[attention] = _Joined(written, [fingerprint(layer.weight) for layer in layers], weights)
+        held = [layer.weight.untyped_storage() for layer in layers]
+        kept = _JOINED[attention] = _Joined(written, held, [fingerprint(layer.weight) for layer in layers], weights)
     return (states @ kept.weights).chunk(3, dim=-1)
 
 
@@ -121,10 +125,16 @@ def _is_small(layer: Any) -> bool:
 def _is_plain(block: Any) -> bool:
     """Whether a block does what its class does and nobody looks into it: asked at each call, since users change it."""
     way = _find_way(block)
-    inside = [part for part in block.modules() if part is not block]
-    if way is None or block.training or any(part._forward_hooks or part._forward_pre_hooks for part in inside):
+    if way is None or block.training or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    return way[0](block) and not find_own_methods(block)
+    if any(part._forward_hooks or part._forward_pre_hooks for part in block.modules() if part is not block):
+        return False
+    return is_as_written(type(block), "forward") and way[0](block) and not find_own_methods(block)
+
+
+def _does_nothing(part: Any) -> bool:
+    """Whether a layer gives what it is given, so that it can be passed over."""
+    return type(part) is torch.nn.Dropout and not part.training and is_free(part)
 
 
 def _is_plain_residual(block: Any) -> bool:
@@ -136,6 +146,8 @@ def _is_plain_residual(block: Any) -> bool:
         and block.output_scale_factor == 1
         and type(block.nonlinearity) is torch.nn.SiLU
         and is_free(block.nonlinearity)
+        and is_as_written(torch.nn.SiLU, "forward")
+        and _does_nothing(block.dropout)
         and type(block.norm1) is type(block.norm2) is torch.nn.GroupNorm
     )
 
@@ -150,7 +162,9 @@ def _is_plain_transformer(block: Any) -> bool:
     passed_over = (block.attn1, block.attn2, block.ff, block.ff.net[0])
     return (
         kinds == ("GEGLU", "Dropout", "Linear")
+        and _does_nothing(block.ff.net[1])
         and all(is_free(part) and not find_own_methods(part) for part in passed_over)
+        and all(is_as_written(type(part), "forward") for part in passed_over)
         and all(_is_plain_attention(part) for part in passed_over[:2])
     )
 
@@ -160,6 +174,8 @@ def _is_plain_attention(attention: Any) -> bool:
     return (
         type(attention).__name__ == "Attention"
         and type(attention.processor).__name__ == "AttnProcessor2_0"
+        and is_as_written(type(attention.processor), "__call__")
+        and _does_nothing(attention.to_out[1])
         and not any(getattr(attention, name, None) for name in extras)
         and attention.rescale_output_factor == 1
     )

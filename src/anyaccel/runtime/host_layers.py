@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from anyaccel.backends.cache_folder import keep_fact, read_fact
 from anyaccel.runtime import host_blocks
-from anyaccel.runtime.fast_forward import is_free
+from anyaccel.runtime.fast_forward import is_as_written, is_free
 from anyaccel.runtime.kernels.winograd import choose_tile, convolve, transform_filters
 from anyaccel.runtime.tensor_state import TensorState, fingerprint, read_state
 
@@ -35,6 +35,8 @@ class _Filters:
     """The second form of one layer's filters: beside the layer, so that no copy and no pickle carries it."""
 
     state: TensorState
+    held: torch.UntypedStorage
+    """The weight's memory, so that another weight cannot come to lie there unseen."""
     mark: torch.Tensor
     """Of the weight: what writes past torch's count of writes changes it too."""
     tiles: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class _Filters:
 
 
 _FILTERS: weakref.WeakKeyDictionary[torch.nn.Module, _Filters] = weakref.WeakKeyDictionary()
-_PROJECTED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any, torch.Tensor]] = weakref.WeakKeyDictionary()
+_PROJECTED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Any, torch.Tensor, Any]] = weakref.WeakKeyDictionary()
 _OF_PROMPTS = ("attn2.to_k", "attn2.to_v")
 """What diffusers calls the layers that an encoded prompt goes through at every step."""
 _ROUNDS, _LOOK_S, _BUSY = 8, 0.05, 40.0
@@ -104,7 +106,9 @@ def _convolve(self: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
 def _find_filters(layer: torch.nn.Conv2d) -> _Filters:
     kept = _FILTERS.get(layer)
     if kept is None or kept.state != read_state(layer.weight):
-        kept = _FILTERS[layer] = _Filters(read_state(layer.weight), fingerprint(layer.weight))
+        kept = _FILTERS[layer] = _Filters(
+            read_state(layer.weight), layer.weight.untyped_storage(), fingerprint(layer.weight)
+        )
     return kept
 
 
@@ -157,7 +161,7 @@ def can_pack() -> bool:
 
 
 def _convolve_plainly(layer: torch.nn.Conv2d, picture: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = layer._conv_forward(picture, layer.weight, layer.bias)
+    made: torch.Tensor = type(layer).forward(layer, picture)
     return made
 
 
@@ -165,14 +169,20 @@ def project_once(self: torch.nn.Linear, rows: torch.Tensor) -> torch.Tensor:
     """The forward of what an encoded prompt goes through in attention: the same at every step, so done at the first."""
     if torch.compiler.is_compiling():
         return functional.linear(rows, self.weight, self.bias)
-    once = not torch.is_grad_enabled() and not rows.is_inference() and not self.weight.is_inference()
-    state = (read_state(rows), read_state(self.weight)) if once else ()
+    given = (rows, self.weight, *(() if self.bias is None else (self.bias,)))
+    once = (
+        not torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not any(one.is_inference() for one in given)
+    )
+    state = tuple(map(read_state, given)) if once else ()
     kept = _PROJECTED.get(self)
     if once and kept is not None and kept[0]() is rows and kept[1] == (*state, kept[2]._version):
         return kept[2]
     made = functional.linear(rows, self.weight, self.bias)
     if once:
-        _PROJECTED[self] = (weakref.ref(rows), (*state, made._version), made)
+        held = [one.untyped_storage() for one in given[1:]]
+        _PROJECTED[self] = (weakref.ref(rows), (*state, made._version), made, held)
     return made
 
 
@@ -204,6 +214,7 @@ def install(module: torch.nn.Module, *, second_filters: bool = True) -> bool:
 def _is_plain(layer: torch.nn.Conv2d) -> bool:
     """Whether oneDNN's convolution is all that a layer does."""
     kind = type(layer) is torch.nn.Conv2d and layer.groups == 1 and "_conv_forward" not in vars(layer)
+    kind = kind and is_as_written(torch.nn.Conv2d, "forward", "_conv_forward")
     return kind and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 

@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 __all__ = ["Snapshot", "is_our_forward"]
 
@@ -26,14 +27,17 @@ class Snapshot:
     """What a model was when this was made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._layers = [part.__dict__ for part in module.modules()]
+        parts = list(module.modules())
+        self._layers = [part.__dict__ for part in parts]
+        doers = [one for part in parts for one in (part, vars(part).get("processor")) if one is not None]
+        self._kinds = list(dict.fromkeys(map(type, doers)))
         processors = [vars(one) for layer in self._layers if hasattr(one := layer.get("processor"), "__dict__")]
         owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in owned if type(value) is list]
         named = [value for name, value in owned if (type(value) is dict and name not in _WEIGHTS) or name in _HOOKS]
         self._dicts = [*processors, *named]
         self._weights = [layer[name] for layer in self._layers for name in _WEIGHTS]
-        self._values = list(self._read_values())
+        self._values, self._ways = list(self._read_values()), list(self._read_ways())
         self._held = [weakref.ref(one) if isinstance(one, torch.Tensor) else one for one in self._read_held()]
         self._places = list(self._read_places())
 
@@ -42,6 +46,7 @@ class Snapshot:
         held = list(self._read_held())
         return (
             _are(list(self._read_values()), self._values)
+            and _are(list(self._read_ways()), self._ways)
             and len(held) == len(self._held)
             and all(map(_is_what_was_held, held, self._held))
             and list(self._read_places()) == self._places
@@ -52,6 +57,12 @@ class Snapshot:
             layer.values() if _OURS.isdisjoint(layer) else [layer[name] for name in layer if not _is_ours(layer, name)]
             for layer in self._layers
         )
+
+    def _read_ways(self) -> Iterator[Any]:
+        """What classes and torch do, which some exchange for everybody: another attention, another padding."""
+        yield functional.scaled_dot_product_attention
+        for kind in self._kinds:
+            yield from (getattr(kind, name, None) for name in ("forward", "__call__", "_conv_forward"))
 
     def _read_held(self) -> Iterator[Any]:
         """What is in lists and dictionaries: layers, hooks, and strengths of adapters, which are changed in place."""
