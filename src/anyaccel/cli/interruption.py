@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -24,15 +24,9 @@ class EndedError(BaseException):
     """Another process asked for the end."""
 
 
-@contextmanager
-def raising_at_the_end() -> Iterator[None]:
+def raising_at_the_end() -> AbstractContextManager[None]:
     """While the block runs, SIGTERM raises `EndedError`, for work that clears up after itself as Ctrl-C lets it."""
-    before = {number: signal.signal(number, _raise_ended) for number in _find_heeded(signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _handling(_raise_ended, signal.SIGTERM)
 
 
 @contextmanager
@@ -54,11 +48,17 @@ def _raise_ended(number: int, frame: FrameType | None) -> NoReturn:
     raise EndedError
 
 
-def _find_heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """The signals that may be handled: a process that was started to ignore one goes on ignoring it."""
-    if threading.current_thread() is not threading.main_thread():
-        return []  # only the main thread may change a handler
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals while the block runs; one that the process was started to ignore stays ignored."""
+    here = threading.current_thread() is threading.main_thread()  # no other thread may change a handler
+    heeded = [number for number in numbers if here and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Interruption:
@@ -77,16 +77,9 @@ class Interruption:
         self._in_file = False
         self._held_back: int | None = None
 
-    @contextmanager
-    def handling(self) -> Iterator[None]:
-        """Handle the signals while the block runs; one that the process was started to ignore stays ignored."""
-        heeded = _find_heeded(signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._on_signal) for number in heeded}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handling(self) -> AbstractContextManager[None]:
+        """Handle the signals while the block runs."""
+        return _handling(self._on_signal, signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:
