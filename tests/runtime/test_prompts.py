@@ -179,15 +179,15 @@ class _Worded:
     word = "one"
 
 
-def read_an_object(pipe: Any) -> None:
+def convert_otherwise(pipe: Any) -> None:
     pipe.maybe_convert_prompt = lambda prompt, tokenizer: "a dog"
 
 
-def hook_with_a_strength(pipe: Any) -> None:
+def hook_the_encoder(pipe: Any) -> None:
     pipe.text_encoder.register_forward_hook(lambda module, given, made: made)
 
 
-@pytest.mark.parametrize("change", [read_an_object, hook_with_a_strength])
+@pytest.mark.parametrize("change", [convert_otherwise, hook_the_encoder])
 def test_where_somebodys_own_python_has_a_part_nothing_is_kept(pipe: Any, change: Callable[[Any], None]) -> None:
     change(pipe)
     for _ in range(3):

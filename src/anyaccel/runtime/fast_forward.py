@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -31,10 +31,12 @@ __all__ = [
     "FastForward",
     "can_stand_in",
     "find_fast_forward",
+    "find_hooks",
     "find_own_methods",
     "find_stranger",
     "is_as_written",
     "is_free",
+    "is_known",
     "release",
 ]
 
@@ -190,8 +192,7 @@ class FastForward:
             numbers = chain(self.module.parameters(), self.module.buffers())
             self.weights = [weight for weight in numbers if not weight.is_inference()]
             inside = [part for part in self.module.modules() if part is not self.module]
-            self.hooks = [hooks for part in inside for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-            self.hooks += [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
+            self.hooks = find_hooks(inside)
         self.looked_at = True
         for shape in self.shapes.values():
             shape.given = [None] * len(shape.given)  # a new call: what follows from its inputs is worked out anew
@@ -380,7 +381,7 @@ def find_stranger(module: torch.nn.Module) -> str:
         processor = vars(part).get("processor")
         kinds = [type(part), *([type(processor)] if processor is not None else [])]
         for kind in kinds:
-            if kind.__module__.partition(".")[0] not in _KNOWN:
+            if not is_known(kind):
                 return kind.__name__
         forward = vars(part).get("forward")
         if forward is not None and not is_free(part) and not is_our_forward(forward):
@@ -388,6 +389,18 @@ def find_stranger(module: torch.nn.Module) -> str:
         for name in find_own_methods(part):
             return f"another {name} of {type(part).__name__}"
     return ""
+
+
+def is_known(one: Any) -> bool:
+    """Whether a class or a function is of a library whose pipelines were all run both ways."""
+    module = getattr(one, "__module__", None) or type(one).__module__
+    return str(module).partition(".")[0] in _KNOWN
+
+
+def find_hooks(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
+    """The tables of hooks of some layers, and those of hooks for all layers; they stay the same, and are filled."""
+    tables = [table for part in parts for table in (part._forward_hooks, part._forward_pre_hooks)]
+    return [*tables, everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]
 
 
 def find_own_methods(module: torch.nn.Module) -> list[str]:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules import module as everywhere
 
-from anyaccel.runtime.fast_forward import find_own_methods, is_as_written, is_free
+from anyaccel.runtime.fast_forward import find_hooks, find_own_methods, is_as_written, is_free
 from anyaccel.runtime.tensor_state import TensorState, fingerprint, read_state
 
 __all__ = ["install", "is_installed", "let_go"]
@@ -125,9 +124,7 @@ def _is_small(layer: Any) -> bool:
 def _is_plain(block: Any) -> bool:
     """Whether a block does what its class does and nobody looks into it: asked at each call, since users change it."""
     way = _find_way(block)
-    if way is None or block.training or everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return False
-    if any(part._forward_hooks or part._forward_pre_hooks for part in block.modules() if part is not block):
+    if way is None or block.training or any(find_hooks(part for part in block.modules() if part is not block)):
         return False
     return is_as_written(type(block), "forward") and way[0](block) and not find_own_methods(block)
 

@@ -12,10 +12,10 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.nn.modules import module as everywhere
 
+from anyaccel.backends.host import is_host
 from anyaccel.runtime.compile import has_decoder
-from anyaccel.runtime.fast_forward import find_stranger
+from anyaccel.runtime.fast_forward import find_hooks, find_stranger, is_known
 from anyaccel.runtime.placement import find_components, find_placement
 from anyaccel.runtime.snapshot import Snapshot
 from anyaccel.runtime.tensor_state import fingerprint, read_state
@@ -23,8 +23,6 @@ from anyaccel.tracing.shell import map_tensors
 
 __all__ = ["Prompts", "keep_prompts"]
 
-_KNOWN = frozenset(("torch", "diffusers", "transformers", "accelerate", "peft", "anyaccel"))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PLAIN = (str, int, float, bool, type(None), torch.device, torch.dtype)
 
 
@@ -48,22 +46,15 @@ class _Encoder:
         """Whether Python of somebody's own runs in it, which may do another thing each time."""
         if not isinstance(self.part, torch.nn.Module):
             return False
-        hooks = [one for part in self.part.modules() for one in chain(*(vars(part)[name].values() for name in _HOOKS))]
-        hooks += [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
-        return bool(find_stranger(self.part)) or not all(map(_is_known, hooks))
+        hooks = chain.from_iterable(table.values() for table in find_hooks(self.part.modules()))
+        return bool(find_stranger(self.part)) or not all(map(is_known, hooks))
 
     def _take_prints(self) -> list[torch.Tensor]:
         """Of the weights that the host computes with: to look at those that only wait there would take long."""
         if not self.at_home or not isinstance(self.part, torch.nn.Module):
             return []
-        near = [one for one in self.part.parameters() if type(one.data) is torch.Tensor and one.device.type == "cpu"]
+        near = [one for one in self.part.parameters() if type(one.data) is torch.Tensor and is_host(one.device)]
         return [fingerprint(one) for one in near]
-
-
-def _is_known(one: Any) -> bool:
-    """Whether an object or a function is of a library whose pipelines were all run with prompts kept."""
-    module = getattr(one, "__module__", None) or type(one).__module__
-    return str(module).partition(".")[0] in _KNOWN
 
 
 def _describe(part: Any) -> Any:
@@ -117,7 +108,7 @@ class Prompts:
 def keep_prompts(kind: Any) -> Any:
     """The `encode_prompt` of a pipeline's class that looks first whether it was asked the same before."""
     encode, read = kind.encode_prompt, _find_read(kind)
-    if not _is_known(encode):
+    if not is_known(encode):
         return encode
     signature = inspect.signature(encode)
 
@@ -132,8 +123,7 @@ def keep_prompts(kind: Any) -> Any:
         if placement is None or key is None or torch.is_grad_enabled():  # with gradients it is not for a picture
             return encode(self, *args, **kwargs)
         if placement.prompts is None:
-            at_home = placement.device == torch.device("cpu")
-            placement.prompts = Prompts(placement.plan.prompts_kept.value, at_home=at_home)
+            placement.prompts = Prompts(placement.plan.prompts_kept.value, at_home=is_host(placement.device))
         placement.prompts.renew(self, read.difference(placement.denoisers))
         if any(encoder.is_strange() for encoder in placement.prompts.encoders):
             return encode(self, *args, **kwargs)
@@ -192,7 +182,7 @@ def _key(
     names = read.difference(find_components(pipe))
     own = {name: value for name, value in sorted(vars(pipe).items()) if name in names}
     named = [(name, read_state(one) if isinstance(one, torch.Tensor) else _plain(one)) for name, one in own.items()]
-    if any(value is _plain and (callable(own[name]) or not _is_known(type(own[name]))) for name, value in named):
+    if any(value is _plain and (callable(own[name]) or not is_known(type(own[name]))) for name, value in named):
         return None
     return values, tuple((name, value) for name, value in named if value is not _plain)
 
