@@ -1,0 +1,217 @@
+"""The one way to change a module's `forward`.
+
+A `ForwardOverrides` object sits in `module.__dict__["forward"]` and runs the overrides that were set for the module,
+outermost first, around the forward found at call time. The module stays the object it is: `isinstance`, adapters,
+`state_dict`, copies and pickles work as before.
+
+accelerate's and diffusers' hooks replace `module.forward` too and restore what they saw when they were added. Both
+orders work: a hook added later runs around the overrides until `refresh_overrides` puts them on top again, which a
+placed pipeline does at every call. What a hook restores is an older `ForwardOverrides`, which passes calls through.
+
+Known limitations: an unpickled module has its class's `forward` bound at load time, so that it loads without this
+package; a later patch of the class is not seen by that module until it is placed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import operator
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from types import CodeType, MethodType
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = [
+    "ForwardOverrides",
+    "Override",
+    "Slot",
+    "get_override",
+    "refresh_overrides",
+    "remove_override",
+    "run_beneath",
+    "set_override",
+]
+
+Forward: TypeAlias = Callable[..., Any]
+Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with the forward beneath it and the arguments; returns the output."""
+_KEY = "_anyaccel_overrides"
+
+
+class Slot(IntEnum):
+    """What overrides are for; a module has at most one per slot, and a lower slot runs around the higher ones."""
+
+    INPUTS = 0
+    """Device and dtype of inputs, torch function modes, NaN check."""
+    RECORDING = 1
+    """Records calls for `anyaccel check`, or runs them with shapes only."""
+    BATCHING = 2
+    """Joins the calls of several requests into one batch."""
+    CFG_SPLIT = 3
+    """Splits the batch of classifier-free guidance over two ranks."""
+    STEP_REUSE = 4
+    """Returns the output of an earlier step."""
+    CAPTURE = 5
+    """Captures and replays device graphs."""
+    COMPILE = 6
+    """Runs compiled code."""
+
+
+class _Chain:
+    """The overrides of one module, in its `__dict__` beside the forward that runs them."""
+
+    def __init__(self) -> None:
+        self.slots: dict[Slot, Override] = {}
+        self.ordered: tuple[Override, ...] = ()
+        self.top: weakref.ref[ForwardOverrides] | None = None
+        """The object that runs them: the outermost forward when it was last looked at."""
+
+    def change(self, slot: Slot, override: Override | None) -> None:
+        slots = {**self.slots, slot: override}
+        self.slots = {key: value for key, value in slots.items() if value is not None}
+        self.ordered = tuple(self.slots[key] for key in sorted(self.slots))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
+        return _Chain()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ()  # a pickle loads without this package
+
+
+def _find_chain(module: torch.nn.Module) -> _Chain | None:
+    chain = vars(module).get(_KEY)
+    return chain if isinstance(chain, _Chain) else None
+
+
+class ForwardOverrides:
+    """The callable in a module's `__dict__["forward"]`."""
+
+    def __init__(self, module: torch.nn.Module, beneath: Forward | None, chain: _Chain) -> None:
+        # A strong reference would make a cycle, and a released pipeline would keep its memory until a collection.
+        self._module = weakref.ref(module)
+        self._chain = chain
+        self.beneath = beneath
+        """Another library's replacement of the forward; None for the class's own, which is looked up at call time."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the overrides around the forward; step aside while torch traces or transforms the module."""
+        if torch.compiler.is_compiling():
+            return self._run_original(*args, **kwargs)
+        top = self._chain.top
+        if top is None or top() is not self or _is_transformed():
+            return self._run_original(*args, **kwargs)
+        return self._run(self._chain.ordered, *args, **kwargs)
+
+    def _run(self, overrides: tuple[Override, ...], /, *args: Any, **kwargs: Any) -> Any:
+        if not overrides:
+            return self._run_original(*args, **kwargs)
+        return overrides[0](functools.partial(self._run, overrides[1:]), args, kwargs)
+
+    def _run_original(self, *args: Any, **kwargs: Any) -> Any:
+        if self.beneath is not None:
+            return self.beneath(*args, **kwargs)
+        module: Any = self._get_module()
+        return type(module).forward(module, *args, **kwargs)  # Dynamo traces this, and no bound method made here
+
+    def _get_module(self) -> torch.nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward was released")
+        return module
+
+    def _get_original(self) -> Any:
+        module = self._get_module()
+        return MethodType(type(module).forward, module) if self.beneath is None else self.beneath
+
+    # Pipelines ask which arguments a model takes, and torch.export where its code is.
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._get_original())
+
+    @property
+    def __name__(self) -> str:
+        return "forward"
+
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = inspect.unwrap(self._get_original()).__code__
+        return code
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy starts without overrides and runs its own weights.
+        module = self._get_module()
+        return ForwardOverrides(memo.get(id(module), module), copy.deepcopy(self.beneath, memo), _Chain())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.beneath is not None:
+            return operator.itemgetter(0), ((self.beneath,),)
+        return getattr, (self._get_module(), "forward")  # the class's: pickle sets `__dict__` after this
+
+
+def _is_transformed() -> bool:
+    """Return whether `torch.jit.trace` or a functorch transform such as `vmap` runs the module."""
+    return torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> None:
+    """Set a module's override for a slot, replacing an earlier one."""
+    chain = _find_chain(module) or _Chain()
+    _install(module, chain)
+    chain.change(slot, override)
+
+
+def get_override(module: Any, slot: Slot) -> Override | None:
+    """Return a module's override for a slot, or None."""
+    chain = _find_chain(module) if isinstance(module, torch.nn.Module) else None
+    return None if chain is None else chain.slots.get(slot)
+
+
+def remove_override(module: torch.nn.Module, slot: Slot) -> None:
+    """Remove a module's override for a slot, if it has one; without overrides the module has its own forward again."""
+    chain = _find_chain(module)
+    if chain is None:
+        return
+    chain.change(slot, None)
+    if chain.ordered:
+        return
+    del vars(module)[_KEY]
+    chain.top = None
+    forward = vars(module).get("forward")
+    if isinstance(forward, ForwardOverrides):
+        if forward.beneath is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = forward.beneath
+
+
+def refresh_overrides(module: torch.nn.Module) -> None:
+    """Put a module's overrides around whatever replaced its forward since they were set."""
+    chain = _find_chain(module)
+    if chain is not None:
+        _install(module, chain)
+
+
+def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward with the overrides beneath a slot only."""
+    chain = _find_chain(module)
+    top = None if chain is None or chain.top is None else chain.top()
+    if chain is None or top is None:
+        return module.forward(*args, **kwargs)
+    return top._run(tuple(chain.slots[key] for key in sorted(chain.slots) if key > slot), *args, **kwargs)
+
+
+def _install(module: torch.nn.Module, chain: _Chain) -> None:
+    """Make the outermost forward of a module one that runs its overrides."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
+        forward = None  # restored by a hook or a pickle: the class's own
+    if not isinstance(forward, ForwardOverrides) or forward._module() is not module:
+        forward = vars(module)["forward"] = ForwardOverrides(module, forward, chain)
+    forward._chain = chain
+    chain.top = weakref.ref(forward)
+    vars(module)[_KEY] = chain
