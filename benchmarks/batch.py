@@ -58,7 +58,7 @@ def time_batch(rows: Path, out: Path, workers: int) -> float:
     from anyaccel.cluster.maker import Settings
 
     clock = Clock(workers)
-    settings = Settings(device="cpu", dtype="float32", host_layers=True, threads=1)
+    settings = Settings(device="cpu", dtype="float32", threads=1)
     run_job(Job(source=str(rows), out=out, settings=settings, workers=workers), clock)
     return (clock.over - clock.before) / (clock.ended - clock.began)
 
@@ -77,7 +77,7 @@ def time_loop(rows: Path, out: Path) -> float:
 
     torch.set_num_threads(1)
     order = make_order("", None, "cpu", 0, dtype="float32")
-    loaded = load_afresh(order, Wishes(dtype="float32", host_layers=True))
+    loaded = load_afresh(order, Wishes(dtype="float32"))
     loaded.pipe.set_progress_bar_config(disable=True)
     out.mkdir()
     asked, _ = read_rows(str(rows))

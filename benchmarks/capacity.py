@@ -188,7 +188,7 @@ def measure_leader(rows: int) -> float:
 
     facts = Facts(
         pipeline="", parameters=("prompt",), revision=None, device="", virtual=False, dtype="float32",
-        host_layers=False, rows_a_call=1, load_s=0.0,
+        rows_a_call=1, load_s=0.0,
     )  # fmt: skip
 
     class Instant:

@@ -34,7 +34,7 @@ class Script:
         self.queues[worker] = deque()
         facts = Facts(
             pipeline="SomePipeline", parameters=("prompt", "width"), revision="r", device=f"cpu:{worker}",
-            virtual=False, dtype="float32", host_layers=True, rows_a_call=self.rows_a_call, load_s=0.0,
+            virtual=False, dtype="float32", rows_a_call=self.rows_a_call, load_s=0.0,
         )  # fmt: skip
         self.events.append(self.beginning(worker) or Ready(worker, facts))
 
@@ -92,14 +92,13 @@ def rows(count: int, **call: object) -> list[Row]:
     return [Row(number=n + 1, prompt="x", seed=n, call=call) for n in range(count)]
 
 
-def test_every_row_is_made_once_and_the_first_worker_decides_for_all(tmp_path: Path) -> None:
+def test_every_row_is_made_once(tmp_path: Path) -> None:
     crew = Script(lambda *_: None)
     summary, heard, _ = lead(tmp_path, crew, rows(9))
     assert (summary.done, summary.failed, summary.made) == (9, 0, 9)
     assert crew.stopped
     assert sorted(number for _, made in crew.made for number in made) == list(range(1, 10))
     assert {worker for worker, _ in crew.made} == {0, 1}
-    assert [one.host_layers for one in crew.settings] == [None, True]
     assert "a minute" in heard.last
     again = Script(lambda *_: None)
     summary, _, _ = lead(tmp_path, again, rows(9))

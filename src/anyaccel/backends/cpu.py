@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 import re
 from pathlib import Path
 
 from anyaccel.backends.claim import DtypeLimit, Quirk, Yes
-from anyaccel.backends.driver import Driver, Memory, Recorder
+from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import VersionIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet, Speedup
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet
 from anyaccel.backends.sources import (
     DIFFUSERS_TORCH_UTILS,
     INDUCTOR_CACHE,
@@ -22,11 +21,6 @@ from anyaccel.backends.sources import (
     TORCH_SOURCE,
 )
 from anyaccel.errors import NotMeasurableError
-
-_OUR_LAYERS = "benchmarks/results/host_layers_cpu.json"
-_OUR_RECORDINGS = "benchmarks/results/host_layers_cpu_x86_64.json"
-_RUNS_BEFORE, _LONGEST_CALL_S = 8, 6e-4
-"""Recording takes the time of two runs, and every replay saves a fifth of one, or some 20 µs for each call in it."""
 
 SHEET = Sheet(
     name="cpu",
@@ -98,23 +92,6 @@ SHEET = Sheet(
         says="Flash attention has a kernel for the CPU.",
         source=TORCH_SOURCE + "aten/src/ATen/native/cpu/FlashAttentionKernel.cpp",
         evidence="documented",
-    ),
-    speedups=(
-        Speedup(
-            name="host_layers",
-            gain=1.3,
-            says="Convolutions of 3 by 3 out of matrix products took half to two thirds of the time of torch's own.",
-            source=_OUR_LAYERS,
-            evidence="hardware",
-        ),
-        Speedup(
-            name="capture",
-            gain=1.25,
-            says="Replayed without Python, views and new memory, the embedded model's UNet took 0.8 of its time.",
-            source=_OUR_RECORDINGS,
-            evidence="hardware",
-            most_bytes=256 * 2**20,
-        ),
     ),
     largest_tensor=(Yes(says="Sizes and indices are 64 bits wide.", source=TENSORS, evidence="documented"),),
     quirks=(
@@ -208,13 +185,6 @@ class CpuDriver(Driver):
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak of resident memory: man 5 proc
         except OSError as error:
             raise self._not_measurable() from error
-
-    def recorder(self, index: int) -> Recorder | None:
-        from anyaccel.host_recording.record import record_host
-
-        most = self.sheet.most_recorded_bytes
-        record = functools.partial(record_host, longest_call_s=_LONGEST_CALL_S, most_bytes=most)
-        return Recorder(record, warm=_RUNS_BEFORE, off=None, of_calls=True)
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(

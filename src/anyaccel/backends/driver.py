@@ -18,7 +18,7 @@ from anyaccel.backends.sheet import Dtypes, Sheet
 from anyaccel.errors import NotMeasurableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from types import ModuleType
 
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Memory", "Recorder"]
 
-Record: TypeAlias = (
-    "Callable[[Callable[[], Any], Sequence[torch.Tensor], Sequence[bool]], tuple[Any, Callable[[], None]]]"
-)
-"""Given a function, the tensors that it reads, and whether each was the same one the last time, it gives the function's
-result, whose tensors stay where they are, and a replay that fills them anew."""
+Record: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
+"""Runs a function once while the device records it; returns its result, whose tensors stay where they are, and a
+function that replays the recording into them."""
 _MOST_PINNED = 64 * 2**20
 """Bytes; what is pinned stays with the process, and so videos are not."""
 
@@ -53,13 +51,11 @@ class Recorder:
 
     record: Record
     warm: int = 2
-    """Runs of a shape before it is recorded: libraries choose their kernels and make their workspaces in them. Where
-    calls are recorded, one is enough if a picture has as many steps: so many make up for it."""
-    off: float | None = 2e-2
-    """How far a replay may be from what was recorded, of its size; None where recording sees to that it is not."""
-    of_calls: bool = False
-    """Whether calls are replayed one by one, as on the host, and not a graph of the device: then they are done while
-    they are recorded, and inputs and weights are read again only if torch counts a write to them."""
+    """Runs of a shape before it is captured: libraries choose their kernels and allocate workspaces in them."""
+    off: float = 2e-2
+    """Largest relative error of the first replay against the eager result."""
+    read_settings: Callable[[], Any] = lambda: None
+    """Reads the numeric settings that are fixed when work is recorded, such as TF32."""
 
 
 class Driver:

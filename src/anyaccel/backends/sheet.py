@@ -146,8 +146,6 @@ class Speedup(Claim):
     """`capture`, `channels_last`, `compile`, `group_norm`, `gelu`, `float8`."""
     gain: float
     """How many times as fast what it is for becomes, as it was measured or is expected."""
-    most_bytes: int | None = None
-    """The memory that it may hold; where it would hold more, it is not done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +276,6 @@ class Sheet:
     def speedup(self, name: str) -> Speedup | None:
         """The way of that name to be faster, if it is known to pay here."""
         return next((one for one in self.speedups if one.name == name), None)
-
-    @property
-    def most_recorded_bytes(self) -> int | None:
-        """What a recording may hold; None where there is no limit but the device's memory."""
-        capture = self.speedup("capture")
-        return capture.most_bytes if capture else None
 
     def usable_bytes(self, total: int) -> int:
         """What tensors can have of a device with that much memory on its label."""

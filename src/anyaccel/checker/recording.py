@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 
+from anyaccel.forward_overrides import Slot, remove_override, set_override
+
 __all__ = ["Call", "Comparison", "comparing", "find_tensors", "recording"]
 
-_METHODS = ("forward", "encode", "decode")
-"""The ways in which pipelines call their models."""
+_METHODS = ("encode", "decode")
+"""What pipelines call on their models besides `forward`."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +106,31 @@ def _listening(pipe: Any, listener: Listener) -> Iterator[None]:
     """Let a listener make every call of every model of a pipeline; calls within calls are the model's own matter."""
     inside: list[str] = []
 
-    def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def listen(*args: Any, **kwargs: Any) -> Any:
-            if inside:
-                return call(*args, **kwargs)
-            inside.append(name)
-            try:
-                return listener(name, call, args, kwargs)
-            finally:
-                inside.clear()
-
-        return listen
+    def listen(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if inside:
+            return call(*args, **kwargs)
+        inside.append(name)
+        try:
+            return listener(name, call, args, kwargs)
+        finally:
+            inside.clear()
 
     with ExitStack() as stack:
         for name, component in pipe.components.items():
             if not isinstance(component, torch.nn.Module):
                 continue
+            set_override(component, Slot.RECORDING, functools.partial(listen, name))
+            stack.callback(remove_override, component, Slot.RECORDING)
             for method in _METHODS:
                 if callable(getattr(component, method, None)):
-                    label = name if method == "forward" else f"{name}.{method}"
-                    stack.enter_context(_replacing(component, method, wrap(label, getattr(component, method))))
+                    stack.enter_context(_replacing(component, method, functools.partial(listen, f"{name}.{method}")))
         yield
 
 
 @contextmanager
-def _replacing(component: torch.nn.Module, method: str, call: Callable[..., Any]) -> Iterator[None]:
-    before = vars(component).get(method)
-    vars(component)[method] = call
+def _replacing(component: torch.nn.Module, method: str, listen: Callable[..., Any]) -> Iterator[None]:
+    before, call = vars(component).get(method), getattr(component, method)
+    vars(component)[method] = lambda *args, **kwargs: listen(call, args, kwargs)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -45,7 +45,6 @@ class _Worker:
     facts: Facts | None = None
     queue: deque[list[_Task]] = field(default_factory=deque)
     """What it was given and has not done, in turn."""
-    started: bool = False
     vain_starts: int = 0
     gone: bool = False
     """Given up."""
@@ -97,7 +96,8 @@ class Batch:
         self.listener.on_start(len(self.rows), len(self.tasks))
         try:
             if self.tasks:
-                self._start_first()
+                for number in self.workers:
+                    self._start(number)
             while self.tasks or any(worker.queue for worker in self.workers.values()):
                 for event in self.crew.wait(_WAIT_S):
                     self._handle(event)
@@ -112,21 +112,8 @@ class Batch:
             seconds=time.monotonic() - self.began,
         )
 
-    def _start_first(self) -> None:
-        """One worker decides how all of them round, unless that is decided already; then the others begin."""
-        decided = all(worker.settings.host_layers is not None for worker in self.workers.values())
-        if decided or "host_layers" in self.folder.run:
-            for number in self.workers:
-                self._start(number)
-        else:
-            self._start(0)
-
     def _start(self, number: int) -> None:
         worker = self.workers[number]
-        settled = self.folder.run.get("host_layers")
-        if worker.settings.host_layers is None and settled is not None:
-            worker.settings = replace(worker.settings, host_layers=settled)
-        worker.started = True
         self.crew.start(number, worker.settings)
 
     def _handle(self, event: Event) -> None:
@@ -136,7 +123,7 @@ class Batch:
         handlers[type(event)](event)
 
     def _on_ready(self, event: Ready) -> None:
-        facts, first = event.facts, "host_layers" not in self.folder.run
+        facts = event.facts
         check_parameters((task.row for task in self.tasks), facts.parameters, facts.pipeline)
         for name in ("revision", "dtype"):
             before = self.folder.settle(name, getattr(facts, name))
@@ -145,15 +132,10 @@ class Batch:
                     f"worker {event.worker} has another {name} than the run: {getattr(facts, name)}, not {before}",
                     hint="take another folder with --out, or the model that it was begun with",
                 )
-        self.folder.settle("host_layers", facts.host_layers)
         self.workers[event.worker].facts = facts
         self.listener.on_ready(event.worker, facts)
         if self.made == 0:
             self.working_since = time.monotonic()
-        if first:
-            for number, worker in self.workers.items():
-                if not worker.started:
-                    self._start(number)
 
     def _on_finished(self, event: Finished) -> None:
         worker = self.workers[event.worker]
@@ -227,8 +209,6 @@ class Batch:
             return
         worker.gone = True
         left = [number for number, other in self.workers.items() if not other.gone]
-        if left and not any(self.workers[number].started for number in left):
-            self._start(left[0])  # the first one was to decide for all, and cannot
         if not left:
             raise AnyaccelError(
                 f"no worker can begin: {event.reason}, {_VAIN_STARTS} times in a row",

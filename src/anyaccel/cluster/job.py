@@ -65,7 +65,7 @@ def _find_local(job: Job) -> tuple[Crew, Sequence[Settings], Places]:
     if places.on_host:
         return LocalCrew(), [shared] * count, places
     indices = range(count) if places.index is None else [places.index]
-    return LocalCrew(), [replace(shared, index=index, host_layers=False) for index in indices], places
+    return LocalCrew(), [replace(shared, index=index) for index in indices], places
 
 
 def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Places]:
@@ -81,7 +81,7 @@ def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Plac
     found = sheet(places.name)
     count = job.workers or count_places(found, places.virtual)
     check_places(found, places.virtual, max(count, 1))
-    settings = replace(job.settings, device=places.device, host_layers=None if places.on_host else False)
+    settings = replace(job.settings, device=places.device)
     workers = [replace(settings, index=_index_of(places, number)) for number in range(count)]
     counted = places.virtual or bool(found.ray_resource)
     return RayCrew(resources_for(found, places.virtual), counted), workers, places

@@ -29,8 +29,6 @@ class Settings:
     speed: str = "exact"
     rows_a_call: int | None = None
     """How many rows of one shape are made at once; None decides."""
-    host_layers: bool | None = None
-    """Whether the host does its layers in ways of ours; the first worker decides for all, so that all round alike."""
     threads: int | None = None
     """How many of the host's threads it may use; None leaves it to the process."""
 
@@ -46,7 +44,6 @@ class Facts:
     device: str
     virtual: bool
     dtype: str
-    host_layers: bool
     rows_a_call: int
     load_s: float
 
@@ -103,7 +100,7 @@ class Maker:
         self.order = make_order(
             "", settings.model, _name_device(settings), 0, dtype=settings.dtype, speed=settings.speed
         )
-        wishes = Wishes(dtype=self.order.dtype, speed=settings.speed, host_layers=settings.host_layers)
+        wishes = Wishes(dtype=self.order.dtype, speed=settings.speed)
         self.loaded = load_afresh(self.order, wishes, _Silence())
         self.loaded.pipe.set_progress_bar_config(disable=True)
         plan = self.loaded.pipe.plan
@@ -114,7 +111,6 @@ class Maker:
             device=plan.device,
             virtual=plan.virtual,
             dtype=plan.dtype.value,
-            host_layers=plan.host_layers.value,
             rows_a_call=settings.rows_a_call or _choose_rows_a_call(self.loaded.pipe),
             load_s=round(self.loaded.load_s, 3),
         )

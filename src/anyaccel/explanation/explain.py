@@ -38,7 +38,6 @@ from anyaccel.planning.speed import choose_compiling
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.planning.workspace import read_workspace
 from anyaccel.runtime.admission import check_size
-from anyaccel.runtime.host_layers import measure_gain
 from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts
 from anyaccel.tracing.build import FullSize, build_pipeline
@@ -108,7 +107,6 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
         device=target.name,
         virtual=target.virtual,
         half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
-        host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
         environment=os.environ,
     )
 
@@ -143,8 +141,7 @@ class _Asking:
         shared = self._share(measure)
         rules = self.rules(batch)
         try:
-            most = sheet.most_recorded_bytes
-            decision, forecast = make_forecast(shared, batch, capacity, rules, most_recorded_bytes=most)
+            decision, forecast = make_forecast(shared, batch, capacity, rules)
             measure(PLAIN, 1)
         except AnyaccelError:
             raise
@@ -170,12 +167,10 @@ class _Asking:
     def rules(self, batch: int) -> list[MemoryRule]:
         """The ways to run so many images, the cheapest first."""
         at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
-        filters, split = self.plan.host_layers.value, self.plan.parallel.value
+        split = self.plan.parallel.value
         whole = split is not None and split.way == "tensor"  # what is split cannot come and go
         wishes = replace(self.wishes, memory="resident") if whole else self.wishes
-        return list_pipeline_rules(
-            self.full.pipe, batch, at_once, wishes, unified_memory=unified, second_filters=filters
-        )
+        return list_pipeline_rules(self.full.pipe, batch, at_once, wishes, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
         """What measures calls of one size."""

@@ -17,7 +17,7 @@ from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.place import resolve_device
-from anyaccel.runtime.placement import find_placement, remember_wishes
+from anyaccel.runtime.placement import remember_wishes
 
 if TYPE_CHECKING:
     from anyaccel.pictures.order import Order
@@ -112,16 +112,8 @@ def _load(
         with counting_components(listener):
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     remember_wishes(pipe, wishes)
-    pipe.to(f"{opened.sheet.name}:{opened.index}")
-    if spared or chosen.value in HALF_PRECISIONS:
-        _keep_reason(pipe, chosen)
+    decided = chosen if spared or chosen.value in HALF_PRECISIONS else None
+    pipe.place_as_decided(f"{opened.sheet.name}:{opened.index}", {}, decided)
     # None: a bar on a terminal and in a notebook, and none in a log.
     pipe.set_progress_bar_config(disable=None)
     return pipe
-
-
-def _keep_reason(pipe: Any, chosen: Decision[str]) -> None:
-    """The plan takes the type of the weights for the user's choice: the reason is the device's."""
-    placement = find_placement(pipe)
-    if placement is not None and placement.plan.dtype.value == chosen.value:
-        placement.plan = replace(placement.plan, dtype=chosen)

@@ -20,8 +20,6 @@ class Way:
     """Whether the autoencoder takes one image at a time, and one larger than it was trained on in tiles."""
     sliced_attention: bool = False
     """Whether attention runs one head at a time."""
-    second_filters: bool = False
-    """Whether convolutions keep their filters in a second form, which makes them faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,6 @@ class ModelSize:
     """As they lie on the device, in the type that they run in."""
     layer_bytes: int
     """The most that lies on the device where layers come and go one by one."""
-    filters_bytes: int = 0
-    """What filters in a second form take at the most."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Footprint:
     always_there: tuple[str, ...] = ()
     """The models that diffusers leaves on the device whatever is offloaded."""
     fixed_bytes: int = 0
-    """What libraries hold besides, and what was made of weights to be faster."""
+    """What libraries hold besides."""
 
     @property
     def weights_bytes(self) -> int:

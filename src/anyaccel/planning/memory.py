@@ -130,18 +130,15 @@ def list_rules(
     residences: tuple[Residence, ...],
     *,
     has_parts: bool = True,
-    second_filters: bool = False,
 ) -> Iterator[MemoryRule]:
     """Every way to run a call, the cheapest in time first; what the user pinned is in all of them.
 
     A batch is split before layers are moved one by one: that costs a little of a batch's speed, and layers that come
-    and go at every step cost most of it. Where filters would be kept in a second form, that is given up first.
+    and go at every step cost most of it.
     """
     ways = _list_ways(wishes, has_parts)
     if wishes.memory is not None:
         residences = (_as_residence(wishes.memory),)
-    if second_filters and residences[0] == "resident":
-        yield MemoryRule("resident", replace(ways[0], second_filters=True), wishes.images_per_call)
     whole: list[Residence] = [residence for residence in residences if residence != "layer"] or ["layer"]
     for residence in whole:
         for way in ways:
@@ -174,13 +171,10 @@ def _halve(images: int) -> Iterator[int]:
         yield images
 
 
-def predict(
-    footprint: Footprint, residence: Residence, *, recorded: bool = False, most_recorded_bytes: int | None = None
-) -> dict[str, int]:
+def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
     """The bytes at the peak of each phase: `load`, and those in which models run.
 
-    Once denoising is `recorded`, which it is up to some size, what it holds at its peak is held in all phases, for the
-    next picture.
+    Once denoising is `recorded`, what it holds at its peak is held in all phases, for the next image.
     """
     loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, footprint.always_there)
     peaks = {"load": loaded}
@@ -200,7 +194,6 @@ def predict(
         peaks[passing.phase] = max(peaks.get(passing.phase, 0), need)
     if recorded:
         held = max((one.held_bytes for one in footprint.passings if one.phase == "denoise"), default=0)
-        held = held if most_recorded_bytes is None or held <= most_recorded_bytes else 0
         peaks = {name: peak if name == "denoise" else peak + held for name, peak in peaks.items()}
     return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
 
@@ -303,12 +296,7 @@ def _need_of_many(sample: Footprint, rule: MemoryRule, images: int) -> int:
 
 
 def make_forecast(
-    measure: Measure,
-    images: int,
-    capacity_bytes: int,
-    rules: Iterable[MemoryRule],
-    *,
-    most_recorded_bytes: int | None = None,
+    measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
     """The decision about memory for one call, and all that is said of it."""
     listed = list(rules)
@@ -316,7 +304,7 @@ def make_forecast(
     rule = decision.value
     footprint = measure((rule or listed[0]).way, min(images, (rule or listed[0]).images_per_call or images))
     residence = (rule or listed[0]).residence
-    recorded = predict(footprint, residence, recorded=True, most_recorded_bytes=most_recorded_bytes)
+    recorded = predict(footprint, residence, recorded=True)
     forecast = Forecast(
         fits=rule is not None,
         capacity_bytes=capacity_bytes,

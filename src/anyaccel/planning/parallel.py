@@ -157,7 +157,7 @@ def _refuse_model(model: ComponentFacts, split: Split) -> tuple[str, str] | None
 
 def _refuse_what_ranks_do_apart(wishes: Wishes) -> None:
     """What was asked for by name and cannot go with it."""
-    for name in ("compile", "capture", "host_layers"):
+    for name in ("compile", "capture"):
         if getattr(wishes, name) is True:
             raise UsageError(f"{name}=True is not done on several devices", hint=f"leave {name} or parallel out")
     if wishes.speed != "exact":

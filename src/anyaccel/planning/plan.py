@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from anyaccel.backends.claim import Quirk
@@ -18,6 +18,7 @@ from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
 from anyaccel.planning.repair import choose_repairs
+from anyaccel.planning.run_report import RunReport
 from anyaccel.planning.schedule import choose_schedule
 from anyaccel.planning.speed import (
     Compiling,
@@ -25,7 +26,6 @@ from anyaccel.planning.speed import (
     choose_channels_last,
     choose_compiling,
     choose_fusions,
-    choose_host_layers,
     choose_prompts_kept,
 )
 from anyaccel.planning.speed_level import Reuse, choose_quantized, choose_reuse
@@ -33,8 +33,6 @@ from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 
 __all__ = ["NO_MEMORY", "Plan", "do_the_same", "make_plan"]
 
-_NOT_COMPILED: Decision[tuple[str, ...]] = Decision((), "nothing was asked to be compiled")
-_NO_BUCKETS: Decision[tuple[str, ...]] = Decision((), "no size has been run compiled yet")
 NO_MEMORY = Decision(MemoryRule(), "no size was looked at yet")
 
 
@@ -67,23 +65,22 @@ class Plan:
     channels_last: Decision[bool]
     fusions: Decision[tuple[str, ...]]
     capture: Decision[bool]
-    host_layers: Decision[bool]
     quantized: Decision[str]
     reuse: Decision[Reuse | None]
     prompts_kept: Decision[int]
     prime: Decision[bool]
     watch: Decision[bool]
-    compiled: Decision[tuple[str, ...]] = _NOT_COMPILED
-    buckets: Decision[tuple[str, ...]] = _NO_BUCKETS
     forecast: Forecast | None = None
-    """What a call will hold, where one was worked out."""
+    """The memory that a call needs, where it was computed."""
+    report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
+    """What happened since; the only part that changes."""
 
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
         """Each decision with its name."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Decision):
-                yield field.name, value
+                yield each.name, value
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON would have it."""
@@ -93,16 +90,20 @@ class Plan:
             "device": self.device,
             "title": self.title,
             "virtual": self.virtual,
-            "decisions": [
-                {"name": name, "value": str(decision), "reason": decision.reason} for name, decision in self.decisions()
-            ],
+            "decisions": _list(self.decisions()),
+            "report": _list(self.report.entries()),
             **said,
         }
 
     def __str__(self) -> str:
         head = f"{self.pipeline} on {self.device}: {self.title}{' (virtual)' if self.virtual else ''}"
         lines = [f"  {name:17} {str(decision)!s:34} {decision.reason}" for name, decision in self.decisions()]
-        return "\n".join([head, *lines])
+        happened = [f"  {name:17} {str(entry)!s:34} {entry.reason}" for name, entry in self.report.entries()]
+        return "\n".join([head, *lines, *(["what happened since:", *happened] if happened else [])])
+
+
+def _list(decisions: Iterable[tuple[str, Decision[Any]]]) -> list[dict[str, str]]:
+    return [{"name": name, "value": str(decision), "reason": decision.reason} for name, decision in decisions]
 
 
 def make_plan(
@@ -113,12 +114,15 @@ def make_plan(
     device: str,
     virtual: bool = False,
     half_precision_cost: Mapping[str, float] | None = None,
-    host_layers_gain: float | None = None,
+    dtype: Decision[str] | None = None,
     environment: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> Plan:
-    """Decide everything about one pipeline on one device, or on one of several that share it."""
-    dtype = choose_dtype(sheet, facts, wishes, half_precision_cost)
+    """Decide everything about one pipeline on one device, or on one of several that share it.
+
+    `dtype` is the decision about the dtype where the caller made it before, for example to load weights in it.
+    """
+    dtype = dtype or choose_dtype(sheet, facts, wishes, half_precision_cost)
     replacements = choose_replacements(sheet)
     attention = choose_attention(sheet, wishes, FLOATING_BYTES.get(dtype.value, 2))
     repairs = choose_repairs(sheet, replacements.value, attention.value)
@@ -145,7 +149,6 @@ def make_plan(
         capture=choose_capture(sheet, wishes),
         quantized=choose_quantized(sheet, wishes, dtype.value),
         reuse=choose_reuse(wishes),
-        host_layers=choose_host_layers(sheet, wishes, dtype.value, host_layers_gain),
         prompts_kept=choose_prompts_kept(wishes),
         prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
@@ -159,7 +162,6 @@ def do_the_same(plan: Plan) -> Plan:
         plan,
         compiling=Decision(Compiling("never"), TOGETHER),
         capture=Decision(False, TOGETHER),
-        host_layers=Decision(False, TOGETHER),
     )
 
 

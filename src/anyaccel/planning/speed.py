@@ -18,7 +18,6 @@ __all__ = [
     "choose_channels_last",
     "choose_compiling",
     "choose_fusions",
-    "choose_host_layers",
     "choose_prompts_kept",
     "is_worth_compiling",
 ]
@@ -30,7 +29,6 @@ PROMPTS_KEPT = 16
 _START_S, _BLOCK_S, _PLAIN_BLOCKS = 15.0, 1.4, 40
 """What compiling takes: to begin, and for each block of a whole model; and what a model without blocks counts as. From
 36 s for 25 blocks, 38 s for 28 and 95 s for 57, and 23 s for one block of each kind, on a machine with 16 cores."""
-_PAYS = 1.1
 _MANY = 2000
 """From so many pictures on, the last few hundredths that a whole graph gains over blocks are worth a minute or two."""
 
@@ -97,27 +95,6 @@ def choose_channels_last(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
 def choose_capture(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
     """Whether what a denoiser asks of the device may be recorded and replayed."""
     return _choose(sheet, "capture", wishes.capture)
-
-
-def choose_host_layers(sheet: Sheet, wishes: Wishes, dtype: str, gain: float | None) -> Decision[bool]:
-    """Whether the host does layers in ways of ours: where they were faster in a trial on this machine.
-
-    `gain` is how many times as fast they were; None where there was no trial.
-    """
-    speedup = sheet.speedup("host_layers")
-    if wishes.host_layers is False:
-        return Decision(False, "host_layers=False was asked for")
-    if speedup is None:
-        return Decision(False, "they are for the host")
-    if dtype != "float32":
-        return Decision(False, f"they are for float32, and models run in {dtype}")
-    asked = "asked for; " if wishes.host_layers else ""
-    if gain is None:
-        said = "the host was busy when it was to be tried; host_layers=True asks for it"
-        return Decision(bool(wishes.host_layers), "asked for" if wishes.host_layers else said)
-    pays = gain >= _PAYS
-    said = f"{asked}{gain:.2f} times as fast in a trial on this machine"
-    return Decision(pays or bool(wishes.host_layers), said if pays else f"{said}, which is too little")
 
 
 def choose_fusions(sheet: Sheet, wishes: Wishes) -> Decision[tuple[str, ...]]:

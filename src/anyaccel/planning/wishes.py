@@ -60,8 +60,6 @@ class Wishes:
     """Whether compiled models keep pictures in memory channels last; None where that pays."""
     fuse: bool | None = None
     """Whether compiled models use fused operations; None where that pays."""
-    host_layers: bool | None = None
-    """Whether the host does convolutions and products in ways of ours; None where a short trial shows that it pays."""
     keep_prompts: bool = True
     """Whether what encoders made of a prompt is kept for the next call with the same."""
     parallel: str | None = None

@@ -16,7 +16,9 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
     """All that what was compiled depends on."""
     plan = placement.plan
     models = find_models(pipe)
-    structure = {name: _describe_model(models[name]) for name in plan.compiled.value if name in models}
+    compiled = placement.report.compiled
+    names = compiled.value if compiled is not None else ()
+    structure = {name: _describe_model(models[name]) for name in names if name in models}
     return {
         "pipeline": plan.pipeline,
         "structure": hashlib.sha256(json.dumps(structure, sort_keys=True, default=str).encode()).hexdigest()[:16],

@@ -1,36 +1,32 @@
-"""The module boundary: what goes into a model lies on the device, in a type that the device takes.
+"""The module boundary: what goes into a model lies on the device, in a dtype that the device supports.
 
-Hooks on the models of a pipeline. They also change torch's function seam from the one around the models to the one
-inside, and hand what came out to the watch.
+An override of each model's forward. It also replaces the torch function mode around the models by the one inside, and
+passes the output to the NaN check.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from anyaccel.backends.host import is_host, is_on
+from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.fast_forward import find_fast_forward
+from anyaccel.runtime.compiled_forward import find_compiled
 from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
 
-__all__ = ["Boundary", "find_boundaries", "remove_boundaries", "set_boundaries", "stepping_back"]
+__all__ = ["Boundary", "find_boundaries", "set_boundaries"]
 
-_MARK = "_anyaccel_boundary"
 _TIMESTEPS = ("timestep", "timesteps")
-_INSIDE = threading.local()
 
 
 class Boundary:
-    """The two hooks of one model."""
+    """The override of one model."""
 
     def __init__(
         self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device, seam: ModelSeam | None
@@ -38,51 +34,30 @@ class Boundary:
         self.name = name
         self.seam = seam
         self.device = device
-        self.plan = plan
+        self.needs = _read_needs(plan)
+        self.dtype = getattr(torch, plan.dtype.value)
         self.meeting: Meeting = make_meeting(plan, device)
         self.timestep_position = _find_timestep(module)
         self.float_timesteps = torch.int64 in self.meeting.replacements and not _looks_timesteps_up(module)
+        self.compiled = find_compiled(module)
         self.cast_to: torch.dtype | None = None
-        """The type that floating inputs are cast to where the model runs in another one than the pipeline."""
-        self.handles: list[Any] = []
+        """The dtype of floating inputs where the model runs in another one than the pipeline."""
 
-    def serves(self, plan: Plan, device: torch.device) -> bool:
-        """Whether it is on its model, and does there what a plan says; memory and speed are no matter of its."""
-        others = {
-            name: getattr(plan, name)
-            for name in ("memory", "forecast", "capture", "reuse", "quantized", "compiled", "buckets")
-        }
-        same = self.plan is plan or replace(self.plan, **others) == plan
-        return same and self.device == device and bool(self.handles)
+    def serves(self, module: torch.nn.Module, plan: Plan, device: torch.device) -> bool:
+        """Return whether it does what a plan needs at the boundary."""
+        return self.needs == _read_needs(plan) and self.device == device and self.compiled is find_compiled(module)
 
-    def attach(self, module: torch.nn.Module) -> None:
-        """Put the hooks on a model, in place of those of an earlier plan."""
-        earlier = getattr(module, _MARK, None)
-        if isinstance(earlier, Boundary):
-            earlier.detach()
-        self.handles = [
-            module.register_forward_pre_hook(self.enter, with_kwargs=True),
-            module.register_forward_hook(self.leave, always_call=True),
-        ]
-        vars(module)[_MARK] = self
-
-    def detach(self) -> None:
-        """Take the hooks off."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-
-    def enter(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the model runs."""
-        if torch.compiler.is_compiling():
-            return None
-        found = find_fast_forward(module)
-        # A compiled model is repaired in its graph: tracing one inside a mode breaks too often.
-        seam = None if found is not None and found.compiled else self.seam
-        _entered().append((self, enter_model(seam)))  # whatever fails from here on, `leave` steps back
-        return self._adapt(args, kwargs)
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model on adapted inputs."""
+        # A compiled model is adapted in its graph: tracing one inside a mode breaks too often.
+        modes = enter_model(None if self.compiled is not None and not self.compiled.failure else self.seam)
+        try:
+            args, kwargs = self._adapt(args, kwargs)
+            output = forward(*args, **kwargs)
+        finally:
+            leave_model(*modes)
+        note_output(self.name, output)
+        return output if self.cast_to is None else _cast_back(output, self.dtype)
 
     def _adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         position, name = self.timestep_position
@@ -93,16 +68,6 @@ class Boundary:
         elif name in named:
             named[name] = self._settle_timestep(named[name])
         return tuple(moved), named
-
-    def leave(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """After it ran, or failed."""
-        if torch.compiler.is_compiling():
-            return None
-        entered = _entered()
-        if entered and entered[-1][0] is self:  # not where another hook failed before `enter`
-            leave_model(*entered.pop()[1])
-        note_output(self.name, output)
-        return None if self.cast_to is None else _cast_back(output, getattr(torch, self.plan.dtype.value))
 
     def _bring(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -122,9 +87,9 @@ class Boundary:
         return value
 
     def _settle_timestep(self, timestep: Any) -> Any:
-        """A timestep as a floating tensor of the device, where the device has trouble with whole numbers of 64 bits.
+        """Return the timestep as a floating tensor of the device, where the device has trouble with int64.
 
-        A Python number becomes a tensor too: to a compiler each value of it would be a graph of its own.
+        A Python number becomes a tensor too: a compiler would make one graph per value.
         """
         if not self.float_timesteps:
             return timestep
@@ -133,76 +98,37 @@ class Boundary:
         whole = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.int32, torch.int64)
         return timestep.to(torch.float32) if whole else timestep
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A module with hooks is copied and pickled with them; the handles belong to the module they were made on.
-        return _rebuild, (self.name, self.plan, self.device, self.timestep_position, self.float_timesteps, self.cast_to)
 
-
-def _rebuild(name: str, plan: Plan, device: torch.device, position: Any, floats: bool, cast_to: Any) -> Boundary:
-    made = Boundary.__new__(Boundary)
-    made.name, made.plan, made.device = name, plan, device
-    made.seam = make_model_seam(plan, device)
-    made.meeting = make_meeting(plan, device)
-    made.timestep_position, made.float_timesteps, made.cast_to, made.handles = position, floats, cast_to, []
-    return made
-
-
-def _entered() -> list[tuple[Boundary, Any]]:
-    """The models that this thread is inside of, with what leaving each needs."""
-    entered: list[tuple[Boundary, Any]] = _INSIDE.__dict__.setdefault("entered", [])
-    return entered
-
-
-@contextmanager
-def stepping_back() -> Iterator[None]:
-    """After the block, be outside of all models that were entered in it: Ctrl-C ends a model without its hooks."""
-    before = len(_entered())
-    try:
-        yield
-    finally:
-        while len(_entered()) > before:
-            leave_model(*_entered().pop()[1])
+def _read_needs(plan: Plan) -> tuple[Any, ...]:
+    """Return the decisions of a plan that matter at the boundary."""
+    return plan.dtype.value, plan.replacements.value, plan.repairs.value, plan.attention.value
 
 
 def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
-    """Put a boundary on every model that has none for this plan: those that were exchanged since, too."""
+    """Put a boundary on every model that has none for this plan, also on models that were replaced since."""
     seam: ModelSeam | None = None
     for name, component in components.items():
         if not isinstance(component, torch.nn.Module):
             continue
         for part in _entrances(component):
             inside = getattr(part, "_orig_mod", None)
-            if isinstance(inside, torch.nn.Module):
-                _remove_boundary(inside)
-            earlier = vars(part).get(_MARK)
-            if isinstance(earlier, Boundary) and earlier.serves(plan, device):
+            if isinstance(inside, torch.nn.Module):  # compiled by the user since: the boundary goes around that
+                remove_override(inside, Slot.INPUTS)
+            earlier = get_override(part, Slot.INPUTS)
+            if isinstance(earlier, Boundary) and earlier.serves(part, plan, device):
+                refresh_overrides(part)
                 continue
             seam = seam or make_model_seam(plan, device)
             boundary = Boundary(name, part, plan, device, None if hasattr(part, "_orig_mod") else seam)
             if isinstance(earlier, Boundary):
                 boundary.cast_to = earlier.cast_to
-            boundary.attach(part)
-
-
-def _remove_boundary(module: torch.nn.Module) -> None:
-    """Take the boundary off a model that was compiled since: it goes around what was compiled."""
-    earlier = vars(module).pop(_MARK, None)
-    if isinstance(earlier, Boundary):
-        earlier.detach()
-
-
-def remove_boundaries(components: dict[str, Any]) -> None:
-    """Take all boundaries off, so that the models are as diffusers made them."""
-    for component in components.values():
-        if isinstance(component, torch.nn.Module):
-            for part in _entrances(component):
-                _remove_boundary(part)
+            set_override(part, Slot.INPUTS, boundary)
 
 
 def find_boundaries(component: torch.nn.Module) -> list[Boundary]:
-    """The boundaries of one model."""
-    marks = [vars(part).get(_MARK) for part in _entrances(component)]
-    return [mark for mark in marks if isinstance(mark, Boundary)]
+    """Return the boundaries of one model."""
+    overrides = [get_override(part, Slot.INPUTS) for part in _entrances(component)]
+    return [override for override in overrides if isinstance(override, Boundary)]
 
 
 def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:

@@ -14,18 +14,18 @@ from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results
-from anyaccel.runtime.boundary import find_boundaries, set_boundaries, stepping_back
+from anyaccel.runtime.boundary import find_boundaries, set_boundaries
 from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.ferry import find_ferry
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.parallel import run_split, share_noise
-from anyaccel.runtime.place import fall_back_in_type, place_newcomers, without_advice
+from anyaccel.runtime.place import fall_back_in_dtype, place_newcomers, without_advice
 from anyaccel.runtime.placement import Placement, find_components, find_placement
 from anyaccel.runtime.recovery import run_within_memory
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
 from anyaccel.runtime.seam import make_glue_seam
-from anyaccel.runtime.speed import speeding
+from anyaccel.runtime.speed import apply_speedups
 from anyaccel.runtime.warmup import leaving_no_trace
 from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
 
@@ -58,7 +58,7 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         note_shape(placement, part)
         placement.running = True
         try:
-            with speeding(pipe, placement, part):
+            with apply_speedups(pipe, placement, part):
                 return run_split(pipe, split, _Run(pipe, placement, call, part, draws.take(first, part.images)).finish)
         finally:
             placement.running = False
@@ -66,7 +66,7 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
     try:
         results = [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, run)
     except DoesNotFitError as error:
-        if placement.shared or split is not None or not fall_back_in_type(pipe, placement, error):
+        if placement.shared or split is not None or not fall_back_in_dtype(pipe, placement, error):
             raise
         draws.rewind()
         smaller = find_placement(pipe)
@@ -84,7 +84,8 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
 def _label(result: Any, placement: Placement, request: Request) -> None:
     """A result carries its plan and its seeds, where it is an object that can."""
     if hasattr(result, "to_tuple"):
-        vars(result)["plan"], vars(result)["seeds"] = placement.plan, request.seeds
+        plan = replace(placement.plan, report=replace(placement.report))  # later calls do not change this one
+        vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
 
 
 def _is_about_arguments(error: ValueError) -> bool:
@@ -193,14 +194,14 @@ class _Run:
     @contextmanager
     def _seams(self, source: NoiseSource) -> Iterator[None]:
         placement = self.placement
-        set_boundaries(self.components, placement.plan, placement.device)
+        plan = placement.call_plan
+        set_boundaries(self.components, plan, placement.device)
         with ExitStack() as stack:
             stack.enter_context(compiling(placement))
-            on_host = placement.plan.schedule.value == "host"
+            on_host = plan.schedule.value == "host"
             numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
             stack.enter_context(drawing_from(source))
-            stack.enter_context(make_glue_seam(placement.plan, placement.device, numbers, self.ferry))
-            stack.enter_context(stepping_back())
+            stack.enter_context(make_glue_seam(plan, placement.device, numbers, self.ferry))
             yield
 
     def _mend(self, broken: list[str]) -> Any:
@@ -221,7 +222,7 @@ class _Run:
             self._cast(component, torch.float32, torch.float32)
             result, outputs = self._once()
             if not find_broken(outputs):
-                self._say_mended(name, where)
+                self._report_float32(name, where)
                 return result
             self._cast(component, next(iter(narrow)), None)
         raise NotFiniteError(
@@ -237,8 +238,8 @@ class _Run:
         for boundary in find_boundaries(component):
             boundary.cast_to = inputs
 
-    def _say_mended(self, name: str, where: str) -> None:
-        plan = self.placement.plan
-        kept = {**dict(plan.component_dtypes.value), name: "float32"}
-        reason = f"{name} was not finite in {plan.dtype.value} ({where}), and is in float32"
-        self.placement.plan = replace(plan, component_dtypes=Decision(tuple(kept.items()), reason))
+    def _report_float32(self, name: str, where: str) -> None:
+        report = self.placement.report
+        names = (*(report.float32_models.value if report.float32_models else ()), name)
+        reason = f"{name} was not finite in {self.placement.plan.dtype.value} ({where}), and is in float32"
+        report.float32_models = Decision(names, reason)

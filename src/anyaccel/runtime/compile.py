@@ -8,24 +8,23 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 
 from anyaccel.backends.cache_folder import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
+from anyaccel.forward_overrides import ForwardOverrides
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.fast_forward import FastForward, can_stand_in
+from anyaccel.runtime.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.fusions import fuse, kept_with_graphs
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
 
-__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "note_shape"]
+__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "has_foreign_forward", "note_shape"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -54,10 +53,10 @@ def compile_components(
     with _put_back(rule.cache_variable):
         for name in chosen:
             _compile(pipe, name, placement.plan, whole)
-    plan = placement.plan
-    done = tuple(dict.fromkeys((*plan.compiled.value, *chosen)))
-    kept = f", kept in {placement.cache_dir}" if placement.cache_dir else ""
-    placement.plan = replace(plan, compiled=Decision(done, f"asked for: {rule}{kept}"))
+    report = placement.report
+    names = tuple(dict.fromkeys((*(report.compiled.value if report.compiled else ()), *chosen)))
+    cached = f", cached in {placement.cache_dir}" if placement.cache_dir else ""
+    report.compiled = Decision(names, f"requested: {rule}{cached}")
 
 
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
@@ -66,29 +65,41 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     compiling = plan.compiling.value
     options = _find_options(plan, plan.compile.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
-    denoisers = [name for name in placement.denoisers if can_stand_in(models[name])]
-    decoders = [name for name, model in models.items() if has_decoder(model) and can_stand_in(model.decoder)]
-    for name in (*denoisers, *decoders):
-        if plan.channels_last.value:
-            models[name].to(memory_format=torch.channels_last)
+    denoisers = [name for name in placement.denoisers if not has_foreign_forward(models[name])]
+    decoders = [name for name, model in models.items() if has_decoder(model) and not has_foreign_forward(model.decoder)]
+    if plan.channels_last.value:
+        for name in (*denoisers, *decoders):
+            _lay_out_channels_last(models[name])
     for name in denoisers:
         if compiling.region == "blocks":
-            models[name].compile_repeated_blocks(**options)
+            compile_blocks(models[name], name, options)
         else:
-            _stand_in(models[name], options)
+            compile_forward(models[name], name, options)
     for name in decoders:
-        _stand_in(models[name].decoder, options)
+        compile_forward(models[name].decoder, name, options)
     return (*denoisers, *decoders)
+
+
+def _lay_out_channels_last(model: torch.nn.Module) -> None:
+    """Store the weights of 2-D convolutions channels last; `Module.to` would refuse a model with 3-D ones."""
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.to(memory_format=torch.channels_last)
+
+
+def has_foreign_forward(module: torch.nn.Module) -> bool:
+    """Return whether another library replaced the forward of a module or of its layers: offloading, caches, casts."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, ForwardOverrides):
+        forward = forward.beneath
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return True
+    return any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules())
 
 
 def has_decoder(model: Any) -> bool:
     """Whether a model decodes by a part of its own that is called so."""
     return hasattr(model, "decode") and isinstance(getattr(model, "decoder", None), torch.nn.Module)
-
-
-def _stand_in(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    run = MethodType(type(module).forward, module)
-    FastForward(module, torch.compile(run, **options)).install()
 
 
 def _choose(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
@@ -186,7 +197,7 @@ def compiling(placement: Placement) -> Iterator[None]:
     A compiler that is told nothing may write its own default there: that is put back too.
     """
     variable = placement.plan.compile.value.cache_variable
-    if not variable or not (placement.cache_dir or placement.plan.compiled.value):
+    if not variable or not (placement.cache_dir or placement.report.compiled):
         yield
         return
     with _put_back(variable):
@@ -234,18 +245,19 @@ def _put_back(variable: str) -> Iterator[None]:
 
 
 def note_shape(placement: Placement, request: Request) -> None:
-    """A compiled pipeline is about to run at some size: one of its buckets, or a new one, which is compiled."""
-    plan = placement.plan
-    if not plan.compiled.value:
+    """Note the size that a compiled pipeline is about to run at; a new one may be compiled, which takes time."""
+    report, rule = placement.report, placement.plan.compile.value
+    if report.compiled is None:
         return
-    bucket = bucket_of(request)
-    if bucket in plan.buckets.value:
+    sizes = report.compiled_sizes.value if report.compiled_sizes else ()
+    size = bucket_of(request)
+    if size in sizes:
         return
-    if plan.buckets.value and plan.compile.value.static:
+    if sizes and rule.static:
         _LOG.warning(
             "anyaccel: %s is a new size for a compiled pipeline, and is compiled now; ready are: %s",
-            bucket,
-            "; ".join(plan.buckets.value),
+            size,
+            "; ".join(sizes),
         )
-    reason = "every size is a graph of its own here" if plan.compile.value.static else "sizes that were run compiled"
-    placement.plan = replace(plan, buckets=Decision((*plan.buckets.value, bucket), reason))
+    reason = "every size is a graph of its own here" if rule.static else "sizes that were run compiled"
+    report.compiled_sizes = Decision((*sizes, size), reason)

@@ -5,18 +5,21 @@ Pipelines with a UNet, and many with a transformer, run both halves as one batch
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.tracing.shell import map_tensors
 
 __all__ = ["share_guidance"]
+
+Forward = Callable[..., Any]
 
 _LOG = logging.getLogger("anyaccel")
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -29,52 +32,46 @@ def share_guidance(model: torch.nn.Module, *, insist: bool) -> None:
 
     Where halves do not give what the batch gives, it is an error if one insists, else batches are run whole.
     """
-    plain = model.forward
-    shared = _SharedGuidance(plain, insist)
-
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return shared.run(args, kwargs)
-
-    model.forward = forward
+    first = next(iter(inspect.signature(model.forward).parameters))
+    set_override(model, Slot.CFG_SPLIT, _SharedGuidance(first, insist))
 
 
 class _SharedGuidance:
-    """What stands in for one model's forward."""
+    """The override of one model's forward."""
 
-    def __init__(self, forward: Any, insist: bool) -> None:
-        self.forward, self.insist = forward, insist
-        self.first = next(iter(inspect.signature(forward).parameters))
+    def __init__(self, first: str, insist: bool) -> None:
+        self.first, self.insist = first, insist
+        """The name of the model's first argument, and whether to raise where halves give another result."""
         self.compared: set[int] = set()
         """Batches, by their rows, whose halves were seen to give the same."""
         self.off = False
         self.told = False
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output for a whole batch, of which this rank ran one half."""
+    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the model's output for a whole batch, of which this rank ran one half."""
         sample = args[0] if args else kwargs.get(self.first)
         rows = sample.shape[0] if isinstance(sample, torch.Tensor) else 1
         if self.off or rows % 2:
             self._tell(rows)
-            return self.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         if rows in self.compared:
-            return self._run_half(rows, args, kwargs)
-        return self._compare(rows, args, kwargs)
+            return self._run_half(forward, rows, args, kwargs)
+        return self._compare(forward, rows, args, kwargs)
 
-    def _run_half(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_half(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rank = torch.distributed.get_rank()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.chunk(2)[rank] if _has_a_row_a_picture(tensor, rows) else tensor
 
-        mine = self.forward(*map_tensors(args, keep), **map_tensors(kwargs, keep))
+        mine = forward(*map_tensors(args, keep), **map_tensors(kwargs, keep))
         return map_tensors(mine, _join)
 
-    def _compare(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compare(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch of so many rows in both ways, once: some models let the pictures of a batch see one another."""
-        whole = self.forward(*args, **kwargs)
+        whole = forward(*args, **kwargs)
         try:
-            reason = _find_difference(whole, self._run_half(rows, args, kwargs))
+            reason = _find_difference(whole, self._run_half(forward, rows, args, kwargs))
         except Exception as error:
             if isinstance(error, AnyaccelError) or is_out_of_memory(error):
                 raise

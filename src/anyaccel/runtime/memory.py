@@ -50,8 +50,6 @@ _MOST_A_PIXEL = 16 * 2**10
 _USUAL_SIDE = 1024
 _TINY = 4096
 """A model whose weights are this part of the memory does not fill it with one picture."""
-_MOST_A_FILTER = 5
-"""What a filter takes with its second form, in filters."""
 _USUAL_FRAMES = 96
 _HEADS, _PIXELS_A_TOKEN = 24, 64
 _NO_SHAPE = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
@@ -124,7 +122,6 @@ def list_pipeline_rules(
     wishes: Wishes,
     *,
     unified_memory: bool,
-    second_filters: bool = False,
 ) -> list[MemoryRule]:
     """The ways in which a pipeline could make so many images, the cheapest first.
 
@@ -133,9 +130,7 @@ def list_pipeline_rules(
     whole = at_once is not None and at_once >= images
     wishes = replace(wishes, images_per_call=None if whole else at_once)
     residences = _list_residences(pipe, unified_memory)
-    rules = list_rules(
-        1 if whole else images, wishes, residences, has_parts=has_parts(pipe), second_filters=second_filters
-    )
+    rules = list_rules(1 if whole else images, wishes, residences, has_parts=has_parts(pipe))
     return list(dict.fromkeys(rules))
 
 
@@ -151,7 +146,6 @@ def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[Memory
         plan.images_per_call.value,
         wishes,
         unified_memory=placement.opened.sheet.unified_memory,
-        second_filters=plan.host_layers.value,
     )
 
 
@@ -182,7 +176,7 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
 
 
 def _bytes_of(name: str, placement: Placement) -> int:
-    dtype = dict(placement.plan.component_dtypes.value).get(name, placement.plan.dtype.value)
+    dtype = placement.component_dtypes.get(name, placement.plan.dtype.value)
     return int(getattr(torch, dtype).itemsize)
 
 
@@ -194,8 +188,7 @@ def plan_call(pipe: Any, placement: Placement, request: Request, rules: list[Mem
         return CallPlan(usual)
     try:
         measure = _make_measurement(pipe, placement, request)
-        most = placement.opened.sheet.most_recorded_bytes
-        decision, forecast = make_forecast(measure, request.images, capacity, rules, most_recorded_bytes=most)
+        decision, forecast = make_forecast(measure, request.images, capacity, rules)
     except Exception as error:  # noqa: BLE001 - any pipeline may be asked; what cannot be traced is run and looked at
         _LOG.debug("anyaccel: %s cannot be traced: %r", type(pipe).__name__, error)
         return CallPlan(Decision(usual.value, f"{usual.reason}; this call cannot be traced ahead of time"))
@@ -252,7 +245,6 @@ def _is_sure(pipe: Any, placement: Placement, request: Request, capacity: int) -
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element
-    weights *= _MOST_A_FILTER if plan.host_layers.value else 1
     width, height = request.arguments.get("width"), request.arguments.get("height")
     side = find_default_side(pipe)
     pixels = (width if isinstance(width, int) else side) * (height if isinstance(height, int) else side)

@@ -55,13 +55,17 @@ class Portable:
         if is_being_offloaded(self):  # diffusers brings the models to the host first
             return super().to(*args, **kwargs)  # type: ignore[misc]
         device, asked = _read_target(args, kwargs)
+        self.place_as_decided(device, asked)
+        return self
+
+    def place_as_decided(self, device: Any, asked: dict[str, Any], dtype: Decision[str] | None = None) -> None:
+        """Place the pipeline; `dtype` is a decision that was made before, for example to load the weights in it."""
 
         def move(place: torch.device, dtype: torch.dtype | None) -> None:
             # The vendor's switches are set by now, so that diffusers need not set them.
             super(Portable, self).to(place, dtype, silence_dtype_warnings=True, hpu_migration=False)  # type: ignore[misc]
 
-        place_pipeline(self, device, asked, move)
-        return self
+        place_pipeline(self, device, asked, move, dtype=dtype)
 
     @property
     def plan(self) -> Plan:
@@ -172,9 +176,9 @@ def _placement_of(pipe: Any) -> Placement:
     lies_on, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
     wishes = find_wishes(pipe)
     opened = resolve_device(lies_on, wishes)
-    plan = plan_pipeline(pipe, opened, replace(wishes, dtype=str(dtype).removeprefix("torch.")))
-    reason = "the type that it was loaded in"
-    settle(pipe, Placement(opened, lies_on, replace(plan, dtype=Decision(plan.dtype.value, reason)), wishes))
+    name = str(dtype).removeprefix("torch.")
+    plan = plan_pipeline(pipe, opened, replace(wishes, dtype=name), Decision(name, "the dtype that it was loaded in"))
+    settle(pipe, Placement(opened, lies_on, plan, wishes))
     made = find_placement(pipe)
     assert made is not None
     return made

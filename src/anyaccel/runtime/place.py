@@ -26,7 +26,6 @@ from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.runtime.boundary import set_boundaries
-from anyaccel.runtime.host_layers import measure_gain
 from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
 from anyaccel.runtime.parallel import check_splits, count_ranks, join_ranks, read_ranks, split_models, take_own_device
 from anyaccel.runtime.placement import (
@@ -42,10 +41,10 @@ from anyaccel.runtime.quantize import check_not_quantized
 from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
-from anyaccel.runtime.speed import slow_down
+from anyaccel.runtime.speed import remove_speedups
 
 __all__ = [
-    "fall_back_in_type",
+    "fall_back_in_dtype",
     "place_newcomers",
     "place_pipeline",
     "plan_pipeline",
@@ -102,8 +101,8 @@ def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
         os.environ[name] = value
 
 
-def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
-    """The plan for a pipeline in memory on a device that is open."""
+def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes, dtype: Decision[str] | None = None) -> Plan:
+    """Return the plan for a pipeline in memory on an open device."""
     on_host = opened.sheet.torch_name == "cpu"
     facts = read_facts(pipe)
     measured = measure_half_precision() if on_host and wishes.dtype is None else None
@@ -114,18 +113,25 @@ def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes) -> Plan:
         device=f"{opened.sheet.name}:{opened.index}",
         virtual=find_device(opened.sheet.name).virtual,
         half_precision_cost=measured,
-        host_layers_gain=measure_gain() if on_host and wishes.host_layers is None else None,
+        dtype=dtype,
         environment=os.environ,
         ranks=read_ranks(opened, facts, wishes),
     )
 
 
 def place_pipeline(
-    pipe: Any, device: Device | None, asked: dict[str, Any], move: Any, *, offloaded: Residence | None = None
+    pipe: Any,
+    device: Device | None,
+    asked: dict[str, Any],
+    move: Any,
+    *,
+    offloaded: Residence | None = None,
+    dtype: Decision[str] | None = None,
 ) -> None:
     """Plan a pipeline for a device and move it there; `move(device, dtype)` is the pipeline's own `to`.
 
-    `offloaded` is where the weights will be where the user offloads them by diffusers' own methods.
+    `offloaded` is where the weights will be where the user offloads them by diffusers' own methods. `dtype` is the
+    decision about the dtype where the caller made it.
     """
     before = find_placement(pipe)
     types = {name: asked[name] for name in ("dtype", "smallest_dtype") if asked.get(name) is not None}
@@ -137,7 +143,7 @@ def place_pipeline(
     if offloaded is None and (before is None or before.wishes.memory != wishes.memory):  # a new pin must make sense
         check_residence(wishes.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
-    plan = plan_pipeline(pipe, opened, wishes)
+    plan = plan_pipeline(pipe, opened, wishes, dtype)
     check_splits(pipe, plan.parallel.value)
     place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
     if before is None or (plan.quantized.value, plan.dtype.value) != (
@@ -148,45 +154,51 @@ def place_pipeline(
     _execute(plan, opened)
     if plan.parallel.value is not None:
         join_ranks(opened, plan)
-    slow_down(pipe, before)
+    remove_speedups(pipe, before)
     if before is not None and before.residence != "resident" and not before.offloaded_by_user:
         bring_home(pipe)
-    placement = Placement(opened, place, plan, wishes, loaded=loaded, residence=None)
-    placement.vae_in_parts = before is not None and before.vae_in_parts
-    if offloaded is not None:
-        placement.residence, placement.offloaded_by_user = offloaded, True
-        placement.weights_rule = Decision(MemoryRule(offloaded), "asked for")
-        _cast(pipe, placement, place, move)
-    else:
-        try:
-            placement.weights_rule = plan_weights(pipe, placement)
+    try:
+        placement = _plan_weights(pipe, Placement(opened, place, plan, wishes, loaded=loaded), offloaded)
+        placement.vae_in_parts = before is not None and before.vae_in_parts
+        if offloaded is not None:
+            _cast(pipe, placement, place, move)
+        else:
             _move(pipe, placement, move)
-        except DoesNotFitError:
-            smaller = find_smaller_dtype(opened.sheet, plan.dtype.value, wishes)
-            if smaller is None:
-                raise
-            place_pipeline(pipe, device, {**asked, "dtype": smaller}, move)
-            return
-    placement.plan = replace(placement.plan, memory=placement.weights_rule)
+    except DoesNotFitError as error:
+        smaller = None if offloaded else find_smaller_dtype(opened.sheet, plan.dtype.value, wishes)
+        if smaller is None:
+            raise
+        decision = _explain_smaller_dtype(smaller, plan.dtype.value, error)
+        place_pipeline(pipe, device, {**asked, "dtype": smaller}, move, dtype=decision)
+        return
     settle(pipe, placement, before)
     alone = plan.parallel.value is None
     if alone and any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
 
 
-def fall_back_in_type(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
-    """Place a pipeline that does not fit again, in the smaller type that its user allows; whether there is one."""
+def fall_back_in_dtype(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
+    """Place a pipeline that does not fit again, in the smaller dtype that its user allows; whether there is one."""
     chosen = placement.plan.dtype.value
     smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.wishes)
     if smaller is None:
         return False
-    pipe.to(dtype=smaller)
-    made = find_placement(pipe)
-    assert made is not None
-    reason = f"smallest_dtype={smaller!r} allows it, and {chosen} does not fit: {error.message}"
-    made.plan = replace(made.plan, dtype=Decision(smaller, reason))
-    set_boundaries(find_components(pipe), made.plan, made.device)
+    pipe.place_as_decided(None, {"dtype": smaller}, _explain_smaller_dtype(smaller, chosen, error))
     return True
+
+
+def _explain_smaller_dtype(smaller: str, chosen: str, error: DoesNotFitError) -> Decision[str]:
+    """Return the decision for the smaller dtype that the user allows."""
+    return Decision(smaller, f"smallest_dtype={smaller!r} allows it, and {chosen} does not fit: {error.message}")
+
+
+def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> Placement:
+    """Complete a draft with the decision where the weights go, which needs the device's free memory."""
+    rule = Decision(MemoryRule(offloaded), "requested") if offloaded else plan_weights(pipe, draft)
+    plan = replace(draft.plan, memory=rule)
+    placement = Placement(draft.opened, draft.device, plan, draft.wishes, loaded=draft.loaded, weights_rule=rule)
+    placement.residence, placement.offloaded_by_user = offloaded, offloaded is not None
+    return placement
 
 
 def _move(pipe: Any, placement: Placement, move: Any) -> None:
@@ -216,7 +228,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
                 f"{type(pipe).__name__} does not fit on {placement.plan.device}: {reason}",
                 hint="take a device with more memory",
             )
-        placement.weights_rule = Decision(MemoryRule(following[0]), reason)
+        placement.weights_rule = placement.report.memory = Decision(MemoryRule(following[0]), reason)
 
 
 def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> None:
@@ -258,17 +270,17 @@ def replan(pipe: Any, placement: Placement, asked: dict[str, Any]) -> None:
     """Plan a pipeline anew for new wishes; it stays where it is and in the type that it has."""
     wishes = read_wishes(asked, placement.wishes)
     before = placement.plan
-    plan = plan_pipeline(pipe, placement.opened, replace(wishes, dtype=before.dtype.value))
-    plan = replace(plan, dtype=before.dtype, component_dtypes=before.component_dtypes)
-    made = replace(placement, plan=replace(plan, memory=before.memory), wishes=wishes, call_plans={})
-    settle(pipe, made, placement)
+    plan = plan_pipeline(pipe, placement.opened, replace(wishes, dtype=before.dtype.value), before.dtype)
+    plan = replace(plan, component_dtypes=before.component_dtypes, memory=before.memory, report=replace(before.report))
+    settle(pipe, replace(placement, plan=plan, call_plan=plan, wishes=wishes, call_plans={}), placement)
 
 
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
     """Put the boundaries on a pipeline's models, and remember its placement."""
     if before is not None and before.device == placement.device:
         placement.primed, placement.cache_dir = before.primed, before.cache_dir
-        placement.plan = replace(placement.plan, compiled=before.plan.compiled, buckets=before.plan.buckets)
+        placement.report.compiled = before.report.compiled
+        placement.report.compiled_sizes = before.report.compiled_sizes
     set_boundaries(find_components(pipe), placement.plan, placement.device)
     placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
     placement.denoisers = read_facts(pipe).denoisers
@@ -290,7 +302,7 @@ def place_newcomers(pipe: Any, placement: Placement) -> None:
     if placement.residence != "resident":
         placement.residence = None  # all are brought to where the next rule wants them
     quantized = {one.name for one in facts.components if one.quantized}
-    kept = quantized | set(dict(placement.plan.component_dtypes.value))
+    kept = quantized | set(placement.component_dtypes)
     place = placement.device if placement.residence == "resident" else torch.device("cpu")
     with torch.no_grad(), make_glue_seam(placement.plan, placement.device), without_advice():
         for name, model in new.items():

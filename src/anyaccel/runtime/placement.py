@@ -18,6 +18,7 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, Facts
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import NO_MEMORY, Plan
+from anyaccel.planning.run_report import RunReport
 from anyaccel.planning.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -56,7 +57,10 @@ class Placement:
     opened: OpenDevice
     device: torch.device
     plan: Plan
+    """What was decided; never replaced."""
     wishes: Wishes
+    call_plan: Plan = None  # type: ignore[assignment]
+    """The plan as it is applied to calls now: with sliced attention where memory requires that."""
     progress: SharedProgress | None = None
     """The bar that several calls share while they run."""
     running: bool = False
@@ -88,10 +92,29 @@ class Placement:
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
     """How calls of each shape are run, by the shape in words."""
 
+    def __post_init__(self) -> None:
+        self.call_plan = self.call_plan or self.plan
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "plan" and "plan" in vars(self):
+            raise AttributeError("a plan is never replaced: what happens later goes into the report")
+        super().__setattr__(name, value)
+
+    @property
+    def report(self) -> RunReport:
+        """What happened since the pipeline was placed."""
+        return self.plan.report
+
     @property
     def memory_rule(self) -> Decision[MemoryRule]:
         """The rule that the pipeline was last brought into."""
-        return self.plan.memory
+        return self.report.memory or self.plan.memory
+
+    @property
+    def component_dtypes(self) -> dict[str, str]:
+        """The dtypes of models that differ from the pipeline's, planned or after NaN."""
+        fixed = self.report.float32_models.value if self.report.float32_models else ()
+        return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(fixed, "float32")}
 
 
 def find_placement(pipe: Any) -> Placement | None:

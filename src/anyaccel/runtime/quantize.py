@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ _MULTIPLE = 16
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
     """Once: the matrices of the models that run at every step; where that fails, the plan says why."""
-    if not placement.plan.quantized.value:
+    if not placement.plan.quantized.value or placement.report.quantized is not None:
         return
     models = find_models(pipe)
     todo = {name: models[name] for name in placement.denoisers if not is_quantized(models[name])}
@@ -37,7 +36,7 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
                 raise
             words = next(iter(str(error).splitlines()), type(error).__name__)
             _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)
-            placement.plan = replace(placement.plan, quantized=Decision("", f"torch cannot: {words}"))
+            placement.report.quantized = Decision("", f"torch cannot: {words}")
             return
         vars(model)[_MARK] = placement.plan.quantized.value  # before the first: memory may run out half way
         for part, layer in places:  # one after another, so that no more than one weight is there twice

@@ -26,7 +26,7 @@ from anyaccel.runtime.remembered import has_learnt, recall, remember
 from anyaccel.runtime.request import Request, shape_of
 from anyaccel.runtime.residence import bring_home, end_phase, find_lost_change, set_residence
 from anyaccel.runtime.seam import make_glue_seam
-from anyaccel.runtime.speed import forget_recordings, slow_down
+from anyaccel.runtime.speed import forget_captured_graphs, remove_speedups
 from anyaccel.tracing.measure import set_parts
 
 __all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory", "weights_at_home"]
@@ -69,7 +69,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
                 placement.call_plans[shape_of(request)] = CallPlan(decision)
                 remember(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return results
-        forget_recordings(pipe)
+        forget_captured_graphs(pipe)
         if placement.residence != "resident":
             placement.residence = None  # models that were cut short lie where they lay
         free(placement)
@@ -83,7 +83,7 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
     changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
     if changed is not None:
         raise UsageError(
-            f"the weights of {changed} were changed while they lay elsewhere ({placement.plan.memory}), and the change "
+            f"the weights of {changed} were changed while they lay elsewhere ({placement.memory_rule}), and the change "
             "is lost",
             hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; '
             "an adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
@@ -158,20 +158,19 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     attention = choose_attention(sheet, wishes, int(getattr(torch, plan.dtype.value).itemsize))
     if rule.way.sliced_attention:
         attention = replace(attention, reason="all heads at once do not fit into the memory")
-    changed = attention.value != plan.attention.value
-    forecast = call.forecast if call else None
-    if (plan.memory, plan.forecast) != (decision, forecast):
-        placement.plan = replace(plan, memory=decision, forecast=forecast)
-    if changed:
+    report = placement.report
+    report.memory = None if decision == plan.memory else decision
+    report.forecast = call.forecast if call else None
+    if attention.value != placement.call_plan.attention.value:
         repairs = choose_repairs(sheet, plan.replacements.value, attention.value)
-        placement.plan = replace(placement.plan, attention=attention, repairs=repairs)
-        set_boundaries(find_components(pipe), placement.plan, placement.device)
+        placement.call_plan = replace(plan, attention=attention, repairs=repairs)
+        set_boundaries(find_components(pipe), placement.call_plan, placement.device)
 
 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
     placement.residence = None
-    slow_down(pipe, placement)
+    remove_speedups(pipe, placement)
     unified = placement.opened.sheet.unified_memory
     bring_home(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
     with make_glue_seam(placement.plan, placement.device):

@@ -1,96 +1,82 @@
-"""Speed: models are compiled once that pays, and what a denoiser asks of the device is recorded where that pays."""
+"""Speed-ups of a placed pipeline: models are compiled once that pays, and denoisers are captured where that pays."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from anyaccel.backends.size import readable
+from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.garbage import without_collecting
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
-from anyaccel.runtime import host_layers
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload, without_log
-from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
-from anyaccel.runtime.fast_forward import FastForward, can_stand_in, find_fast_forward, find_stranger, release
+from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder, has_foreign_forward
+from anyaccel.runtime.compiled_forward import find_compiled, remove_compiled_blocks
+from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.placement import Placement, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
-from anyaccel.runtime.step_reuse import counting_steps
+from anyaccel.runtime.step_reuse import Steps, counting_steps
 
-__all__ = ["Speed", "forget_recordings", "slow_down", "speeding"]
+__all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "remove_speedups"]
 
 _LOG = logging.getLogger("anyaccel")
-_STEPS_TO_PAY = 4
-"""A UNet of Stable Diffusion 1.5's shape takes two plain steps' time to lay out, and 0.6 of one's from then on."""
 
 
 @dataclass
 class Speed:
-    """What pictures took so far, and whether models were compiled for it."""
+    """How long images took so far, and whether models were compiled because of that."""
 
-    pictures: int = 0
+    images: int = 0
     seconds: float = 0.0
     compiled: bool = False
-    laid_out: bool = False
-    """Whether weights lie as the host's products read them."""
     shapes: set[str] = field(default_factory=set)
     """The shapes that were run compiled."""
-    fates: Counter[str] = field(default_factory=Counter)
-    """What became of what was compiled: how much was `loaded`, `written`, `not written`, `not handed out`."""
+    cache_outcomes: Counter[str] = field(default_factory=Counter)
+    """Compile-cache outcomes: how often an entry was `loaded`, `written`, `not written`, `not handed out`."""
 
 
 @contextmanager
-def speeding(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
-    """While a call runs: models are as fast as the plan says; how long it took counts for the next."""
+def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
+    """Run a call with the speed-ups of its plan; the time it takes counts for the next."""
     if placement.residence != "resident" or placement.shared:
         with counting_steps(pipe, None):  # a call inside another one's callback is not among that one's steps
             yield
         return
     speed = placement.speed = placement.speed or Speed()
-    if placement.plan.host_layers.value and (speed.laid_out or _has_steps(part, _STEPS_TO_PAY)):
-        speed.laid_out = True  # from then on every call is: what changed since the last one is looked for here
-        for name, model in find_models(pipe).items():
-            if name not in placement.denoisers and not has_decoder(model):
-                continue  # it runs once for a prompt
-            if not host_layers.install(model, second_filters=placement.plan.memory.value.way.second_filters):
-                _forget(model)
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
+    _check_compiled(pipe, placement)
     if placement.plan.capture.value and _has_room(placement):
-        _capture(pipe, placement, speed, part)
+        _set_capture(pipe, placement, speed)
     new = speed.compiled and bucket_of(part) not in speed.shapes
-    key = _fetch_compiled(pipe, placement, speed, bucket_of(part)) if new else None
+    key = _load_compiled(pipe, placement, speed, bucket_of(part)) if new else None
     start = time.perf_counter()
-    with _reusing(pipe, placement), _collecting_later(new):
+    with _reuse_steps(pipe, placement), _collect_later(new):
         yield
-    took = time.perf_counter() - start
-    speed.pictures += part.images
-    speed.seconds += took
+    seconds = time.perf_counter() - start
+    speed.images += part.images
+    speed.seconds += seconds
     if key is not None:
-        _keep_compiled(speed, key, took)
-    _tell(pipe, placement)
-
-
-def _has_steps(part: Request, enough: int) -> bool:
-    """Whether a call has steps enough to make up for what is done once."""
-    steps = part.arguments.get("num_inference_steps")
-    return not isinstance(steps, int) or steps >= enough
+        _save_compiled(speed, key, seconds)
+    _report(pipe, placement)
 
 
 @contextmanager
-def _collecting_later(later: bool) -> Iterator[None]:
-    """While a call compiles: no garbage is looked for, which would take a fifth of the time and find next to none."""
+def _collect_later(later: bool) -> Iterator[None]:
+    """Pause the garbage collector while a call compiles: it would take a fifth of the time and free next to nothing."""
     if not later or not gc.isenabled():
         yield
         return
@@ -101,142 +87,150 @@ def _collecting_later(later: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _reusing(pipe: Any, placement: Placement) -> Iterator[None]:
-    """While a call runs: denoisers answer as before at the steps that the plan says."""
-    models = find_models(pipe)
-    with counting_steps(pipe, placement.plan.reuse.value) as steps:
+def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
+    """Let denoisers return earlier outputs at the steps that the plan names."""
+    rule = placement.plan.reuse.value
+    with counting_steps(pipe, rule) as steps:
         if steps is None:
             yield
             return
-        for name in placement.denoisers:
-            _stand_in(models[name])
-        yield
-    reuse = placement.plan.reuse
-    done = f"{steps.run} runs, {steps.reused} answers taken again" if steps.reused else "every step was run"
-    reason = f"{reuse.reason.split('; last picture')[0]}; last picture: {done}"
-    placement.plan = replace(placement.plan, reuse=Decision(reuse.value, reason))
+        models = [find_models(pipe)[name] for name in placement.denoisers]
+        for number, model in enumerate(models):
+            set_override(model, Slot.STEP_REUSE, functools.partial(_answer, steps, number))
+        try:
+            yield
+        finally:
+            for model in models:
+                remove_override(model, Slot.STEP_REUSE)
+    text = f"{steps.run} runs, {steps.reused} outputs reused" if steps.reused else "every step was run"
+    placement.report.reuse = Decision(text, "the last call")
 
 
-def _stand_in(model: torch.nn.Module) -> FastForward | None:
-    """What stands in for a model's forward; None where something else does."""
-    found = find_fast_forward(model)
-    if found is None and can_stand_in(model):
-        found = FastForward(model)
-        found.install()
-    return found
+def _answer(
+    steps: Steps, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return steps.answer(number, forward, args, kwargs)
 
 
-def _fetch_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
-    """Before a shape is first run compiled: load what is kept for it; the key to keep it by, where nothing is."""
+def _load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
+    """Load what the compile cache has for a shape, before it is first run; return its key if nothing was loaded."""
     speed.shapes.add(shape)
     key = describe_key(pipe, placement, shape)
-    kept = load_payload(key)
-    if kept is None:
+    payload = load_payload(key)
+    if payload is None:
         return key
-    words = "torch cannot read it"
+    message = "torch cannot read it"
     try:
-        with compiling(placement), without_log("torch.compiler._cache"):  # where it is looked for when the models run
-            found = torch.compiler.load_cache_artifacts(kept)
+        with compiling(placement), without_log("torch.compiler._cache"):  # into the directory that is searched later
+            loaded = torch.compiler.load_cache_artifacts(payload)
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
-        found, words = None, str(error)
-    if found is not None:
-        speed.fates["loaded"] += 1
+        loaded, message = None, str(error)
+    if loaded is not None:
+        speed.cache_outcomes["loaded"] += 1
         return None
-    _LOG.warning("anyaccel: what was kept cannot be loaded, and is made anew: %s", words)
+    _LOG.warning("anyaccel: a cached compilation cannot be loaded, and is compiled again: %s", message)
     remove_payload(key)
     return key
 
 
-def _keep_compiled(speed: Speed, key: dict[str, str], took_s: float) -> None:
-    """Keep what was compiled, where torch hands it out."""
+def _save_compiled(speed: Speed, key: dict[str, str], seconds: float) -> None:
+    """Save what was compiled, where torch hands it out."""
     made = torch.compiler.save_cache_artifacts()
-    fate = "not handed out" if made is None else "written" if save_payload(key, made[0], took_s) else "not written"
-    speed.fates[fate] += 1
+    written = made is not None and save_payload(key, made[0], seconds)
+    speed.cache_outcomes["not handed out" if made is None else "written" if written else "not written"] += 1
 
 
 def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
     choice = placement.plan.compiling.value
-    each = speed.seconds / max(1, speed.pictures)
-    if speed.compiled or not is_worth_compiling(choice, each, speed.pictures, placement.wishes.pictures):
+    each = speed.seconds / max(1, speed.images)
+    if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.wishes.pictures):
         return
     speed.compiled = True
     _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", choice.takes_s)
     names = compile_for_speed(pipe, placement)
-    placement.plan = replace(
-        placement.plan, compiled=Decision(names, f"{placement.plan.compiling}: {placement.plan.compiling.reason}")
-    )
+    reason = f"{placement.plan.compiling}: {placement.plan.compiling.reason}"
+    placement.report.compiled = Decision(names, reason)
+
+
+def _check_compiled(pipe: Any, placement: Placement) -> None:
+    """Stop running compiled code of modules that are not what was compiled."""
+    for name, module in _list_compiled(pipe, placement):
+        compiled = find_compiled(module)
+        if compiled is None:
+            continue
+        compiled.begin_call()
+        if not compiled.failure and has_foreign_forward(module):
+            remove_override(module, Slot.COMPILE)
+            remove_compiled_blocks(module)
+            placement.report.add_not_compiled(name, "another library replaced the forward of it or of its layers")
+
+
+def _list_compiled(pipe: Any, placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, model in find_models(pipe).items():
+        if name in placement.denoisers:
+            yield name, model
+        elif has_decoder(model):
+            yield name, getattr(model, "decoder")  # noqa: B009 - no attribute of every module
 
 
 def _has_room(placement: Placement) -> bool:
-    """Whether the memory is there that recordings hold."""
-    forecast = placement.plan.forecast
+    """Return whether there is memory for what captured graphs hold."""
+    forecast = placement.report.forecast
     if forecast is None or forecast.recorded_peak_bytes <= forecast.capacity_bytes:
         return True
     need, there = readable(forecast.recorded_peak_bytes), readable(forecast.capacity_bytes)
-    capture = Decision(
-        placement.plan.capture.value, f"not at this size: with recordings it would need {need} of {there}"
+    placement.report.capture = Decision(
+        False, f"not at this size: with captured graphs it would need {need} of {there}"
     )
-    placement.plan = replace(placement.plan, capture=capture)
     return False
 
 
-def _capture(pipe: Any, placement: Placement, speed: Speed, part: Request) -> None:
-    """Let the models that run at every step be recorded, where nothing else stands in for their forward.
-
-    A graph of the device is recorded of what was compiled, unless it is asked for; calls of the host, of what was not.
-    """
-    recorder = placement.opened.driver.recorder(placement.opened.index)
-    if recorder is None or (speed.compiled if recorder.of_calls else not (speed.compiled or placement.wishes.capture)):
+def _set_capture(pipe: Any, placement: Placement, speed: Speed) -> None:
+    """Let denoisers be captured: compiled ones, or any if the user requests it."""
+    driver, index = placement.opened.driver, placement.opened.index
+    recorder = driver.recorder(index)
+    if recorder is None or not (speed.compiled or placement.wishes.capture):
         return
     models = find_models(pipe)
     for name in placement.denoisers:
-        found = _stand_in(models[name])
-        if found is None:
+        if has_foreign_forward(models[name]):
             continue
-        stranger = find_stranger(models[name]) if recorder.of_calls else ""
-        found.recorder = None if stranger else recorder
-        if stranger:
-            found.forget()
-            found.told = f"not while {stranger} is in it, whose Python a replay would leave out"
-        else:
-            found.warm = 1 if recorder.of_calls and _has_steps(part, recorder.warm) else recorder.warm
-            found.wait = lambda: placement.opened.driver.synchronize(placement.opened.index)
-            found.renew()
+        capture = get_override(models[name], Slot.CAPTURE)
+        if not isinstance(capture, GraphCapture):
+            capture = GraphCapture(models[name], recorder, functools.partial(driver.synchronize, index))
+            set_override(models[name], Slot.CAPTURE, capture)
+        capture.begin_call()
 
 
-def _tell(pipe: Any, placement: Placement) -> None:
-    """Put on the plan what was found about recording."""
-    models = find_models(pipe)
-    found = [one for name in placement.denoisers if (one := find_fast_forward(models[name])) is not None and one.told]
-    if not found:
-        return
-    done = "recorded" if any(one.recordings for one in found) else "as it is"
-    capture = Decision(placement.plan.capture.value, f"{found[0].told}: {done}")
-    if capture != placement.plan.capture:
-        placement.plan = replace(placement.plan, capture=capture)
+def _report(pipe: Any, placement: Placement) -> None:
+    """Report what became of compiling and capturing in a call."""
+    for name, module in _list_compiled(pipe, placement):
+        compiled = find_compiled(module)
+        if compiled is not None and compiled.failure:
+            placement.report.add_not_compiled(name, compiled.failure)
+    captures = [get_override(find_models(pipe)[name], Slot.CAPTURE) for name in placement.denoisers]
+    status = [capture for capture in captures if isinstance(capture, GraphCapture) and capture.status]
+    if status:
+        captured = any(capture.captured_shapes for capture in status)
+        placement.report.capture = Decision(captured, status[0].status)
 
 
-def forget_recordings(pipe: Any) -> None:
-    """Let go of what was recorded, and of the memory that it holds."""
+def forget_captured_graphs(pipe: Any) -> None:
+    """Drop captured graphs and the memory that they hold."""
     for model in find_models(pipe).values():
-        _forget(model)
+        capture = get_override(model, Slot.CAPTURE)
+        if isinstance(capture, GraphCapture):
+            capture.forget()
 
 
-def _forget(model: torch.nn.Module) -> None:
-    found = find_fast_forward(model)
-    if found is not None:
-        found.forget()
-
-
-def slow_down(pipe: Any, placement: Placement | None) -> None:
-    """Let all models run as diffusers made them: before weights move, or number types change."""
+def remove_speedups(pipe: Any, placement: Placement | None) -> None:
+    """Let all models run as diffusers made them, before weights move or dtypes change."""
     for model in find_models(pipe).values():
         for part in (model, *model.children()):
-            release(part)
-        host_layers.remove(model)
+            remove_override(part, Slot.CAPTURE)
+            remove_override(part, Slot.COMPILE)
     if placement is None or placement.speed is None or not placement.speed.compiled:
         return
     placement.speed.compiled = False
-    for name in placement.denoisers:  # blocks that were compiled in place
-        for part in find_models(pipe)[name].modules():
-            part._compiled_call_impl = None
+    for name in placement.denoisers:
+        remove_compiled_blocks(find_models(pipe)[name])

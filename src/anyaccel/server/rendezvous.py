@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import Any
 
 import torch
 
+from anyaccel.forward_overrides import Slot, run_beneath
 from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import Ticket, are_alike, join, make_ticket, split
 
@@ -219,7 +219,7 @@ class Rendezvous:
 
 
 class MeetingPlace:
-    """Stands in for one model's forward."""
+    """The override of one model's forward."""
 
     def __init__(
         self, module: torch.nn.Module, rendezvous: Rendezvous, *, joins: bool = True, steps: bool = True
@@ -227,9 +227,6 @@ class MeetingPlace:
         self.module, self.rendezvous, self.joins = module, rendezvous, joins
         self.steps = steps
         """Whether calls come again after a round; if not, they may wait for the device next, and take no turns."""
-        self.before: Any = vars(module).get("forward")
-        """What stood in for the model's forward already, such as what is compiled or recorded."""
-        self.run: Run = self.before if self.before is not None else MethodType(type(module).forward, module)
         self.waiting: list[_Waiting] = []
         self.heard: list[Ticket] | None = None
         """Where the arguments of the first run in each call are kept while somebody listens."""
@@ -239,11 +236,9 @@ class MeetingPlace:
         """The sizes of batch that rounds have, and the seconds that one takes; none where a batch may be of any."""
         self.seen = Rounds()
 
-    def remove(self) -> None:
-        """Let the model's forward be what it was."""
-        vars(self.module).pop("forward", None)
-        if self.before is not None:
-            self.module.forward = self.before
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward beneath this override, compiled or captured where it is."""
+        return run_beneath(self.module, Slot.BATCHING, args, kwargs)
 
     def try_out(self, tickets: list[Ticket]) -> bool:
         """Whether two calls give joined what they give alone."""
@@ -276,12 +271,12 @@ class MeetingPlace:
         mark()()
         return time.monotonic() - start
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result for one call, by itself or among others."""
+    def __call__(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the model's result for one call, by itself or among others."""
         there = self.rendezvous
-        if not there.is_part() or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not there.is_part() or torch.is_grad_enabled():
             with there.occupying():
-                return self.run(*args, **kwargs)
+                return forward(*args, **kwargs)
         there.pass_on()
         if self.heard is not None:
             self._listen(args, kwargs)

@@ -236,7 +236,7 @@ class ServedModel:
     def _is_static(self) -> bool:
         """Whether every size is a graph of its own, which would be made while others wait."""
         plan = self.pipe.plan
-        return bool(plan.compiled.value or plan.compile.value.static)
+        return bool(plan.report.compiled or plan.compile.value.static)
 
     def _find_most(self) -> int:
         """How many pictures of the largest size fit into the memory at once."""

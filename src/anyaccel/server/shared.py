@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from anyaccel.backends.host import is_host
-from anyaccel.runtime.fast_forward import FastForward, find_fast_forward, release
+from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
+from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.placement import Placement, find_components, find_models, find_placement, keep_placement
 from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import Ticket
@@ -87,20 +88,18 @@ class SharedPipeline:
     def close(self) -> None:
         """Let the models run as before."""
         for meeting in self.meetings.values():
-            meeting.remove()
+            remove_override(meeting.module, Slot.BATCHING)
 
     def renew(self) -> None:
         """Nobody is inside, and the models may be others: what was recorded of them before holds no longer."""
         for meeting in self.meetings.values():
-            if isinstance(meeting.before, FastForward):
-                meeting.before.renew()
+            capture = get_override(meeting.module, Slot.CAPTURE)
+            if isinstance(capture, GraphCapture):
+                capture.begin_call()
 
     def _put(self, module: torch.nn.Module, steps: bool) -> MeetingPlace:
-        found = find_fast_forward(module)
-        if found is not None and found.recorder is not None and found.recorder.of_calls:
-            release(module)  # which would hold memory for every number of calls that meet
         meeting = MeetingPlace(module, self.rendezvous, joins=False, steps=steps)
-        module.forward = meeting
+        set_override(module, Slot.BATCHING, meeting)
         return meeting
 
 

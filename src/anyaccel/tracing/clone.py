@@ -19,7 +19,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-_ADDED = ("_hf_hook", "_old_forward", "_diffusers_hook", "_anyaccel_boundary", "forward")
+_ADDED = ("_hf_hook", "_old_forward", "_diffusers_hook", "_anyaccel_overrides", "forward")
 """What offloading and placing put on a model that a plain one does not have."""
 _NOTED = ("_output_capturing_hooks_installed",)
 """What a model notes of hooks that it put on itself: without them it must put them on again."""

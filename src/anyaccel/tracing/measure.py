@@ -17,8 +17,6 @@ from anyaccel.tracing.trace import Traced
 
 __all__ = ["Measurement", "set_parts"]
 
-_SECOND_FORM = 4
-"""Of nine numbers of a filter at the most thirty-six are made."""
 _PARTS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
@@ -81,8 +79,7 @@ class Measurement:
             passings=self._read_passings(),
             offload_order=tuple(name for name in order if name),
             always_there=self.always_there,
-            fixed_bytes=self.workspace.fixed_bytes
-            + (sum(model.filters_bytes for model in self._models) if way.second_filters else 0),
+            fixed_bytes=self.workspace.fixed_bytes,
         )
 
     def _read_passings(self) -> tuple[Passing, ...]:
@@ -122,13 +119,7 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace) -> Model
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=take(model.parameters()) + buffers,
         layer_bytes=_find_largest_layer(model, take) + buffers,
-        filters_bytes=_SECOND_FORM * take(_list_filters(model)),
     )
-
-
-def _list_filters(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The filters of 3 by 3, which a second form makes faster."""
-    return [one.weight for one in model.modules() if isinstance(one, torch.nn.Conv2d) and one.kernel_size == (3, 3)]
 
 
 def _find_largest_layer(model: torch.nn.Module, take: Callable[[Any], int]) -> int:

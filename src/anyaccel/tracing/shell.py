@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
+from anyaccel.forward_overrides import Slot, set_override
+
 __all__ = ["WATCHED_BYTES", "Runner", "first_floating", "make_shell", "map_tensors"]
 
 WATCHED_BYTES = 2**20
 """What a model gave last is kept until the end of a call, to be looked at, if it is no larger than this."""
 
-_METHODS = ("forward", "encode", "decode")
+_METHODS = ("encode", "decode")
 _PARTS = ("encoder", "decoder")
 """What an autoencoder runs for one tile after another."""
 _BLENDS = ("blend_v", "blend_h", "blend_t")
@@ -41,6 +43,7 @@ def make_shell(model: torch.nn.Module, name: str, runner: Runner) -> torch.nn.Mo
     }
     model.__class__ = type(kind.__name__, (kind,), content)
     inside: list[str] = []
+    set_override(model, Slot.RECORDING, functools.partial(_run_model, name, "forward", runner, inside))
     for method in _METHODS:
         call = getattr(model, method, None)
         if callable(call):
@@ -51,10 +54,10 @@ def make_shell(model: torch.nn.Module, name: str, runner: Runner) -> torch.nn.Mo
     for child in _PARTS:
         part = getattr(model, child, None)
         if isinstance(part, torch.nn.Module):
-            vars(part)["forward"] = _wrap_part(part.forward, f"{name}.{child}", runner)
+            set_override(part, Slot.RECORDING, functools.partial(runner.run_part, f"{name}.{child}"))
     for kind_of_block, blocks in _find_repeated(model).items():
         for block in blocks:
-            vars(block)["forward"] = _wrap_part(block.forward, f"{name}.{kind_of_block}", runner)
+            set_override(block, Slot.RECORDING, functools.partial(runner.run_part, f"{name}.{kind_of_block}"))
     return model
 
 
@@ -79,26 +82,24 @@ def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
     return blend
 
 
-def _wrap_part(call: Callable[..., Any], name: str, runner: Runner) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return runner.run_part(name, call, args, kwargs)
-
-    return run
-
-
 def _wrap(call: Callable[..., Any], name: str, method: str, runner: Runner, inside: list[str]) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if inside:  # a method that calls another one is one call
-            return call(*args, **kwargs)
-        inside.append(method)
-        try:
-            return runner.run_model(name, method, call, args, kwargs)
-        finally:
-            inside.clear()
+        return _run_model(name, method, runner, inside, call, args, kwargs)
 
     return run
+
+
+def _run_model(
+    name: str, method: str, runner: Runner, inside: list[str], call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    if inside:  # a method that calls another one is one call
+        return call(*args, **kwargs)
+    inside.append(method)
+    try:
+        return runner.run_model(name, method, call, args, kwargs)
+    finally:
+        inside.clear()
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -129,9 +129,7 @@ def test_a_device_without_a_known_backend() -> None:
     assert "no backend of torch.distributed is known" in refusal("cfg", FLUX, sheet=without_limits()).message
 
 
-@pytest.mark.parametrize(
-    "wish", [{"compile": True}, {"capture": True}, {"host_layers": True}, {"speed": "fast"}, {"speed": "draft"}]
-)
+@pytest.mark.parametrize("wish", [{"compile": True}, {"capture": True}, {"speed": "fast"}, {"speed": "draft"}])
 def test_what_ranks_would_do_apart_is_refused(wish: dict[str, Any]) -> None:
     assert "is not done on several devices" in refusal("context", FLUX, **wish).message
 
@@ -179,5 +177,4 @@ def test_a_plan_for_several_devices_times_and_records_nothing(name: str) -> None
     assert str(plan.parallel) == "context:2"
     assert plan.compiling.value.when == "never"
     assert not plan.capture.value
-    assert not plan.host_layers.value
     assert {"name": "parallel", "value": "context:2", "reason": plan.parallel.reason} in plan.to_dict()["decisions"]

@@ -1,1 +1,0 @@
-"""What a model asks of the host, recorded once and replayed without Python."""

@@ -1,0 +1,96 @@
+"""Compiled forwards: a module runs compiled code as long as that works, and eagerly otherwise.
+
+torch.compile does not guard on everything that people change after the first call: hooks on layers
+(`torch._dynamo.config.skip_nnmodule_hook_guards`) and methods patched on classes. Both are looked at here.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.forward_overrides import Slot, get_override, set_override
+from anyaccel.runtime.module_fingerprint import PatchedClasses, find_hook_tables
+
+__all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
+
+_LOG = logging.getLogger("anyaccel")
+Forward = Callable[..., Any]
+
+
+class CompiledForward:
+    """The override that runs a module's compiled forward, or a forward whose blocks were compiled in place."""
+
+    def __init__(self, module: torch.nn.Module, name: str, compiled: Forward | None) -> None:
+        self.name = name
+        self.failure = ""
+        """Why the module runs eagerly, for good."""
+        self._module = weakref.ref(module)
+        self._compiled = compiled
+        """Takes the module as its first argument; None where blocks are compiled in place."""
+        self._classes = PatchedClasses(module)
+        self._hook_tables = find_hook_tables(module)
+
+    def begin_call(self) -> None:
+        """Look at the module before a call of its pipeline."""
+        module = self._module()
+        if self.failure or module is None:
+            return
+        self._hook_tables = find_hook_tables(module)  # adapters add layers
+        if self._classes.changed():
+            self._give_up(module, "a class was patched after compiling")
+
+    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of the compiled code; where it fails, the eager output, and from then on only that."""
+        module = self._module()
+        if self.failure or module is None:
+            return forward(*args, **kwargs)
+        if any(self._hook_tables):
+            if self._compiled is None:
+                self._give_up(module, "layers have hooks")
+            return forward(*args, **kwargs)
+        try:
+            return forward(*args, **kwargs) if self._compiled is None else self._compiled(module, *args, **kwargs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            remove_compiled_blocks(module)
+            output = forward(*args, **kwargs)  # what the model itself raises is raised here
+            first = next(iter(str(error).strip().splitlines()), "")
+            self._give_up(module, f"{type(error).__name__}: {first}")
+            _LOG.warning("anyaccel: compiling %s failed, and it runs eagerly: %s", self.name, self.failure)
+            return output
+
+    def _give_up(self, module: torch.nn.Module, reason: str) -> None:
+        self.failure = reason
+        remove_compiled_blocks(module)
+
+
+def compile_forward(module: torch.nn.Module, name: str, options: dict[str, Any]) -> None:
+    """Let a module run its forward compiled as one graph."""
+    # The class's function and not a bound method: a reference to the module would keep it alive.
+    compiled = torch.compile(type(module).forward, **options)
+    set_override(module, Slot.COMPILE, CompiledForward(module, name, compiled))
+
+
+def compile_blocks(model: Any, name: str, options: dict[str, Any]) -> None:
+    """Compile the blocks that a diffusers model repeats, in place."""
+    model.compile_repeated_blocks(**options)
+    set_override(model, Slot.COMPILE, CompiledForward(model, name, None))
+
+
+def find_compiled(module: Any) -> CompiledForward | None:
+    """Return a module's compiled forward, if it has one."""
+    override = get_override(module, Slot.COMPILE)
+    return override if isinstance(override, CompiledForward) else None
+
+
+def remove_compiled_blocks(module: torch.nn.Module) -> None:
+    """Let blocks that were compiled in place run eagerly."""
+    for part in module.modules():
+        part._compiled_call_impl = None
