@@ -56,7 +56,7 @@ Submit = Callable[[int], "Future[float]"]
 
 def make_work(device: str, *, tiny: bool) -> Work:
     """The model and its call."""
-    wishes: dict[str, Any] = {"watch": False, "compile": not tiny, "pictures": 10_000, "keep_prompts": False}
+    wishes: dict[str, Any] = {"watch": False, "compile": not tiny, "pictures": 10_000}
     work = replace(CASES["sd15"], device=device, dtype="float32" if tiny else "bfloat16", random=True, wishes=wishes)
     call = {**work.call, "num_inference_steps": STEPS, "output_type": "np"}
     if tiny:

@@ -36,7 +36,7 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
     assert ours["median_s"] > 0
     assert ours["first_picture_s"] > 0
     assert row["against stock eager"] == pytest.approx(stock["median_s"] / ours["median_s"], rel=0.05)
-    assert "prompts_kept" in ours["plan"]
+    assert "fusions" in ours["plan"]
     assert any("round 2 of 2" in words for words in told)
     text = "\n".join(describe_bench([row]))
     assert "tiny" in text

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from anyaccel.backends.claim import DtypeLimit, Evidence, OperationLimit, Quirk, RoundTrip, Unknown, Yes
+from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver, Recorder
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
@@ -81,8 +81,8 @@ def _amd(name: str, title: str, memory_bytes: int, says: str = "The figure on th
     )
 
 
-def _measured(name: str, gain: float, says: str, evidence: Evidence = "hardware") -> Speedup:
-    return Speedup(name=name, gain=gain, says=says, source=_OUR_SPEED, evidence=evidence)
+def _measured(name: str, gain: float, says: str) -> Speedup:
+    return Speedup(name=name, gain=gain, says=says, source=_OUR_SPEED, evidence="hardware")
 
 
 CUDA = Sheet(
@@ -205,8 +205,6 @@ CUDA = Sheet(
             source=_CHANNELS_LAST,
             evidence="inferred",
         ),
-        _measured("gelu", 1.02, "A product applies the activation after it before it is written.", "inferred"),
-        _measured("joined", 1.02, "A product of joined tensors is two products, and nothing is joined.", "inferred"),
         Speedup(
             name="float8",
             gain=1.3,

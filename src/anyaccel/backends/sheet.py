@@ -143,7 +143,7 @@ class Speedup(Claim):
     """A way to be faster."""
 
     name: str
-    """`capture`, `channels_last`, `compile`, `group_norm`, `gelu`, `float8`."""
+    """`capture`, `channels_last`, `compile`, `group_norm`, `float8`."""
     gain: float
     """How many times as fast what it is for becomes, as it was measured or is expected."""
 

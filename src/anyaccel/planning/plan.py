@@ -26,7 +26,6 @@ from anyaccel.planning.speed import (
     choose_channels_last,
     choose_compiling,
     choose_fusions,
-    choose_prompts_kept,
 )
 from anyaccel.planning.speed_level import Reuse, choose_quantized, choose_reuse
 from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
@@ -67,7 +66,6 @@ class Plan:
     capture: Decision[bool]
     quantized: Decision[str]
     reuse: Decision[Reuse | None]
-    prompts_kept: Decision[int]
     prime: Decision[bool]
     watch: Decision[bool]
     forecast: Forecast | None = None
@@ -149,7 +147,6 @@ def make_plan(
         capture=choose_capture(sheet, wishes),
         quantized=choose_quantized(sheet, wishes, dtype.value),
         reuse=choose_reuse(wishes),
-        prompts_kept=choose_prompts_kept(wishes),
         prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
     )

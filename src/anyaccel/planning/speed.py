@@ -18,14 +18,12 @@ __all__ = [
     "choose_channels_last",
     "choose_compiling",
     "choose_fusions",
-    "choose_prompts_kept",
     "is_worth_compiling",
 ]
 
 Region: TypeAlias = Literal["blocks", "whole"]
 """What is compiled: one of the blocks that a model repeats, for all of them, or the model as one graph."""
-FUSIONS = ("group_norm", "gelu", "joined")
-PROMPTS_KEPT = 16
+FUSIONS = ("group_norm",)
 _START_S, _BLOCK_S, _PLAIN_BLOCKS = 15.0, 1.4, 40
 """What compiling takes: to begin, and for each block of a whole model; and what a model without blocks counts as. From
 36 s for 25 blocks, 38 s for 28 and 95 s for 57, and 23 s for one block of each kind, on a machine with 16 cores."""
@@ -104,13 +102,6 @@ def choose_fusions(sheet: Sheet, wishes: Wishes) -> Decision[tuple[str, ...]]:
     known = [found for name in FUSIONS if (found := sheet.speedup(name)) is not None]
     reason = " ".join(f"{one.says} ({one.source})" for one in known)
     return Decision(tuple(one.name for one in known), reason or "none is known to pay here")
-
-
-def choose_prompts_kept(wishes: Wishes) -> Decision[int]:
-    """How many prompts' encodings are kept."""
-    if not wishes.keep_prompts:
-        return Decision(0, "keep_prompts=False was asked for")
-    return Decision(PROMPTS_KEPT, "the same prompt is encoded once")
 
 
 def _choose(sheet: Sheet, name: str, wish: bool | None) -> Decision[bool]:

@@ -60,8 +60,6 @@ class Wishes:
     """Whether compiled models keep pictures in memory channels last; None where that pays."""
     fuse: bool | None = None
     """Whether compiled models use fused operations; None where that pays."""
-    keep_prompts: bool = True
-    """Whether what encoders made of a prompt is kept for the next call with the same."""
     parallel: str | None = None
     """How one model is split over several devices, a process each: `auto`, `tensor:2`, `context:4`, `cfg`; None for one
     device."""

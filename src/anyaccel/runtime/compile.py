@@ -20,7 +20,7 @@ from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.compiled_forward import compile_blocks, compile_forward
-from anyaccel.runtime.fusions import fuse, kept_with_graphs
+from anyaccel.runtime.fusions import fuse
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
 
@@ -167,8 +167,7 @@ def _find_backend(name: str, lacking: tuple[tuple[str, str], ...], fusions: tupl
         if fusions:
             fuse(module, fusions)
         compile_graph: Any = torch._dynamo.lookup_backend(name)
-        with kept_with_graphs():
-            compiled: Callable[..., Any] = compile_graph(module, inputs)
+        compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
     return compile_changed

@@ -26,7 +26,6 @@ from anyaccel.runtime.placement import (
     forget_placement,
     is_being_offloaded,
 )
-from anyaccel.runtime.prompts import keep_prompts
 from anyaccel.runtime.quantize import check_not_quantized
 from anyaccel.runtime.recovery import weights_at_home
 from anyaccel.runtime.seam import make_glue_seam
@@ -233,8 +232,6 @@ def portable_class(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind.__call__)
-    if hasattr(kind, "encode_prompt"):
-        content["encode_prompt"] = keep_prompts(kind)
     content |= {name: _with_weights(getattr(kind, name)) for name in _TOUCH_WEIGHTS if hasattr(kind, name)}
     return type(kind.__name__, (first, kind), content)
 

@@ -24,7 +24,6 @@ from anyaccel.planning.wishes import Wishes
 if TYPE_CHECKING:
     from anyaccel.runtime.batch import SharedProgress
     from anyaccel.runtime.memory import CallPlan
-    from anyaccel.runtime.prompts import Prompts
     from anyaccel.runtime.speed import Speed
 
 __all__ = [
@@ -83,8 +82,6 @@ class Placement:
     """Whether the autoencoder was told to take its pictures in parts."""
     weights_rule: Decision[MemoryRule] = NO_MEMORY
     """Where the weights go as long as no size is known."""
-    prompts: Prompts | None = None
-    """What encoders made of prompts."""
     shared: bool = False
     """Whether the models are shared with other pipelines that run at the same time, and so are left as they are."""
     speed: Speed | None = None

@@ -13,7 +13,6 @@ from anyaccel.planning.speed import (
     choose_channels_last,
     choose_compiling,
     choose_fusions,
-    choose_prompts_kept,
     is_worth_compiling,
 )
 from tests.unit.planning.sheets import NAMES, real_sheet, without_limits
@@ -21,7 +20,9 @@ from tests.unit.planning.sheets import NAMES, real_sheet, without_limits
 KNOWN: dict[str, Any] = {"says": "It pays.", "source": "https://example.org", "evidence": "documented"}
 FAST = without_limits(
     compiler=Compiler(backend="b", dynamic=True, fullgraph=False, **KNOWN),
-    speedups=tuple(Speedup(name=name, gain=2.0, **KNOWN) for name in ("compile", "capture", "channels_last", "gelu")),
+    speedups=tuple(
+        Speedup(name=name, gain=2.0, **KNOWN) for name in ("compile", "capture", "channels_last", "group_norm")
+    ),
 )
 DENOISER = ComponentFacts(name="transformer", kind="T", dtype="bfloat16", parameters=9, denoises=True, blocks=57)
 UNET = ComponentFacts(
@@ -37,10 +38,10 @@ def test_what_the_sheet_names_is_done_with_its_source() -> None:
     for chosen in (choose_capture(FAST, Wishes()), choose_channels_last(FAST, Wishes())):
         assert chosen.value
         assert chosen.reason == "It pays. (https://example.org)"
-    assert choose_fusions(FAST, Wishes()).value == ("gelu",)
+    assert choose_fusions(FAST, Wishes()).value == ("group_norm",)
 
 
-@pytest.mark.parametrize("wish", ["capture", "channels_last", "fuse", "keep_prompts", "compile"])
+@pytest.mark.parametrize("wish", ["capture", "channels_last", "fuse", "compile"])
 def test_each_can_be_switched_off(wish: str) -> None:
     off: dict[str, Any] = {wish: False}
     wishes = Wishes(**off)
@@ -48,7 +49,6 @@ def test_each_can_be_switched_off(wish: str) -> None:
         "capture": choose_capture,
         "channels_last": choose_channels_last,
         "fuse": choose_fusions,
-        "keep_prompts": lambda sheet, wishes: choose_prompts_kept(wishes),
         "compile": lambda sheet, wishes: choose_compiling(sheet, facts(DENOISER), wishes),
     }
     chosen = choosers[wish](FAST, wishes)
