@@ -119,7 +119,11 @@ def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
         try:
             made = placed("a fox", num_inference_steps=2, height=1024, width=1024, seed=7, num_images_per_prompt=4,
                           output_type="np")  # fmt: skip
-            row |= {"rule": str(made.plan.memory), "reason": made.plan.memory.reason, "mean": float(made.images.mean())}
+            row |= {
+                "rule": str(made.plan.memory_in_use),
+                "reason": made.plan.memory_in_use.reason,
+                "mean": float(made.images.mean()),
+            }
         except anyaccel.AnyaccelError as error:
             row["error"] = str(error)
         place(pipe, "cpu", dtype="bfloat16")

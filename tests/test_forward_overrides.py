@@ -144,7 +144,8 @@ def test_torch_save_loads_where_this_package_is_not_installed(tmp_path: Path) ->
     torch.save(layer, tmp_path / "layer.pt")
     program = (
         "import sys; import torch; sys.modules['anyaccel'] = None; "
-        f"layer = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); print(tuple(layer(torch.ones(1, 2)).shape))"
+        f"layer = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
+        "print(tuple(layer(torch.ones(1, 2)).shape))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip() == "(1, 2)", done.stderr

@@ -70,9 +70,9 @@ def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[st
         except DoesNotFitError as error:
             gc.collect()
             return {"error": str(error)}
-        forecast = pipe.plan.forecast
+        forecast = pipe.plan.report.forecast
         return {
-            "rule": str(pipe.plan.memory),
+            "rule": str(pipe.plan.memory_in_use),
             "predicted": forecast.peak_bytes if forecast else None,
             "peak": anyaccel.max_memory(device),
             "off": float(numpy.abs(made - reference).max()),
@@ -130,7 +130,7 @@ def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[
                 try:
                     pipe = place(recipes()[name].make(), device, dtype="float32")
                     made = run(recipes()[name], pipe)
-                    row |= {"rule": str(pipe.plan.memory), "off": float(numpy.abs(made - reference).max())}
+                    row |= {"rule": str(pipe.plan.memory_in_use), "off": float(numpy.abs(made - reference).max())}
                 except DoesNotFitError as error:
                     row["error"] = str(error)
             row["allocations"] = counted[0]

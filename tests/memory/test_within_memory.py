@@ -98,8 +98,10 @@ def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
         with failing_at(700, counted):
             made = pipe(**call, seed=3, num_images_per_prompt=4)
         again = pipe(**call, seed=3, num_images_per_prompt=4)
-        assert str(again.plan.memory) == str(made.plan.memory), "the next call starts where this one ended"
-        return float(numpy.abs(made.images - numpy.stack(alone)).max()), str(made.plan.memory), counted[0]
+        assert str(again.plan.memory_in_use) == str(made.plan.memory_in_use), (
+            "the next call starts where this one ended"
+        )
+        return float(numpy.abs(made.images - numpy.stack(alone)).max()), used, counted[0]
 
     off, rule, _ = run_forked("hpu", use)
     assert off < SAME
@@ -109,7 +111,7 @@ def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
         use_quietly()
         assert not remembered._LEARNT
         pipe = place(recipes()["stable-diffusion"].make(), "hpu", **wishes)
-        return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory)
+        return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory_in_use)
 
     assert "2 images a call" in run_forked("hpu", start_there)
 
@@ -163,7 +165,7 @@ def test_waiting_on_a_host_that_shares_the_memory_is_refused_and_diffusers_own_w
             pipe.to("mps", memory="component")
         pipe.enable_model_cpu_offload(device="mps")
         picture = pipe("a fox", num_inference_steps=1, height=16, width=16, output_type="np", seed=1).images
-        return caught.value.hint, str(pipe.plan.memory), bool(numpy.isfinite(picture).all())
+        return caught.value.hint, str(pipe.plan.memory_in_use), bool(numpy.isfinite(picture).all())
 
     hint, rule, finite = run_forked("mps", use)
     assert "memory='phase'" in hint
@@ -194,7 +196,7 @@ def test_a_plan_that_does_not_know_how_little_there_is(monkeypatch: pytest.Monke
         reference = run(recipe, recipe.make())
         pipe = place(recipe.make(), "hpu", dtype="float32")
         made = run(recipe, pipe)
-        rule = str(pipe.plan.memory)
+        rule = str(pipe.plan.memory_in_use)
         del pipe
         gc.collect()
         return rule, float(numpy.abs(made - reference).max()), anyaccel.memory("hpu").used_bytes

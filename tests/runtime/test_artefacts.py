@@ -7,7 +7,6 @@ import os
 import shutil
 import tarfile
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from anyaccel.runtime import artefacts
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.compile import _can_write, compiling
 from anyaccel.runtime.placement import Placement, find_placement
-from anyaccel.runtime.speed import Speed, _fetch_compiled, _keep_compiled
+from anyaccel.runtime.speed import Speed, _load_compiled, _save_compiled
 from tests.conftest import NEEDS_RECIPES
 
 KEY = {"model": "M", "shape": "512 x 512", "torch": "2.13"}
@@ -243,7 +242,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
     placement = find_placement(pipe)
     assert placement is not None
     placement.speed = Speed(compiled=True)
-    placement.plan = replace(placement.plan, compiled=Decision(("transformer",), "for this test"))
+    placement.report.compiled = Decision(("transformer",), "for this test")
     return pipe, placement
 
 
@@ -256,8 +255,8 @@ def test_what_torch_cannot_load_is_said_so_removed_and_made_anew(
     key = describe_key(pipe, placement, "16 × 16")
     artefacts.save_payload(key, payload, 1.0)
     speed = Speed(compiled=True)
-    assert _fetch_compiled(pipe, placement, speed, "16 × 16") == key
-    assert not speed.fates.total()
+    assert _load_compiled(pipe, placement, speed, "16 × 16") == key
+    assert not speed.cache_outcomes.total()
     assert artefacts.list_entries() == []
     assert [record.name for record in caplog.records] == ["anyaccel"], "a line of our own, and no traceback of torch's"
     assert "cannot be loaded" in caplog.text
@@ -271,14 +270,14 @@ def test_what_is_loaded_written_and_not_handed_out_is_counted(placed: tuple[Any,
     pipe, placement = placed
     speed = Speed(compiled=True)
     with CacheArtifactManager.with_fresh_cache():
-        key = _fetch_compiled(pipe, placement, speed, "16 × 16")
+        key = _load_compiled(pipe, placement, speed, "16 × 16")
         assert key is not None
-        _keep_compiled(speed, key, 1.0)
-        assert (dict(speed.fates), artefacts.list_entries()) == ({"not handed out": 1}, [])
+        _save_compiled(speed, key, 1.0)
+        assert (dict(speed.cache_outcomes), artefacts.list_entries()) == ({"not handed out": 1}, [])
         CacheArtifactManager.record_artifact("autotune", "fabc.best_config", {"block": 8})
-        _keep_compiled(speed, key, 1.0)
-        assert _fetch_compiled(pipe, placement, speed, "16 × 16") is None
-    assert speed.fates == {"not handed out": 1, "written": 1, "loaded": 1}
+        _save_compiled(speed, key, 1.0)
+        assert _load_compiled(pipe, placement, speed, "16 × 16") is None
+    assert speed.cache_outcomes == {"not handed out": 1, "written": 1, "loaded": 1}
 
 
 @NEEDS_RECIPES
@@ -293,7 +292,7 @@ def test_a_pipeline_compiles_elsewhere_where_its_folder_cannot_be_written(
     shutil.rmtree(own_cache / "cache")
     _can_write.cache_clear()
     (own_cache / "cache").write_text("a file where the folder would be")
-    key = _fetch_compiled(pipe, placement, Speed(compiled=True), "16 × 16")
+    key = _load_compiled(pipe, placement, Speed(compiled=True), "16 × 16")
     assert key is not None
     for _ in range(2):
         with compiling(placement):

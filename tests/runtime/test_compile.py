@@ -16,6 +16,7 @@ from anyaccel.emulator.process import run_forked
 from anyaccel.errors import UnknownComponentError, UsageError
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
+from tests.forced_plan import force_plan
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported", "compiler_imported")]
 CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "seed": 1}
@@ -63,7 +64,7 @@ def test_as_many_graphs_as_buckets_and_none_in_a_second_process(
             pictures.append(pipe("a fox", height=height, width=width, **CALL).images)
             counts.append(len(accelerator.compiler.graphs))
         worst = max(numpy.abs(a - b).max() for a, b in zip([*eager, *eager], pictures, strict=True))
-        buckets = pipe.plan.buckets.value
+        buckets = pipe.plan.report.compiled_sizes.value
         return counts, accelerator.compiler.compiled, float(worst), dict(os.environ) == before, buckets
 
     counts, compiled, worst, same_environment, buckets = run_forked("neuron", use)
@@ -119,7 +120,7 @@ def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -
         pipe = anyaccel.place(recipe.make(), "neuron", dtype="fp32", compile=True, pictures=pictures)
         pipe.set_progress_bar_config(disable=True)
         seen = run(recipe, pipe)
-        return pipe.plan.compiled.value, len(accelerator.compiler.graphs), float(abs(expected - seen).max())
+        return pipe.plan.report.compiled.value, len(accelerator.compiler.graphs), float(abs(expected - seen).max())
 
     compiled, graphs, difference = run_forked("neuron", use)
     assert "transformer" in compiled
@@ -192,7 +193,7 @@ def test_all_models_and_named_ones() -> None:
         difference = float(abs(expected - run(recipe, pipe)).max())
         with pytest.raises(UnknownComponentError, match=r"no model 'unett'") as caught:
             make().enable_neuron_compile(["unett"])
-        return pipe.plan.compiled.value, len(accelerator.compiler.graphs), difference, str(caught.value)
+        return pipe.plan.report.compiled.value, len(accelerator.compiler.graphs), difference, str(caught.value)
 
     compiled, graphs, difference, message = run_forked("neuron", use)
     assert set(compiled) >= {"unet", "vae", "text_encoder"}
@@ -265,10 +266,7 @@ def test_a_second_adapter_is_no_new_graph(tmp_path: Path) -> None:
 
 def test_the_first_pass_is_dropped_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an old torch has it, which is refused; the plan is told so here by hand."""
-    from dataclasses import replace
-
     from anyaccel.planning.decision import Decision
-    from anyaccel.runtime.placement import find_placement
 
     pipe = make("cpu")
     passes: list[int] = []
@@ -277,9 +275,7 @@ def test_the_first_pass_is_dropped_where_it_differs(monkeypatch: pytest.MonkeyPa
     pipe.unet.register_forward_hook(lambda *args: passes.append(1))
     pipe("a fox", **call)
     usual = len(passes)
-    placement = find_placement(pipe)
-    assert placement is not None
-    placement.plan = replace(placement.plan, prime=Decision(True, "told to"))
+    force_plan(pipe, prime=Decision(True, "for the test"))
     counts = []
     for _ in range(2):
         passes.clear()

@@ -1,6 +1,5 @@
 """Products in 8 bits: which layers, what they give, what is refused afterwards, a word where it cannot be done."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime import quantize
 from anyaccel.runtime.float8 import Float8Linear, check_float8
 from anyaccel.runtime.pipeline import place
-from anyaccel.runtime.placement import find_placement
 from anyaccel.runtime.quantize import gains, is_quantized
+from tests.forced_plan import force_plan
 
 
 @pytest.mark.parametrize(
@@ -49,9 +48,7 @@ def ready() -> None:
 
 def ask(pipe: Any) -> Any:
     """As if the sheet said that 8 bits pay."""
-    placement = find_placement(pipe)
-    assert placement is not None
-    placement.plan = replace(placement.plan, quantized=Decision("float8", "for the test"))
+    force_plan(pipe, quantized=Decision("float8", "for the test"))
     return run(recipes()["stable-diffusion"], pipe)
 
 
@@ -107,8 +104,8 @@ def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     ask(pipe)
-    assert pipe.plan.quantized.value == ""
-    assert pipe.plan.quantized.reason == "torch cannot: torch._scaled_mm is only supported on other devices"
+    assert pipe.plan.report.quantized.value == ""
+    assert pipe.plan.report.quantized.reason == "torch cannot: torch._scaled_mm is only supported on other devices"
     assert not is_quantized(pipe.unet)
     assert not any(isinstance(part, Float8Linear) for part in pipe.unet.modules())
 
@@ -127,9 +124,7 @@ def test_memory_that_runs_out_half_way_leaves_a_model_that_is_known_to_be_change
         return made[-1]
 
     monkeypatch.setattr(quantize, "Float8Linear", make)
-    placement = find_placement(pipe)
-    assert placement is not None
-    placement.plan = replace(placement.plan, quantized=Decision("float8", "for the test"))
+    placement = force_plan(pipe, quantized=Decision("float8", "for the test"))
     with pytest.raises(torch.OutOfMemoryError):
         quantize.quantize_denoisers(pipe, placement)
     with pytest.raises(UsageError, match="needs the weights of unet as they were"):

@@ -8,7 +8,6 @@ import copy
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from anyaccel.emulator.process import run_forked
 from anyaccel.planning import Decision, Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
 from anyaccel.recipes.flux import transformer_shape
-from anyaccel.runtime.placement import find_placement
 from tests.conftest import NEEDS_RECIPES
+from tests.forced_plan import force_plan
 
 pytestmark = [
     NEEDS_RECIPES,
@@ -397,9 +396,7 @@ def test_priming_runs_one_step_once_and_leaves_no_trace() -> None:
     pipe.set_progress_bar_config(disable=True)
     call: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "np"}
     expected = pipe("a photo", generator=torch.Generator().manual_seed(7), **call).images
-    placement = find_placement(pipe)
-    assert placement is not None
-    placement.plan = replace(placement.plan, prime=Decision(True, "a test"))
+    force_plan(pipe, prime=Decision(True, "for the test"))
     passes: list[object] = []
     pipe.unet.register_forward_pre_hook(lambda module, args: passes.append(args))
     counts = []

@@ -6,10 +6,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from anyaccel.runtime.fast_forward import find_fast_forward
 
 from anyaccel.planning.speed_level import Reuse
 from anyaccel.recipes import recipes, run
-from anyaccel.runtime.fast_forward import find_fast_forward
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.step_reuse import counting_steps
 
@@ -35,7 +35,7 @@ def test_a_fast_pipeline_runs_fewer_steps() -> None:
     counted = Counted(pipe.unet.conv_in)
     fast = call(pipe, "stable-diffusion").images
     assert counted.runs == pipe.plan.reuse.value.count(len(pipe.scheduler.timesteps)) < len(pipe.scheduler.timesteps)
-    assert "answers taken again" in pipe.plan.reuse.reason
+    assert "outputs reused" in pipe.plan.report.reuse.value
     assert "step" not in vars(pipe.scheduler), "nothing is left behind"
     numpy.testing.assert_array_equal(call(pipe, "stable-diffusion").images, fast)
     pipe.to("cpu", speed="exact", capture=False)
@@ -53,7 +53,7 @@ def test_it_is_for_every_kind_of_pipeline(name: str) -> None:
     counted = Counted(next(part for part in pipe.transformer.modules() if isinstance(part, torch.nn.Linear)))
     call(pipe, name, 6)
     fast = counted.runs
-    assert "answers taken again" in pipe.plan.reuse.reason
+    assert "outputs reused" in pipe.plan.report.reuse.value
     pipe.to("cpu", speed="exact")
     call(pipe, name, 6)
     assert fast < counted.runs - fast
@@ -146,9 +146,9 @@ def test_the_steps_that_are_left_of_a_schedule_count() -> None:
     pipe = place(recipes()[name].make(), "cpu", dtype="float32", speed="draft")
     given = {**recipes()[name].call(), "num_inference_steps": 8, "strength": 0.3}
     pipe(**given)
-    assert "every step was run" in pipe.plan.reuse.reason, "two of eight are left"
+    assert "every step was run" in pipe.plan.report.reuse.value, "two of eight are left"
     pipe(**{**given, "strength": 1.0})
-    assert "answers taken again" in pipe.plan.reuse.reason
+    assert "outputs reused" in pipe.plan.report.reuse.value
 
 
 def test_the_first_call_is_like_the_second() -> None:
@@ -157,7 +157,7 @@ def test_the_first_call_is_like_the_second() -> None:
     reasons = []
     for _ in range(2):
         call(pipe, name)
-        reasons.append(pipe.plan.reuse.reason)
+        reasons.append(pipe.plan.report.reuse.value)
     assert reasons[0] == reasons[1]
 
 
@@ -166,4 +166,4 @@ def test_a_copy_is_as_fast() -> None:
     expected = call(pipe, "stable-diffusion").images
     other = copy.deepcopy(pipe)
     numpy.testing.assert_allclose(call(other, "stable-diffusion").images, expected, atol=1e-5)
-    assert "answers taken again" in other.plan.reuse.reason
+    assert "outputs reused" in other.plan.report.reuse.value

@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from anyaccel.host_recording.record import record_host
+from anyaccel.runtime.fast_forward import FastForward
 
 from anyaccel.backends.driver import Recorder
-from anyaccel.host_recording.record import record_host
 from anyaccel.recipes import recipes
-from anyaccel.runtime.fast_forward import FastForward
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import join, make_ticket, split

@@ -75,18 +75,18 @@ def warm_model(
             display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
             pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
     placement = find_placement(pipe)
-    fates = placement.speed.fates if placement and placement.speed else Counter[str]()
+    outcomes = placement.speed.cache_outcomes if placement and placement.speed else Counter[str]()
     counted = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"
-    print(f"{counted} ready in {time.perf_counter() - start:.0f} s: {_tell(fates)}")
-    if fates["not written"]:
+    print(f"{counted} ready in {time.perf_counter() - start:.0f} s: {_tell(outcomes)}")
+    if outcomes["not written"]:
         refuse_unwritable(find_folder())
 
 
-def _tell(fates: Counter[str]) -> str:
+def _tell(outcomes: Counter[str]) -> str:
     """What became of what was compiled: `1 new, 0 kept before`."""
-    words = f"{fates['written']} new, {fates['loaded']} kept before"
-    if fates["not handed out"]:
-        words += f", {fates['not handed out']} that cannot be kept: its compiler hands nothing out through torch"
-    if fates["not written"]:
-        words += f", {fates['not written']} that could not be written"
-    return words if fates.total() else "nothing was compiled"
+    words = f"{outcomes['written']} new, {outcomes['loaded']} kept before"
+    if outcomes["not handed out"]:
+        words += f", {outcomes['not handed out']} that cannot be kept: its compiler hands nothing out through torch"
+    if outcomes["not written"]:
+        words += f", {outcomes['not written']} that could not be written"
+    return words if outcomes.total() else "nothing was compiled"

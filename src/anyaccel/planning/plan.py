@@ -73,6 +73,11 @@ class Plan:
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
     """What happened since; the only part that changes."""
 
+    @property
+    def memory_in_use(self) -> Decision[MemoryRule]:
+        """How the last call used memory, or how the weights were placed if there was none yet."""
+        return self.report.memory or self.memory
+
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
         """Each decision with its name."""
         for each in fields(self):

@@ -1,7 +1,7 @@
 """Compiled forwards: a module runs compiled code as long as that works, and eagerly otherwise.
 
 torch.compile does not guard on everything that people change after the first call: hooks on layers
-(`torch._dynamo.config.skip_nnmodule_hook_guards`) and methods patched on classes. Both are looked at here.
+(`torch._dynamo.config.skip_nnmodule_hook_guards`) and patched functions. Both are looked at here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.forward_overrides import Slot, get_override, set_override
-from anyaccel.runtime.module_fingerprint import PatchedClasses, find_hook_tables
+from anyaccel.runtime.module_fingerprint import LayerHooks, PatchedCode
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
@@ -33,24 +33,25 @@ class CompiledForward:
         self._module = weakref.ref(module)
         self._compiled = compiled
         """Takes the module as its first argument; None where blocks are compiled in place."""
-        self._classes = PatchedClasses(module)
-        self._hook_tables = find_hook_tables(module)
+        self._code = PatchedCode(module)
+        self._hooks = LayerHooks(module)
 
     def begin_call(self) -> None:
         """Look at the module before a call of its pipeline."""
         module = self._module()
         if self.failure or module is None:
             return
-        self._hook_tables = find_hook_tables(module)  # adapters add layers
-        if self._classes.changed():
-            self._give_up(module, "a class was patched after compiling")
+        if not self._hooks.covers_all_layers():
+            self._hooks = LayerHooks(module)
+        if self._code.changed():
+            self._give_up(module, "its code was patched after compiling")
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of the compiled code; where it fails, the eager output, and from then on only that."""
         module = self._module()
         if self.failure or module is None:
             return forward(*args, **kwargs)
-        if any(self._hook_tables):
+        if self._hooks.any():
             if self._compiled is None:
                 self._give_up(module, "layers have hooks")
             return forward(*args, **kwargs)

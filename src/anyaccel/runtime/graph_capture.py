@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.runtime.module_fingerprint import ModuleFingerprint, find_hook_tables
+from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
 from anyaccel.runtime.seam import GlueSeam, ModelSeam
 
 __all__ = ["GraphCapture"]
@@ -62,7 +62,8 @@ class GraphCapture:
         self._shapes: dict[Any, _Shape] = {}
         self._captured_of: ModuleFingerprint | None = None
         self._settings: Any = None
-        self._hook_tables: list[dict[int, Any]] = []
+        self._hooks: LayerHooks | None = None
+        self._custom_code = ""
         self._lock, self._running = threading.RLock(), False
 
     @property
@@ -99,7 +100,9 @@ class GraphCapture:
         module = self._module()
         if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or module is None:
             return ""
-        if any(self._hook_tables):
+        if self._custom_code:
+            return f"it contains {self._custom_code}, whose Python code a replay would not run"
+        if self._hooks is not None and self._hooks.any():
             return "layers have hooks"
         if module.training:
             return "the model is in training mode"
@@ -138,7 +141,8 @@ class GraphCapture:
         if module is not None:
             self._captured_of = ModuleFingerprint(module)
             self._settings = self.recorder.read_settings()
-            self._hook_tables = find_hook_tables(module)
+            self._hooks = LayerHooks(module)
+            self._custom_code = find_custom_code(module)
 
     def _find(self, leaves: list[Any], spec: Any) -> _Shape | None:
         try:

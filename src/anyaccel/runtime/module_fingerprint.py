@@ -1,16 +1,18 @@
 """A fingerprint of a module: whether it is still what was compiled or captured.
 
 It covers what a replay cannot see: where weights are stored, every attribute of every layer and attention processor,
-hooks, adapters, and methods that were patched on classes. Comparing takes about a millisecond for a large UNet and
-allocates nothing that the garbage collector tracks for long, since it happens at every step.
+hooks, adapters, and functions that were patched on classes and modules. Comparing takes a few milliseconds for a large
+UNet, while the device works.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from itertools import chain
-from operator import is_
+from operator import eq, is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -19,36 +21,93 @@ from torch.nn.modules import module as torch_module
 
 from anyaccel.forward_overrides import ForwardOverrides
 
-__all__ = ["ModuleFingerprint", "PatchedClasses", "find_hook_tables"]
+__all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
 _WEIGHTS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
-_METHODS = ("forward", "__call__", "_conv_forward")
+_ENTRIES = ("forward", "__call__", "_conv_forward")
+_CODE = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property)
+_KNOWN = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
+"""Libraries whose layers and processors do the same at every call."""
 
 
-def find_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the hook dictionaries of all layers inside a module, and torch's global ones; they are filled in place."""
-    inside = [part for part in module.modules() if part is not module]
-    tables = [table for part in inside for table in (part._forward_hooks, part._forward_pre_hooks)]
-    return [*tables, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-
-
-class PatchedClasses:
-    """The functions that a module's classes had; tells whether somebody patched one since."""
+class LayerHooks:
+    """The hooks of the layers inside a module, and torch's global ones."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        processors = (vars(part).get("processor") for part in module.modules())
-        owners = chain(module.modules(), (processor for processor in processors if processor is not None))
-        self._classes = list(dict.fromkeys(map(type, owners)))
-        self._functions = list(self._read())
+        inside = [part for part in module.modules() if part is not module]
+        tables = [table for part in inside for table in (part._forward_hooks, part._forward_pre_hooks)]
+        self._tables = [*tables, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._children = [part._modules for part in module.modules()]
+        self._known = [list(children.values()) for children in self._children]
+
+    def any(self) -> bool:
+        """Return whether there is one."""
+        return any(self._tables)
+
+    def covers_all_layers(self) -> bool:
+        """Return whether the module still has the layers that it had: adapters replace some."""
+        return all(map(eq, map(list, map(dict.values, self._children)), self._known))
+
+
+class PatchedCode:
+    """The functions that a module's code consists of; tells whether somebody patched one since."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._classes = _list_classes(module)
+        families = {base for kind in self._classes for base in kind.__mro__ if base is not object}
+        sources = {base.__module__ for base in families} & set(sys.modules)
+        spaces = [vars(owner) for owner in (*families, *(sys.modules[name] for name in sources), functional)]
+        self._functions = [
+            (space, name, value) for space in spaces for name, value in space.items() if isinstance(value, _CODE)
+        ]
+        self._entries = list(self._read_entries())
 
     def changed(self) -> bool:
-        """Return whether a class or torch's attention has another function now."""
-        return not _are_same(list(self._read()), self._functions)
+        """Return whether a class, a module or `torch.nn.functional` has another function now."""
+        if any(space.get(name) is not value for space, name, value in self._functions):
+            return True
+        return not _are_same(list(self._read_entries()), self._entries)
 
-    def _read(self) -> Iterator[Any]:
-        yield functional.scaled_dot_product_attention
-        for kind in self._classes:
-            yield from (getattr(kind, name, None) for name in _METHODS)
+    def _read_entries(self) -> Iterator[Any]:
+        """Yield what is called first; a patch may add a method that a class inherited before."""
+        return (getattr(kind, name, None) for kind in self._classes for name in _ENTRIES)
+
+
+def find_custom_code(module: torch.nn.Module) -> str:
+    """Return what in a module is a user's own code, which a replay would not run; empty if nothing is.
+
+    Functions are judged by the module they were defined in, so that `functools.wraps` does not hide a patch.
+    """
+    for kind in _list_classes(module):
+        if not _is_known(kind.__module__):
+            return kind.__name__
+        for name in _ENTRIES:
+            function = getattr(kind, name, None)
+            if function is not None and not _is_known(_find_source(function)):
+                return f"a patched {kind.__name__}.{name}"
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides):
+                continue
+            if callable(getattr(type(part), name, None)) and not _is_known(_find_source(value)):
+                return f"another {name} of {type(part).__name__}"
+    return ""
+
+
+def _list_classes(module: torch.nn.Module) -> list[type]:
+    processors = (vars(part).get("processor") for part in module.modules())
+    return list(dict.fromkeys(map(type, chain(module.modules(), filter(None, processors)))))
+
+
+def _find_source(function: Any) -> str:
+    """Return the name of the module in which a function was defined."""
+    function = getattr(function, "__func__", getattr(function, "func", function))
+    names = getattr(function, "__globals__", None)
+    return str(names.get("__name__") if names is not None else getattr(function, "__module__", ""))
+
+
+def _is_known(source: str) -> bool:
+    return source.partition(".")[0] in _KNOWN
 
 
 class ModuleFingerprint:
@@ -56,7 +115,7 @@ class ModuleFingerprint:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._layers = [part.__dict__ for part in module.modules()]
-        self._classes = PatchedClasses(module)
+        self._code = PatchedCode(module)
         processors = [vars(item) for layer in self._layers if hasattr(item := layer.get("processor"), "__dict__")]
         owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in owned if type(value) is list]
@@ -67,17 +126,21 @@ class ModuleFingerprint:
         # Weak references to tensors, so that a fingerprint does not keep memory.
         self._items = [weakref.ref(item) if isinstance(item, torch.Tensor) else item for item in self._read_items()]
         self._addresses = list(self._read_addresses())
+        self._counts = self._count()
 
     def holds(self) -> bool:
         """Return whether nothing changed since."""
-        items = list(self._read_items())
         return (
-            _are_same(list(self._read_attributes()), self._attributes)
-            and not self._classes.changed()
-            and len(items) == len(self._items)
-            and all(map(_is_same_item, items, self._items))
-            and list(self._read_addresses()) == self._addresses
+            self._count() == self._counts
+            and all(map(is_, self._read_attributes(), self._attributes))
+            and not self._code.changed()
+            and all(map(_is_same_item, self._read_items(), self._items))
+            and all(map(eq, self._read_addresses(), self._addresses))
         )
+
+    def _count(self) -> list[int]:
+        # Compared first, since `map` ends with the shorter side.
+        return [len(owner) for owner in chain(self._layers, self._dicts, self._lists, self._weights)]
 
     def _read_attributes(self) -> Iterator[Any]:
         return chain.from_iterable(

@@ -105,7 +105,7 @@ class Placement:
     @property
     def memory_rule(self) -> Decision[MemoryRule]:
         """The rule that the pipeline was last brought into."""
-        return self.report.memory or self.plan.memory
+        return self.plan.memory_in_use
 
     @property
     def component_dtypes(self) -> dict[str, str]:
