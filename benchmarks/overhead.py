@@ -23,9 +23,10 @@ import torch
 
 import anyaccel
 from anyaccel.backends.device import this_machine
-from anyaccel.runtime.boundary import remove_boundaries, set_boundaries
+from anyaccel.forward_overrides import Slot, remove_override
+from anyaccel.runtime.boundary import set_boundaries
 from anyaccel.runtime.pipeline import place, plain_class
-from anyaccel.runtime.placement import find_components, find_placement
+from anyaccel.runtime.placement import find_components, find_models, find_placement
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
@@ -140,7 +141,8 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) 
 
     def time_s(placed: bool) -> float:
         components = find_components(pipe)
-        remove_boundaries(components)
+        for module in [part for model in find_models(pipe).values() for part in model.modules()]:
+            remove_override(module, Slot.INPUTS)
         if placed:
             set_boundaries(components, placement.plan, placement.device)
         arguments = {**call, "generator": torch.Generator("cpu").manual_seed(0)}

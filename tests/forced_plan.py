@@ -3,13 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from anyaccel.planning.decision import Decision
 from anyaccel.runtime.placement import Placement, find_placement, keep_placement
 
 __all__ = ["force_plan"]
 
 
-def force_plan(pipe: Any, **decisions: Decision[Any]) -> Placement:
+def force_plan(pipe: Any, **decisions: Any) -> Placement:
     """Place a pipeline as before, with some decisions replaced."""
     placement = find_placement(pipe)
     assert placement is not None

@@ -155,7 +155,7 @@ class ForwardOverrides:
 
 def _is_transformed() -> bool:
     """Return whether `torch.jit.trace` or a functorch transform such as `vmap` runs the module."""
-    return torch.jit.is_tracing() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> None:

@@ -98,9 +98,8 @@ def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
         with failing_at(700, counted):
             made = pipe(**call, seed=3, num_images_per_prompt=4)
         again = pipe(**call, seed=3, num_images_per_prompt=4)
-        assert str(again.plan.memory_in_use) == str(made.plan.memory_in_use), (
-            "the next call starts where this one ended"
-        )
+        used = str(made.plan.memory_in_use)
+        assert str(again.plan.memory_in_use) == used, "the next call starts where this one ended"
         return float(numpy.abs(made.images - numpy.stack(alone)).max()), used, counted[0]
 
     off, rule, _ = run_forked("hpu", use)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from anyaccel.runtime.fast_forward import find_fast_forward
 
+from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.planning.speed_level import Reuse
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
@@ -43,7 +43,7 @@ def test_a_fast_pipeline_runs_fewer_steps() -> None:
     exact = call(pipe, "stable-diffusion").images
     assert counted.runs - before == len(pipe.scheduler.timesteps)
     assert numpy.abs(exact - fast).max() > 0, "it is another picture"
-    assert find_fast_forward(pipe.unet) is None
+    assert get_override(pipe.unet, Slot.STEP_REUSE) is None
 
 
 @pytest.mark.parametrize("name", ["flux", "stable-diffusion-3", "pixart-alpha", "wan", "qwen-image"])
@@ -63,7 +63,7 @@ def test_an_exact_pipeline_has_nothing_standing_in() -> None:
     recipe = recipes()["stable-diffusion"]
     pipe = place(recipe.make(), "cpu", dtype="float32", capture=False)
     run(recipe, pipe)
-    assert find_fast_forward(pipe.unet) is None
+    assert get_override(pipe.unet, Slot.STEP_REUSE) is None
     assert pipe.plan.reuse.value is None
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from anyaccel.host_recording.record import record_host
-from anyaccel.runtime.fast_forward import FastForward
 
 from anyaccel.backends.driver import Recorder
+from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.recipes import recipes
+from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.watch import Mark
 from anyaccel.server.joining import join, make_ticket, split
@@ -34,7 +34,7 @@ def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
     """Let so many calls wait for one another before their first step: from then on each waits for all by itself."""
     meeting, first, seen = shared.meetings[model], threading.Barrier(calls), set[int]()
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def wait_first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         who = threading.get_ident()
         if who not in seen:
             seen.add(who)
@@ -42,9 +42,14 @@ def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
                 shared.rendezvous.where[who] = meeting  # on the way there: the others will not begin without it
                 shared.rendezvous.changed.notify_all()
             first.wait(60)
-        return meeting(*args, **kwargs)
+        return forward(*args, **kwargs)
 
-    meeting.module.forward = forward
+    set_override(meeting.module, Slot.RECORDING, wait_first)
+
+
+def call_at(meeting: MeetingPlace, *args: Any) -> Any:
+    """Call a model as its override does."""
+    return meeting(meeting.run, args, {})
 
 
 def step_together(meeting: MeetingPlace, calls: int, steps: int, between: Callable[[], None] = lambda: None) -> None:
@@ -57,7 +62,7 @@ def step_together(meeting: MeetingPlace, calls: int, steps: int, between: Callab
                 there.where[threading.get_ident()] = meeting
             begin.wait(60)
             for _ in range(steps):
-                meeting(torch.zeros(1, 2))
+                call_at(meeting, torch.zeros(1, 2))
                 between()
 
     with ThreadPoolExecutor(calls) as threads:
@@ -101,7 +106,7 @@ def test_each_picture_is_what_it_would_be_alone(name: str) -> None:
     under_way = Counter(sum(count > past for count in runs.values()) for past in range(max(runs.values())))
     assert seen.sizes == under_way, "whoever was under way took part in every round"
     shared.close()
-    assert "forward" not in vars(getattr(pipe, denoiser))
+    assert get_override(getattr(pipe, denoiser), Slot.BATCHING) is None
     assert numpy.abs(pixels(pipe(**make_call(name, *asked[0]))) - alone[0]).max() < 1e-5
 
 
@@ -233,7 +238,7 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
         made = torch.zeros(1, 2)
         with there.taking_part(), torch.no_grad():
             for _ in range(steps):
-                made = meeting(made)
+                made = call_at(meeting, made)
         return made
 
     with ThreadPoolExecutor(2) as threads:
@@ -258,7 +263,7 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
     meeting = MeetingPlace(Told(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(4):
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
     assert seen == ["run", "run", "wait for 1", "run", "wait for 2", "run"]
 
 
@@ -269,11 +274,11 @@ def test_a_decoder_keeps_no_round_from_being_asked_for() -> None:
     meeting = MeetingPlace(torch.nn.Identity(), there)
     decoder = MeetingPlace(torch.nn.Identity(), there, joins=False, steps=False)
     with there.taking_part(), torch.no_grad():
-        meeting(torch.zeros(1, 2))
-        decoder(torch.zeros(1, 2))
-        meeting(torch.zeros(1, 2))
+        call_at(meeting, torch.zeros(1, 2))
+        call_at(decoder, torch.zeros(1, 2))
+        call_at(meeting, torch.zeros(1, 2))
         assert seen == []
-        meeting(torch.zeros(1, 2))
+        call_at(meeting, torch.zeros(1, 2))
     assert seen == ["wait for 2"], "the first round, with the decoder behind it"
 
 
@@ -282,11 +287,11 @@ def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None
     there = Rendezvous(most_calls=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
-        meeting(torch.zeros(1, 2))
+        call_at(meeting, torch.zeros(1, 2))
         with there.changed:
             there.where[-1] = meeting  # another call, on the way here
         assert seen == []
-        meeting(torch.zeros(1, 2))
+        call_at(meeting, torch.zeros(1, 2))
         assert seen == ["idle"]
         with there.changed:
             del there.where[-1]
@@ -337,14 +342,14 @@ def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
 
     def wait() -> None:
         with there.taking_part(), torch.no_grad():
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
             has_the_turn.set()
             assert other_done.wait(60), "the other cannot go on"
 
     def go_on() -> None:
         with there.taking_part(), torch.no_grad():
             assert has_the_turn.wait(60)
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
             other_done.set()
 
     with ThreadPoolExecutor(2) as threads:
@@ -353,13 +358,16 @@ def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("of_calls", [True, False], ids=["host", "device"])
-def test_what_was_recorded_of_another_model_is_not_replayed(of_calls: bool) -> None:
-    """Graphs of a device are taken over, and looked at when adapters change; calls of the host are not."""
+def test_a_graph_of_another_model_is_not_replayed() -> None:
+    """Graphs that were captured before stay in use beneath the batching, and are dropped when adapters change."""
     pipe: Any = recipes()["stable-diffusion"].make()
-    found = FastForward(pipe.unet, None, Recorder(record_host, warm=1, of_calls=of_calls))
-    found.install()
-    found.renew()
+
+    def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        return function(), lambda: None
+
+    capture = GraphCapture(pipe.unet, Recorder(record, warm=1), lambda: None)
+    set_override(pipe.unet, Slot.CAPTURE, capture)
+    capture.begin_call()
     given = {
         "sample": torch.ones(1, 4, 8, 8),
         "timestep": torch.tensor(1),
@@ -367,14 +375,13 @@ def test_what_was_recorded_of_another_model_is_not_replayed(of_calls: bool) -> N
     }
     for _ in range(3):
         pipe.unet(**given)
-    assert found.recordings == 1
+    assert capture.captured_shapes == 1
     shared = SharedPipeline(pipe)
-    assert (shared.meetings["unet"].before is None) is of_calls
     shared.renew()
-    assert found.recordings == (not of_calls), "nothing changed, or it was let go of"
+    assert capture.captured_shapes == 1, "nothing changed"
     pipe.unet.conv_in.weight = torch.nn.Parameter(pipe.unet.conv_in.weight * 2)
     shared.renew()
-    assert not found.recordings
+    assert not capture.captured_shapes
     shared.close()
 
 
@@ -382,7 +389,7 @@ def test_a_call_that_is_decoded_does_not_take_the_turn() -> None:
     there = Rendezvous(most_calls=4)
     decoder = MeetingPlace(torch.nn.Identity(), there, steps=False)
     with there.taking_part(), torch.no_grad():
-        decoder(torch.zeros(1, 2))
+        call_at(decoder, torch.zeros(1, 2))
         assert there.whose is None
 
 
@@ -404,16 +411,16 @@ def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: 
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(2):
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
         if where == "a comparison":
             monkeypatch.setattr("anyaccel.server.joining.Ticket.joins", joins)
         else:
             there.asked[0] = replace(there.asked[0], wait=fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
         assert not there.busy
         assert meeting.waiting == []
-        assert meeting(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+        assert call_at(meeting, torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
 
 
 def test_a_device_that_cannot_tell_how_far_it_is_has_one_round_at_a_time() -> None:
@@ -422,7 +429,7 @@ def test_a_device_that_cannot_tell_how_far_it_is_has_one_round_at_a_time() -> No
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(3):
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
             seen.append("asked")
     assert seen == ["asked", "wait, busy: True", "asked", "wait, busy: True", "asked"]
 
@@ -495,7 +502,7 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
         with there.taking_part(), torch.no_grad():
             for _ in range(4):  # nobody is a step ahead, so that three come to each
                 go(meeting)
-                made = meeting(made)
+                made = call_at(meeting, made)
                 go(None)  # whoever was left out need not wait for one that is through
                 seen.append(float(made[0, 0]))
         return seen
@@ -526,7 +533,7 @@ def test_what_ends_the_thread_that_runs_a_round_ends_no_other() -> None:
                 there.where[threading.get_ident()] = meeting
             begin.wait(60)
             try:
-                return float(meeting(torch.full((1, 2), start))[0, 0])
+                return float(call_at(meeting, torch.full((1, 2), start))[0, 0])
             except KeyboardInterrupt:
                 return "interrupted"
 
@@ -544,10 +551,10 @@ def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
     meeting = MeetingPlace(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(3):
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
         assert len(waited) == 1
         there.mark = None
         for _ in range(3):
-            meeting(torch.zeros(1, 2))
+            call_at(meeting, torch.zeros(1, 2))
     assert len(waited) == 2, "what it was asked for before"
     assert not there.busy

@@ -449,7 +449,7 @@ def _read_numeric_settings() -> tuple[Any, ...]:
     """Read what a captured graph has built in: deterministic algorithms, TF32, and the attention kernels allowed."""
     import torch
 
-    backends = torch.backends
+    backends: Any = torch.backends
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),

@@ -82,9 +82,9 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
 
 def _lay_out_channels_last(model: torch.nn.Module) -> None:
     """Store the weights of 2-D convolutions channels last; `Module.to` would refuse a model with 3-D ones."""
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Conv2d):
-            layer.to(memory_format=torch.channels_last)
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    for layer in layers:
+        layer.to(memory_format=torch.channels_last)
 
 
 def has_foreign_forward(module: torch.nn.Module) -> bool:

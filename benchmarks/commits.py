@@ -1,0 +1,130 @@
+"""Two source trees of anyaccel side by side on a real device, in turns.
+
+    python -m benchmarks.commits cuda OLD_SRC NEW_SRC --cases sd15 sdxl klein
+
+OLD_SRC and NEW_SRC are `src` folders. Each tree has one process per case; both warm up, then images are made in turns.
+Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+WARM = 4
+
+
+def serve(case: str, device: str, image: str) -> None:
+    """Make an image for every line that is read, and print its seconds."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    import numpy
+    import torch
+
+    from anyaccel.backends.device import open_device
+    from anyaccel.bench.pipelines import make_call, make_pipeline
+    from benchmarks.speed import CASES
+
+    options = {"watch": False, "compile": True, "pictures": 10_000}
+    work = replace(CASES[case], device=device, dtype="bfloat16", random=True, wishes=options)
+    opened, pipe = open_device(device), make_pipeline(work, "anyaccel")
+    call = make_call(work, pipe)
+
+    def make() -> tuple[Any, float]:
+        generator = torch.Generator("cpu").manual_seed(0)
+        with torch.no_grad():
+            opened.driver.synchronize(opened.index)
+            start = time.perf_counter()
+            result = pipe(**call, generator=generator)
+            opened.driver.synchronize(opened.index)
+        return result, time.perf_counter() - start
+
+    for _ in range(WARM):
+        result, seconds = make()
+    numpy.save(image, result.images.float().cpu().numpy())
+    print(json.dumps(seconds), file=answers, flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(make()[1]), file=answers, flush=True)
+
+
+def compare(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run one case with both trees, in turns."""
+    import numpy
+
+    processes = {}
+    for name, source in (("old", options.old), ("new", options.new)):
+        command = [sys.executable, "-m", "benchmarks.commits", options.device, "-", "-", "--serve", case]
+        processes[name] = subprocess.Popen(
+            [*command, "--image", str(folder / f"{case}-{name}.npy")],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source.resolve()), str(Path.cwd())])},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    times: dict[str, list[float]] = {"old": [], "new": []}
+    for process in processes.values():
+        json.loads(process.stdout.readline())
+    for turn in range(options.rounds):
+        for name in ("old", "new") if turn % 2 else ("new", "old"):
+            process = processes[name]
+            process.stdin.write("\n")
+            process.stdin.flush()
+            times[name].append(json.loads(process.stdout.readline()))
+    for process in processes.values():
+        process.kill()
+        process.wait()
+    images = [numpy.load(folder / f"{case}-{name}.npy") for name in ("old", "new")]
+    medians = {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
+    return {
+        "median_s": medians,
+        "new_over_old": round(medians["new"] / medians["old"], 4),
+        "largest_difference": float(numpy.abs(images[0] - images[1]).max()),
+        "seconds": times,
+    }
+
+
+def main() -> None:
+    """Compare the cases and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device")
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--cases", nargs="*", default=["sd15", "sdxl", "klein"])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--commits", nargs=2, default=["", ""])
+    parser.add_argument("--serve")
+    parser.add_argument("--image")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.device, options.image)
+        return
+    import torch
+
+    import anyaccel
+
+    opened = anyaccel.open_device(options.device)
+    report: dict[str, Any] = {
+        "what": "two commits in turns, full size, random weights, compiled and captured",
+        "device": opened.driver.device_name(opened.index), "evidence": "hardware",
+        "date": datetime.now(timezone.utc).date().isoformat(), "commits": options.commits,
+        "versions": {"torch": torch.__version__}, "rows": {},
+    }  # fmt: skip
+    options.out.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in options.cases:
+            row = report["rows"][case] = compare(case, options, Path(folder))
+            print(case, row["median_s"], row["new_over_old"], row["largest_difference"], flush=True)
+            path = options.out / f"commits_{opened.sheet.name}.json"
+            path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
