@@ -136,7 +136,8 @@ def test_callbacks_and_results(folder: Path) -> None:
     result = pipe("a fox", seed=[4], callback_on_step_end=note, **CALL)
     assert steps
     assert result.seeds == (4,)
-    assert result.plan is pipe.plan
+    assert result.plan == pipe.plan
+    assert result.plan.report is not pipe.plan.report, "later calls do not change it"
     assert len(pipe("a fox", return_dict=False, **CALL)) == 2
 
 

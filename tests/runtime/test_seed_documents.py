@@ -367,7 +367,7 @@ def test_a_timestep_reaches_the_denoiser_as_the_device_takes_it() -> None:
     def use(accelerator: VirtualAccelerator) -> list[tuple[str, str, float]]:
         pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "neuron", dtype="float32")
         seen: list[torch.Tensor] = []
-        pipe.unet.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        pipe.unet.time_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         plain: Any = recipes()["stable-diffusion"].make()
         sample, text = torch.ones(1, 4, 8, 8), torch.ones(1, 7, plain.unet.config.cross_attention_dim)
         rows = []

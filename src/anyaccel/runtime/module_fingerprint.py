@@ -58,7 +58,11 @@ class PatchedCode:
         sources = {base.__module__ for base in families} & set(sys.modules)
         spaces = [vars(owner) for owner in (*families, *(sys.modules[name] for name in sources), functional)]
         self._functions = [
-            (space, name, value) for space in spaces for name, value in space.items() if isinstance(value, _CODE)
+            (space, name, value)
+            for space in spaces
+            for name, value in space.items()
+            # Dynamo itself patches `Module.__init__` and `__setstate__` when it first compiles (torch 2.11 to 2.13).
+            if isinstance(value, _CODE) and (name == "__call__" or not name.startswith("__"))
         ]
         self._entries = list(self._read_entries())
 
