@@ -152,13 +152,14 @@ class PluginError(AnyaccelError):
 _MOST_NAMES, _TOLD_NAMES = 60, 12
 
 
-def nearest(asked: str, known: Iterable[str]) -> str:
+def nearest(asked: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
     """Say which known names there are, the nearest one first: `did you mean mps? known: cpu, cuda, …`.
 
-    Of very many, those that are most like what was asked for are told, and how many there are.
+    Of very many, those that are most like what was asked for are told, and how many there are. Names in `also` are
+    suggested if they are similar, and not listed.
     """
     names = list(known)
-    close = difflib.get_close_matches(asked.lower(), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(asked.lower(), [*names, *also], n=1, cutoff=0.5)
     guess = f"did you mean {close[0]}? " if close else ""
     if len(names) <= _MOST_NAMES:
         return f"{guess}known: {', '.join(names)}"

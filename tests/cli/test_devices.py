@@ -58,8 +58,8 @@ def test_the_report_can_be_pasted_into_an_issue(run_cli: RunCli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        (["devices", "nueron"], "there is no device 'nueron'", "did you mean neuron?"),
-        (["devices", "cuda:x"], "'cuda:x' is not how a device is written", "hpu:3"),
+        (["devices", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
+        (["devices", "cuda:x"], "'cuda:x' is not a valid device", "hpu:3"),
         (["devices", "--report", "--json"], "--report goes with nothing else", "anyaccel devices --report"),
     ],
 )

@@ -275,7 +275,7 @@ def test_explain_prints_the_plan_and_makes_nothing(run: Run, tmp_path: Path) -> 
         (["x", "-o", "-", "--json"], "both want stdout", "-o picture.png"),
         (["x", "--model", "."], "is no pipeline", "save_pretrained"),
         (["x", "--model", "./nowhere"], "there is no folder", "path"),
-        (["x", "--device", "nueron"], "there is no device 'nueron'", "did you mean neuron?"),
+        (["x", "--device", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
         (["x", "--dtype", "int8"], "a floating type", "float32"),
         (["--from", "taken.png"], "taken.png is no whole picture", "anyaccel wrote"),
         (["--from", "taken.png", "x"], "another prompt is given", "leave one of the two out"),

@@ -74,7 +74,7 @@ def ask_for_kinds() -> dict[str, Any]:
     """What comes of devices and numbers of replicas in a cluster of two cores and nothing else."""
     found: dict[str, Any] = {}
     for devices, replicas in (
-        (["auto"], None), (["cpu"], 2), (["cpu"], 3), (["cpu"], "auto"), (["virtual:mps", "virtual:hpu:8"], 4),
+        (["auto"], None), (["cpu"], 2), (["cpu"], 3), (["cpu"], "auto"), (["virtual:mps", "virtual:hpu,count=8"], 4),
         (["virtual:hpu"], 9), (["npu"], None), (["mlu"], 1), (["hpu:3"], None), (["cpu", "cpu"], None),
     ):  # fmt: skip
         try:

@@ -148,12 +148,12 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
     [
         ("{", [], "line 1: it is no JSON"),
         ('{"prompt": "x"}', ["--workers", "999"], "999 workers were asked for, and there "),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu:2", "--workers", "3"], "there are 2 hpu devices"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=2", "--workers", "3"], "there are 2 hpu devices"),
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
         ('{"prompt": "x"}', ["--speed", "warp"], "speed is one of"),
-        ('{"prompt": "x"}', ["--device", "virtual:nope"], "there is no device 'nope'"),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu:0"], "at least one device, not 0"),
-        ('{"prompt": "x"}', ["--device", "virtual:hpu:-1"], "virtual:'hpu:-1' cannot be read"),
+        ('{"prompt": "x"}', ["--device", "virtual:nope"], "unknown device 'nope'"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu,count=0"], "at least one device and at most 999, not 0"),
+        ('{"prompt": "x"}', ["--device", "virtual:hpu:2"], "hint: write virtual:hpu,count=2"),
         ('{"prompt": "x"}', ["--device", "cpu:5"], "there is no cpu:5"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9", "--device", "cpu"], "no Ray cluster answers at 127.0.0.1:9"),
         ('{"prompt": "x"}', ["--ray", "127.0.0.1:9"], "the device that it has"),
@@ -251,7 +251,7 @@ def test_eight_workers_on_a_virtual_server(tmp_path: Path, model: str) -> None:
 
 def check_own_devices(folder: Path, model: str, count: int) -> None:
     rows, out = write_rows(folder / "rows.jsonl", 20 * count), folder / "out"
-    done = start_batch(rows, out, "--model", model, "--device", f"virtual:hpu:{count}")
+    done = start_batch(rows, out, "--model", model, "--device", f"virtual:hpu,count={count}")
     told, errors = done.communicate(timeout=400)
     assert done.returncode == 0, errors
     assert told.startswith(f"{20 * count} of {20 * count} pictures")

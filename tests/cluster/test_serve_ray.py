@@ -183,7 +183,10 @@ def test_in_a_real_cluster_shapes_part_and_replicas_stand_on_devices_that_are_th
     assert kinds["auto None"] == [["cpu", 1, False, 4]]
     assert kinds["cpu 2"] == [["cpu", 2, False, 4]]
     assert kinds["cpu auto"] == [["cpu", 2, True, 4]], "from one to all"
-    assert kinds["virtual:mps virtual:hpu:8 4"] == [["virtual:mps", 4, False, 1], ["virtual:hpu:8", 4, False, 4]]
+    assert kinds["virtual:mps virtual:hpu,count=8 4"] == [
+        ["virtual:mps", 4, False, 1],
+        ["virtual:hpu,count=8", 4, False, 4],
+    ]
     for asked, words in {
         "cpu 3": "3 workers on cpu were asked for, and the cluster has room for 2",
         "virtual:hpu 9": "room for 8",

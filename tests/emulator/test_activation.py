@@ -13,7 +13,6 @@ import torch
 import anyaccel
 from anyaccel.backends.size import parse_size
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.activation import parse_request
 from anyaccel.emulator.autoload import autoload
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import LimitError, LimitTypeError, UnknownDeviceError, UsageError, VirtualDeviceError
@@ -57,7 +56,7 @@ def test_any_program_gets_the_device_by_the_environment_alone(device: str, run: 
         assert torch.{device}.is_available() and torch.accelerator.device_count() == 2
         print(x.device, (x @ x.T).sum().item(), torch.device(1))
     """
-    done = run(code, ANYACCEL_VIRTUAL=f"{device}:2", ANYACCEL_VIRTUAL_LEDGER=str(ledger))
+    done = run(code, ANYACCEL_VIRTUAL=f"{device},count=2", ANYACCEL_VIRTUAL_LEDGER=str(ledger))
     assert done.stdout == f"{device}:1 12.0 {device}:1\n", done.stderr
     rows = json.loads(ledger.read_text())
     assert [(row["limit"], row["effect"], row["count"]) for row in rows] == [("host_round_trip", "slow", 1)]
@@ -93,14 +92,20 @@ def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: P
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("nueron", "there is no device 'nueron'; hint: did you mean neuron?"),
-        ("neuron,strit", "ANYACCEL_VIRTUAL='neuron,strit' cannot be read; hint: write NAME[:COUNT]"),
-        ("neuron:", "cannot be read"),
-        ("neuron:0", "at least one device"),
+        ("nueron", "unknown device 'nueron' (from ANYACCEL_VIRTUAL); hint: did you mean neuron?"),
+        (
+            "neuron,strit",
+            "'virtual:neuron,strit' is not a valid device (from ANYACCEL_VIRTUAL): 'strit' is not an option; hint: options: count=N",
+        ),
+        ("neuron:", "'' is neither an index nor a memory size"),
+        ("neuron,count=0", "at least one device"),
+        ("neuron:2", "write ANYACCEL_VIRTUAL=neuron,count=2; elsewhere, write virtual:neuron,count=2"),
+        ("neuron:2", "and neuron:1 for the last of them"),
+        ("neuron:0", "names a device by its index"),
         ("hpu,memory=lots", "'lots' is no size of a memory"),
         ("cuda", "there is no virtual cuda; hint: take one of"),
-        ("mps,strict,strict", "cannot be read"),
-        ("mps,memory=1GiB,memory=2GiB", "cannot be read"),
+        ("mps,strict,strict", "strict is given twice"),
+        ("mps,memory=1GiB,memory=2GiB", "memory is given twice"),
         ("mps,memory=1e99GiB", "is no size of a memory"),
     ],
 )
@@ -214,7 +219,7 @@ def test_a_virtual_device_is_shown_as_virtual_and_works_like_a_device() -> None:
         anyaccel.manual_seed("neuron", 7)
         print(anyaccel.randn((2,), device="neuron").device, anyaccel.adjust_dtype("float64", "neuron"))
     """
-    done = fork_program(code, ANYACCEL_VIRTUAL="neuron:2,memory=1GiB,strict")
+    done = fork_program(code, ANYACCEL_VIRTUAL="neuron,count=2,memory=1GiB,strict")
     assert done.stdout.splitlines() == [
         "True True virtual: 2 on the CPU, enforcing the documented limits 2",
         "neuron:1 2 1073741824",
@@ -245,19 +250,6 @@ def test_errors_of_a_call() -> None:
     ]:
         with pytest.raises(kind), anyaccel.virtual(**arguments):  # type: ignore[arg-type]
             pass
-
-
-@pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        ("neuron", ("neuron", 1, None, False)),
-        ("hpu:8", ("hpu", 8, None, False)),
-        ("mps,memory=16GiB,strict", ("mps", 1, "16GiB", True)),
-        ("hpu:2,strict,memory=gaudi2", ("hpu", 2, "gaudi2", True)),
-    ],
-)
-def test_how_the_variable_reads(text: str, request_: tuple[str, int, str | None, bool]) -> None:
-    assert parse_request(text) == request_
 
 
 @pytest.mark.parametrize(

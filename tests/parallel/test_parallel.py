@@ -23,9 +23,9 @@ MORE = {
         "no context plan", "wrong count", "rows that see one another", "other seeds", "placed twice", "masks of heads",
         "attention of a batch", "reference tokens",
     ],
-    "virtual:neuron:2,strict": ["flux tensor", "no tensor plan"],
-    "virtual:hpu:2,strict": ["tensor refused", "one model at a time"],
-    "virtual:xpu:2,strict": ["flux tensor"],
+    "virtual:neuron,count=2,strict": ["flux tensor", "no tensor plan"],
+    "virtual:hpu,count=2,strict": ["tensor refused", "one model at a time"],
+    "virtual:xpu,count=2,strict": ["flux tensor"],
 }  # fmt: skip
 
 

@@ -101,8 +101,8 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
     ("device", "wishes", "words"),
     [
         ("mps", {}, "mps is not available"),
-        ("nonsense", {}, "no device 'nonsense'"),
-        (3.5, {}, "is no device"),
+        ("nonsense", {}, "unknown device 'nonsense'"),
+        (3.5, {}, "unknown device '3.5'"),
         ("cpu", {"dtype": "fp99"}, "no number type"),
         ("cpu", {"attention_slice": 1}, "did you mean attention_slicing"),
         ("cpu", {"attention_slicing": "some"}, "attention_slicing is"),

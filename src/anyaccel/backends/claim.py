@@ -12,6 +12,9 @@ from typing import Literal, TypeAlias
 from packaging.requirements import Requirement as VersionCondition
 from packaging.version import InvalidVersion, Version
 
+from anyaccel.backends.quirks import KNOWN_QUIRKS
+from anyaccel.errors import UsageError, nearest
+
 __all__ = [
     "Answer",
     "Claim",
@@ -160,9 +163,18 @@ class OperationLimit(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Limit):
-    """A behaviour that fits no other kind, known by a name that the plan asks for."""
+    """A behaviour that fits no other kind; code reacts to those that `quirks.py` names."""
 
     name: str
+    information_only: bool = False
+    """Whether no code reacts to it: it is shown to users, and nothing else."""
+
+    def __post_init__(self) -> None:
+        if self.name in KNOWN_QUIRKS and self.information_only:
+            raise UsageError(f"code reacts to the quirk {self.name!r}", hint="drop information_only=True")
+        if self.name not in KNOWN_QUIRKS and not self.information_only:
+            hint = f"{nearest(self.name, sorted(KNOWN_QUIRKS))}; or set information_only=True"
+            raise UsageError(f"no code reacts to the quirk {self.name!r}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from anyaccel.backends.claim import DtypeLimit, Quirk, Yes
 from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.quirks import HALF_KERNELS_MISSING
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import VersionIs
 from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Sheet
@@ -29,6 +30,7 @@ SHEET = Sheet(
     documentation="https://docs.pytorch.org/docs/stable/cpu.html",
     preference=0,
     can_be_virtual=False,
+    is_host=True,
     unified_memory=True,
     dtypes=Dtypes(
         float64=Yes(says="Every operation takes float64.", source=TENSORS, evidence="documented"),
@@ -96,7 +98,7 @@ SHEET = Sheet(
     largest_tensor=(Yes(says="Sizes and indices are 64 bits wide.", source=TENSORS, evidence="documented"),),
     quirks=(
         Quirk(
-            name="half_kernels_missing",
+            name=HALF_KERNELS_MISSING,
             says="A few operations have no half precision kernel, such as LocalResponseNorm in float16.",
             source=PYTORCH + "171948",
             evidence="hardware",

@@ -8,6 +8,7 @@ from typing import Any
 
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver, Recorder
+from anyaccel.backends.quirks import CONVOLUTIONS_REORDER, NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
 from anyaccel.backends.sheet import (
@@ -238,7 +239,7 @@ CUDA = Sheet(
     ),
     quirks=(
         Quirk(
-            name="convolutions_reorder",
+            name=CONVOLUTIONS_REORDER,
             says="A convolution in half precision copies its input, weight and result to channels last while it runs, "
             " unless the input lies so already: decoding at 1024 × 1024 holds 2.4 GiB, and 1.5 without.",
             source=_OUR_MEMORY,
@@ -248,6 +249,7 @@ CUDA = Sheet(
         ),
         Quirk(
             name="masked_attention_past_2_32",
+            information_only=True,
             says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",
             source=PYTORCH + "187227",
             evidence="hardware",
@@ -288,6 +290,8 @@ CUDA = Sheet(
         ),
     ),
     device_files=("/dev/nvidia[0-9]*", "/dev/kfd"),
+    aliases=("nvidia",),
+    product_pattern=r"(rtx|gtx|geforce|quadro|tesla|titan|g[bh]\d00|[abhpv]\d00$|[al]\d{1,2}[sg]?$|a\d000|t4$)",
     products=(
         _nvidia("b200", "NVIDIA B200", 180 * GB, 8, _MIG, r"\bB200\b"),
         _nvidia("h200", "NVIDIA H200", 150_109_880_320, 8, _OUR_H200, r"\bH200\b"),
@@ -348,7 +352,7 @@ ROCM = replace(
     operations=(),
     quirks=(
         Quirk(
-            name="non_contiguous_attention",
+            name=NON_CONTIGUOUS_ATTENTION,
             says="Fused attention was wrong for a value tensor that is not contiguous (bfloat16, MI300X, ROCm 7.0).",
             source="https://github.com/ROCm/pytorch/issues/3230",
             evidence="hardware",
@@ -358,6 +362,7 @@ ROCM = replace(
         ),
         Quirk(
             name="miopen_search",
+            information_only=True,
             says="The first VAE decode may search kernels for minutes (37 min on ROCm 7.12, 1 min on 7.14).",
             source="https://github.com/ROCm/TheRock/issues/2591",
             evidence="hardware",
@@ -366,6 +371,7 @@ ROCM = replace(
         ),
         Quirk(
             name="vae_decode_timeout",
+            information_only=True,
             says="VAE decode above 1024 pixels ran into the driver's time-out (ROCm 6.3, WSL).",
             source="https://github.com/ROCm/legacy-rocm-build/issues/4729",
             evidence="hardware",
@@ -405,6 +411,8 @@ ROCM = replace(
         ),
     ),
     device_files=("/dev/kfd",),
+    aliases=("hip",),
+    product_pattern=r"(rx|radeon|instinct|mi)-?\d",
     products=(
         _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
         _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from anyaccel.backends.availability import Device, describe_broken, describe_virtual, examine, find_unmet
+from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.machine import Machine, read_machine
-from anyaccel.backends.registry import NAME, load_registry
+from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DeviceUnavailableError, UsageError
 
@@ -27,6 +28,7 @@ __all__ = [
     "find_device",
     "is_available",
     "open_device",
+    "read_device",
     "sheet",
     "this_machine",
 ]
@@ -34,7 +36,6 @@ __all__ = [
 DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
-_SPELLING = re.compile(rf"(?P<name>{NAME.pattern})(:(?P<index>[0-9]{{1,9}}))?")
 _MOST = 1024
 """More devices than this in one process is a fault of the driver's."""
 
@@ -54,6 +55,13 @@ class OpenDevice:
 
         self.driver.load()
         return torch.device(self.sheet.torch_name, self.index)
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """The device as its tensors report it: without an index on the CPU."""
+        import torch
+
+        return torch.device(self.sheet.torch_name) if self.sheet.is_host else self.torch_device
 
 
 @functools.cache
@@ -78,68 +86,113 @@ def announce_virtual(sheet: Sheet, count: int) -> None:
     _settle.cache_clear()
 
 
-def sheet(name: str | torch.device) -> Sheet:
-    """The capability sheet of a device, whether it is here or not: `anyaccel.sheet("neuron")`.
+def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
+    """Return what a device argument says: an integer is an index of the `auto` device.
+
+    `auto` becomes what `ANYACCEL_DEVICE` says. Nothing is opened, except to find the kind that an integer counts.
+    """
+    if isinstance(device, int) and not isinstance(device, bool):
+        spec = read_device(AUTO)
+        kind = DeviceSpec(name=_find_best()) if spec.name == AUTO else spec
+        return kind.with_index(device)
+    spec = DeviceSpec.parse(device, load_registry())
+    variable = os.environ.get(DEVICE_VARIABLE) if spec.name == AUTO else None
+    return DeviceSpec.parse(variable, load_registry(), f" (from {DEVICE_VARIABLE})") if variable else spec
+
+
+def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
+    """The capability sheet of a device or a product, whether it is here or not: `anyaccel.sheet("neuron")`.
 
     `cuda` gives ROCm's sheet on a machine whose torch was built for it; `rocm` always does.
     """
-    asked, _ = _split(name)
-    backend = load_registry().backend(asked)
+    spec = DeviceSpec.parse(name, load_registry())
+    backend = load_registry().backend(spec.name)
+    if spec.product is not None:
+        return next(one for one in backend.sheets if one.name == spec.name).on(product=spec.product)
     variants = {variant.name: variant for variant in backend.variants}
-    return variants.get(asked) or backend.sheet_on(this_machine())
+    return variants.get(spec.name) or backend.sheet_on(this_machine())
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str | DeviceSpec) -> Device:
     """Whether one kind of device is here, and why or why not."""
-    asked, _ = _split(name)
+    asked = DeviceSpec.parse(name, load_registry()).name
     if asked in _VIRTUAL:
         return describe_virtual(*_VIRTUAL[asked])
     origin = load_registry().backend(asked).origin
     return examine(sheet(asked), this_machine(), _name_all(asked), origin, asked)
 
 
-def is_available(name: str | torch.device) -> bool:
+def is_available(name: str | torch.device | DeviceSpec) -> bool:
     """Whether a device of that name is here: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
-    asked, index = _split(name)
-    count = _count(asked)
-    return isinstance(count, int) and (index or 0) < count
+    spec = DeviceSpec.parse(name, load_registry())
+    count = _count(spec.name)
+    if not isinstance(count, int) or (spec.virtual and spec.name not in _VIRTUAL):
+        return False
+    return (spec.index or 0) < count and bool(_keep_product(spec, count))
 
 
-def open_device(device: str | torch.device = "auto") -> OpenDevice:
-    """The device to work on: a name, a name with an index, a `torch.device` or `auto`.
+def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
+    """The device to work on: a name, a name with an index, a product, a `torch.device` or `auto`.
 
     `auto` takes what `ANYACCEL_DEVICE` says, and the best device that is here otherwise. Without an index it is the
-    one that the process has made its current one.
+    one that the process has made its current one. A virtual device must have been started.
     """
-    asked, said_by = str(device), ""
-    if asked == "auto":
-        asked, said_by = os.environ.get(DEVICE_VARIABLE) or "auto", f" (from {DEVICE_VARIABLE})"
-    if asked == "auto":
-        return _open_best()
-    name, index = _split(asked, said_by)
-    if name not in load_registry().names():
-        load_registry().backend(name, said_by)
-    count = _count(name)
-    if isinstance(count, str) or count == 0:
-        found = find_device(name)
-        raise DeviceUnavailableError(f"{name} is not available{said_by}: {found.reason}", hint=found.hint)
-    if index is not None and index >= count:
-        raise DeviceUnavailableError(
-            f"there is no {name}:{index}{said_by}: this process sees {count} of them, counted from 0",
-            hint=f"take {name}:{count - 1} or lower",
-        )
-    return _settle(name, _driver(name).current_index() if index is None else index)
+    spec = DeviceSpec.parse(device, load_registry())
+    spec = read_device(spec) if spec.name == AUTO else spec
+    if spec.name == AUTO:
+        best = _find_best()
+        return _settle(best, _driver(best).current_index())
+    indices = _list_indices(spec)
+    current = _driver(spec.name).current_index() if len(indices) > 1 else indices[0]
+    return _settle(spec.name, current if current in indices else indices[0])
 
 
-def _open_best() -> OpenDevice:
+def _find_best() -> str:
+    """The name of the best device that is available."""
     registry = load_registry()
     names = [name for name in registry.backends if name not in registry.conflicts]
     here = [name for name in names if is_available(name)]
     if not here:
         host = find_device("cpu")
         raise DeviceUnavailableError(f"no device is available, not even cpu: {host.reason}", hint=host.hint)
-    best = max(here, key=lambda name: sheet(name).preference)
-    return _settle(best, _driver(best).current_index())
+    return max(here, key=lambda name: sheet(name).preference)
+
+
+def _list_indices(spec: DeviceSpec) -> Sequence[int]:
+    """The indices of the devices that a spec may mean; raise if there is none."""
+    name = spec.name
+    if spec.virtual and name not in _VIRTUAL:
+        raise DeviceUnavailableError(
+            f"{spec} was not started in this process{spec.given_by}",
+            hint=f'with anyaccel.virtual("{name}"): ..., or {VIRTUAL_VARIABLE}={name} before the program starts',
+        )
+    if spec.memory is not None and not spec.virtual:
+        raise UsageError(
+            f"{spec} describes a device by its memory, and a device is not opened by it{spec.given_by}",
+            hint=f"write {name}",
+        )
+    count = _count(name)
+    if isinstance(count, str) or count == 0:
+        found = find_device(name)
+        raise DeviceUnavailableError(f"{name} is not available{spec.given_by}: {found.reason}", hint=found.hint)
+    if spec.index is not None and spec.index >= count:
+        raise DeviceUnavailableError(
+            f"there is no {name}:{spec.index}{spec.given_by}: this process sees {count} of them, counted from 0",
+            hint=f"take {name}:{count - 1} or lower",
+        )
+    indices = _keep_product(spec, count)
+    if not indices:
+        device = DeviceSpec(name=name, index=spec.index)
+        raise DeviceUnavailableError(f"{device} is not a {spec.product}{spec.given_by}", hint=f"write {device}")
+    return indices
+
+
+def _keep_product(spec: DeviceSpec, count: int) -> Sequence[int]:
+    """The indices that are of the spec's product, where it names one; a virtual device was started as it."""
+    indices = range(count) if spec.index is None else [spec.index]
+    if spec.product is None or spec.virtual:
+        return indices
+    return [index for index in indices if _driver(spec.name).product(index) == spec.product]
 
 
 @functools.cache
@@ -188,14 +241,3 @@ def _name_all(name: str) -> tuple[str, ...] | str:
         return tuple(_driver(name).device_name(index) for index in range(count))
     except Exception as error:  # noqa: BLE001 - a vendor's software may raise anything: its words are kept
         return f"{type(error).__name__}: {error}"
-
-
-def _split(device: str | torch.device, said_by: str = "") -> tuple[str, int | None]:
-    """`("hpu", 3)` for `hpu:3`; the index is None where none is given."""
-    match = _SPELLING.fullmatch(str(device).lower())
-    if match is None:
-        raise UsageError(
-            f"{str(device)!r} is not how a device is written{said_by}",
-            hint=f"write a name, or a name and a number: cuda, hpu:3; known: {', '.join(load_registry().names())}",
-        )
-    return match["name"], None if match["index"] is None else int(match["index"])

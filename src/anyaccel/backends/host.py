@@ -10,11 +10,14 @@ if TYPE_CHECKING:
 __all__ = ["is_host", "is_on"]
 
 
-def is_host(device: torch.device) -> bool:
+def is_host(device: torch.device | str) -> bool:
     """Whether what lies there lies in the host's memory, and its numbers are read without a wait."""
-    return device.type == "cpu"
+    return is_on(device, "cpu")
 
 
-def is_on(device: torch.device, kind: str) -> bool:
-    """Whether what lies there lies on a device of the chosen kind: `is_on(tensor.device, chosen.type)`."""
-    return device.type == kind
+def is_on(device: torch.device | str, kind: str) -> bool:
+    """Whether what lies there lies on a device of the chosen kind: `is_on(tensor.device, chosen.type)`.
+
+    A string is read as torch reads it: `cuda`, `cuda:1`.
+    """
+    return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
 from anyaccel.backends.driver import Driver
+from anyaccel.backends.quirks import FLOAT32_ATTENTION
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ModuleFound, SystemIs
 from anyaccel.backends.sheet import (
@@ -183,6 +184,7 @@ SHEET = Sheet(
     quirks=(
         Quirk(
             name="mode_decides_speed",
+            information_only=True,
             says="Flux in 28 steps ran at 0.399 pictures a second eager, 0.002 lazy and 0.086 with HPU graphs.",
             source=_OPTIMUM + "pull/1331",
             evidence="hardware",
@@ -190,7 +192,7 @@ SHEET = Sheet(
             hint="choose the mode by model: PT_HPU_LAZY_MODE, set before the import",
         ),
         Quirk(
-            name="float32_attention",
+            name=FLOAT32_ATTENTION,
             says="Eager mode runs attention in float32 unless it is told otherwise.",
             source="https://github.com/huggingface/diffusers/pull/12310",
             evidence="documented",
@@ -199,6 +201,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="migration_fakes_cuda",
+            information_only=True,
             says="With PT_HPU_GPU_MIGRATION=1 torch.cuda and the nccl backend seem to be there.",
             source=_DOCS + "PyTorch/PyTorch_Model_Porting/GPU_Migration_Toolkit/GPU_Migration_Toolkit.html",
             evidence="documented",
@@ -306,6 +309,8 @@ SHEET = Sheet(
     ),
     device_files=("/dev/accel/accel[0-9]*",),
     pci_vendor="0x1da3",
+    aliases=("gaudi", "habana"),
+    product_pattern=r"gaudi-?\d",
     products=(
         _gaudi("gaudi3", "Intel Gaudi 3", 128 * GB, "torch with habana_frameworks.torch"),
         _gaudi("gaudi2", "Intel Gaudi 2", 96 * GB, "torch with habana_frameworks.torch"),

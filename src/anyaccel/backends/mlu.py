@@ -147,6 +147,8 @@ SHEET = Sheet(
         ),
     ),
     device_files=("/dev/cambricon_dev[0-9]*",),
+    aliases=("cambricon",),
+    product_pattern=r"mlu\d",
     products=(
         _mlu("mlu590", "Cambricon MLU590", None, "Its memory was not found.", _TRAINING),
         _mlu(

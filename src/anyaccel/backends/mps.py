@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.quirks import (
+    FIRST_PASS_DIFFERS,
+    HOST_NUMBER_OFFSET_IGNORED,
+    NON_CONTIGUOUS_ATTENTION,
+    UNINITIALISED_MEMORY_IS_NAN,
+)
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import ArchitectureIs, SystemIs, VersionIs
 from anyaccel.backends.sheet import (
@@ -243,7 +249,7 @@ SHEET = Sheet(
     ),
     quirks=(
         Quirk(
-            name="first_pass_differs",
+            name=FIRST_PASS_DIFFERS,
             says="The first pass gives slightly other results than the later ones: run one step and drop it.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
@@ -252,7 +258,7 @@ SHEET = Sheet(
             only_if=("torch<2.0",),
         ),
         Quirk(
-            name="non_contiguous_attention",
+            name=NON_CONTIGUOUS_ATTENTION,
             says="Fused attention is wrong for permuted query, key and value (error 3.6 against 8e-7).",
             source=PYTORCH + "181133",
             evidence="hardware",
@@ -261,7 +267,7 @@ SHEET = Sheet(
             only_if=("torch<2.12",),
         ),
         Quirk(
-            name="host_number_offset_ignored",
+            name=HOST_NUMBER_OFFSET_IGNORED,
             says="Arithmetic with a number of the host that lies inside a larger tensor, such as sigmas[3], silently "
             "takes that tensor's first element; mended in June 2026, after 2.13 was cut.",
             source=PYTORCH + "187117",
@@ -271,7 +277,7 @@ SHEET = Sheet(
             only_if=("torch>=2.12", "torch<2.14"),
         ),
         Quirk(
-            name="uninitialised_memory_is_nan",
+            name=UNINITIALISED_MEMORY_IS_NAN,
             says="torch.empty may hold NaN, and an operation that should ignore it may let it through.",
             source=DIFFUSERS + "14438",
             evidence="hardware",
@@ -280,6 +286,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="swaps_before_it_fails",
+            information_only=True,
             says="The default limit (1.7 times the recommended size) exceeds the memory: a job swaps and never fails.",
             source=_WATERMARKS,
             evidence="hardware",
@@ -364,6 +371,8 @@ SHEET = Sheet(
             evidence="documented",
         ),
     ),
+    aliases=("metal",),
+    product_pattern=r"m\d",
     products=(
         Product(
             name="apple-silicon",

@@ -158,6 +158,7 @@ SHEET = Sheet(
     quirks=(
         Quirk(
             name="instruction_limit",
+            information_only=True,
             says="A graph with too many instructions is refused (NCC_EBVF030); the number is not documented.",
             source=_DOCS_2_33 + "_sources/compiler/error-codes/EBVF030.rst",
             evidence="documented",
@@ -166,6 +167,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="reserves_all_cores",
+            information_only=True,
             says="A process takes all cores by default, and no other one can use them until it ends.",
             source=_DOCS_2_33 + "neuron-runtime/guides/configuration-guide.html",
             evidence="documented",
@@ -174,6 +176,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="float32_products_in_bfloat16",
+            information_only=True,
             says="The compiler casts float32 matrix products to bfloat16 unless it is told otherwise.",
             source=_DOCS + "general/appnotes/neuronx-cc/neuronx-cc-training-mixed-precision.html",
             evidence="documented",
@@ -251,6 +254,8 @@ SHEET = Sheet(
         ),
     ),
     device_files=("/dev/neuron[0-9]*",),
+    aliases=("trainium", "inferentia"),
+    product_pattern=r"(trn|inf)\d",
     products=(
         _product(
             "trn3",

@@ -176,6 +176,7 @@ SHEET = Sheet(
     quirks=(
         Quirk(
             name="float32_convolutions_in_hf32",
+            information_only=True,
             says="Convolutions run in HF32, a shorter float32, unless allow_hf32 is off.",
             source=_ASCEND + "Pytorch/700/apiref/apilist/ptaoplist_000238.html",
             evidence="documented",
@@ -184,6 +185,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="visible_devices_with_spaces",
+            information_only=True,
             says="A space in ASCEND_RT_VISIBLE_DEVICES ('1, 2,3') silently drops what follows.",
             source=_ASCEND + "canncommercial/900/maintenref/envvar/envref_07_0028.html",
             evidence="documented",
@@ -237,6 +239,8 @@ SHEET = Sheet(
         ),
     ),
     device_files=("/dev/davinci[0-9]*",),
+    aliases=("ascend",),
+    product_pattern=r"(ascend-?)?\d{3}[a-z]?",
     products=(
         _ascend("910c", "Ascend 910C (a die, Atlas 800I A3)", 64 * GB, 16, _SGLANG),
         _ascend("910b", "Ascend 910B (Atlas 800I A2)", 64 * GB, 8, _SGLANG),

@@ -78,6 +78,22 @@ class Registry:
         """Every name that `backend` answers to, variants included."""
         return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
 
+    def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
+        """Return the sheet's name, and the product if `word` is one: `("hpu", "gaudi2")` for `gaudi2`."""
+        sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
+        for sheet in sheets if word not in self.names() else ():
+            if word in self.list_products(sheet.name):
+                return sheet.name, word
+            if word in sheet.aliases:
+                return sheet.name, None
+        self.backend(word, given_by)
+        return word, None
+
+    def list_products(self, name: str) -> list[str]:
+        """Return the names of the products on the sheet of that name."""
+        sheet = next(sheet for sheet in self.backend(name).sheets if sheet.name == name)
+        return [product.name.lower() for product in sheet.products]
+
     def backend(self, name: str, said_by: str = "") -> Backend:
         """The backend of that name, or of a variant's: `rocm` is `cuda`'s."""
         self._refuse_conflict(name)
@@ -92,7 +108,17 @@ class Registry:
                     f"the backend {name!r} of {plugin.origin} could not be loaded: {plugin.error}",
                     hint=f"update or uninstall {plugin.origin}",
                 )
-        raise UnknownDeviceError(f"there is no device {name!r}{said_by}", hint=nearest(name, self.names()))
+        raise UnknownDeviceError(f"unknown device {name!r}{said_by}", hint=self._suggest(name))
+
+    def _suggest(self, word: str) -> str:
+        """What to write instead: the memory for a product that no sheet lists, else the most similar word."""
+        sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
+        for sheet in sheets:
+            if sheet.product_pattern and re.match(sheet.product_pattern, word):
+                listed = ", ".join(product.name for product in sheet.products)
+                return f"give the memory: {sheet.name}:24GiB; products of {sheet.name} by name: {listed}"
+        words = [word for sheet in sheets for word in (*sheet.aliases, *(one.name for one in sheet.products))]
+        return nearest(word, self.names(), also=words)
 
     def refuse_conflicts(self) -> None:
         """Raise if two plugins claim one name."""
@@ -179,7 +205,7 @@ def probe_sheet(sheet: Sheet) -> None:
     sheet.on(versions=nowhere.versions)
     for requirement in sheet.requirements:
         requirement.unmet(nowhere)
-    for product in sheet.products:
-        re.compile(product.reported_as)
+    for pattern in (sheet.product_pattern, *(product.reported_as for product in sheet.products)):
+        re.compile(pattern)
     if not isinstance(sheet.preference, int):
         raise TypeError(f"the preference of {sheet.name} is {sheet.preference!r}, not a whole number")

@@ -185,6 +185,8 @@ class Sheet:
     """`auto` takes the available device with the highest number."""
     can_be_virtual: bool = True
     """Whether a virtual one makes sense: not where the CPU itself is the device, or the vendor's code is everywhere."""
+    is_host: bool = False
+    """Whether the device is the CPU of this machine: its memory is host memory, and its cores are its devices."""
     unified_memory: bool = False
     """Whether the device and the host share one memory, so that moving to the host frees nothing."""
 
@@ -231,6 +233,10 @@ class Sheet:
     pci_vendor: str = ""
     """The vendor of those files' hardware where other vendors' have files of that name: `0x1da3`."""
     products: tuple[Product, ...] = ()
+    aliases: tuple[str, ...] = ()
+    """Other words for the device: `gaudi` for `hpu`."""
+    product_pattern: str = ""
+    """A pattern of the vendor's product names, for the hint about a product that is not listed: `rtx`."""
 
     @property
     def torch_name(self) -> str:

@@ -165,6 +165,7 @@ SHEET = Sheet(
     quirks=(
         Quirk(
             name="complex_products_need_onemkl",
+            information_only=True,
             says="In a build without oneMKL: 'Complex datatype matmul is not supported in oneDNN'.",
             source="https://github.com/intel/torch-xpu-ops/pull/2786",
             evidence="hardware",
@@ -173,6 +174,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="float64_inside_kernels",
+            information_only=True,
             says="Kernels with float64 hidden inside (logcumsumexp, tril_indices, pdist) fail for any type.",
             source=_OPS + "1150",
             evidence="hardware",
@@ -182,6 +184,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="large_pictures_corrupt",
+            information_only=True,
             says="Stable Cascade came out corrupt on Arc A where smaller models were mended.",
             source=_IPEX + "529",
             evidence="hardware",
@@ -191,6 +194,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="float16_nan",
+            information_only=True,
             says="SDXL in float16 gave nothing but NaN on one B580.",
             source=COMFYUI + "14743",
             evidence="hardware",
@@ -200,6 +204,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name="first_picture_slow",
+            information_only=True,
             says="The first image after each change of the prompt took 7 to 8 times as long (A750).",
             source=COMFYUI + "9039",
             evidence="hardware",
@@ -258,6 +263,8 @@ SHEET = Sheet(
     ),
     device_files=("/dev/dri/renderD*",),
     pci_vendor="0x8086",
+    aliases=("arc",),
+    product_pattern=r"(arc|max|flex|iris)-",
     products=(
         _product("max-1550", "Data Center GPU Max 1550 (a tile)", 65520 * _MIB, _AS_SEEN, _OPS + "3888", "Max 1550"),
         _product("arc-pro-b60", "Arc Pro B60", 24480 * _MIB, _AS_SEEN, _OPS + "5258", r"\bB60\b"),

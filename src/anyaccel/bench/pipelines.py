@@ -26,7 +26,7 @@ KINDS = ("unet", "transformer", "vae")
 def make_pipeline(work: Work, variant: str) -> Any:
     """The pipeline of a work on its device, in the way of a variant."""
     opened = open_device(work.device)
-    device = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
+    device = opened.tensor_device
     plain = _make_random(work, device) if work.random else _load(work)
     dtype = getattr(torch, work.dtype) if work.dtype else None
     if variant in (OURS, FAST):

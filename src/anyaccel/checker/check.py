@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
 from anyaccel.checker.fresh_process import Task, can_fork, check_afresh
 from anyaccel.checker.report import Report
@@ -56,7 +57,7 @@ def find_devices(asked: str | Sequence[str]) -> list[str]:
     names = [asked] if isinstance(asked, str) else list(asked)
     if names == [_ALL]:
         return known
-    names = [name.removeprefix("virtual:") for name in names]
+    names = [DeviceSpec.parse(name, load_registry()).require_name() for name in names]
     for name in names:
         if name not in known:
             raise UsageError(f"no virtual device is called {name!r}", hint=nearest(name, [*known, _ALL]))

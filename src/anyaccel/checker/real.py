@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from anyaccel.backends.device import find_device, open_device
+from anyaccel.backends.device import find_device, open_device, read_device
 from anyaccel.checker.recording import Comparison, comparing, recording
 from anyaccel.checker.subject import read_subject
 from anyaccel.errors import AnyaccelError
@@ -79,9 +79,10 @@ def check_real(
     A hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline. Every further
     keyword goes to the pipeline's call.
     """
-    if not device.startswith("virtual:"):
-        chosen_device = open_device(device)  # before minutes are spent on the CPU
-        if chosen_device.sheet.torch_name == "cpu":
+    spec = read_device(device)
+    if not spec.virtual:
+        chosen_device = open_device(spec)  # before minutes are spent on the CPU
+        if chosen_device.sheet.is_host:
             say("note: no accelerator is asked for or here; this compares the CPU with itself")
     name, recipe = _open(what, call)
     pipe: Any = recipe.make()

@@ -26,7 +26,7 @@ def make_batch(
     source: Annotated[str, typer.Argument(metavar="INPUT.jsonl", help="A row a line; - is stdin.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="For pictures and the manifest.")],
     model: Annotated[Text, typer.Option("--model", "-m", help="A hub id or a folder; else the embedded one.")] = None,
-    device: Annotated[str, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron:2.")] = "auto",
+    device: Annotated[str, typer.Option("--device", "-d", help="auto, NAME, hpu:3, virtual:neuron,count=2.")] = "auto",
     workers: Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Else one a device.")] = None,
     ray: Annotated[Text, typer.Option("--ray", metavar="ADDRESS|auto", help="Let Ray's machines work.")] = None,
     dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anyaccel.backends.device import find_device
+from anyaccel.backends.device import find_device, read_device
 from anyaccel.cli.generate_options import Options
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.pictures.order import Order, make_order
 from anyaccel.pictures.origin import Origin
 
 __all__ = ["Job", "make_jobs"]
-
-_VIRTUAL = "virtual:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,8 @@ def _repeat(options: Options, origin: Origin) -> Job:
 def _can_have(kind: str) -> bool:
     """Whether this process can work on such a device: one that is here or, of the virtual ones, one that is not."""
     try:
-        found = find_device(kind.removeprefix(_VIRTUAL))
+        spec = read_device(kind)
+        found = find_device(spec)
     except UsageError:  # a plugin's, which is not installed here
         return False
-    return found.virtual or found.available != kind.startswith(_VIRTUAL)
+    return found.virtual or found.available != spec.virtual

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.markup import escape
 
+from anyaccel.backends.device import read_device
 from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
 from anyaccel.cli.devices import colour_verdict, make_console
 from anyaccel.errors import UsageError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Wanted", "verify_device"]
 
-_VIRTUAL = "virtual:"
 _COLOURS = {"agrees": "green", "contradicts": "red", "new": "cyan", "not tried": "dim"}
 _MOST_LINES = 12
 """With more pipelines than this, only those that are not right have a line."""
@@ -43,7 +43,7 @@ def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, forc
     """Verify one device, print what was seen and write the file; exit status 1 where something does not hold."""
     if name is None:
         raise UsageError("--verify takes the name of one device", hint="anyaccel devices cuda --verify")
-    if name.startswith(_VIRTUAL):
+    if read_device(name).virtual:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: a virtual device has a forked process
     file = _choose_file(name, output, force)
     verification = _verify(name, wanted)
@@ -93,8 +93,7 @@ def _suggest_name(name: str) -> str:
     """A name for the file: `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
     from anyaccel.verification.verify_process import make_bench
 
-    virtual = name.startswith(_VIRTUAL)
-    which = [] if virtual else [make_bench(name, quick=True).product or platform.machine()]
+    which = [] if read_device(name).virtual else [make_bench(name, quick=True).product or platform.machine()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return "-".join(["anyaccel-evidence", *name.split(":"), *which, today]) + ".json"
 

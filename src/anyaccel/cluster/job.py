@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.cluster.batch import Batch, Listener, Summary
 from anyaccel.cluster.crew import Crew, LocalCrew
 from anyaccel.cluster.maker import Settings
@@ -44,7 +45,7 @@ def run_job(job: Job, listener: Listener) -> Summary:
         "input": digest,
         "rows": len(rows),
         "model": named.name,
-        "device": f"virtual:{places.name}" if places.virtual else places.name,
+        "device": str(DeviceSpec(name=places.name, virtual=places.virtual)),
         "asked_dtype": job.settings.dtype,
         "speed": job.settings.speed,
     }
@@ -74,7 +75,7 @@ def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Plac
     from anyaccel.cluster.ray_cluster import check_places, count_places, join, resources_for
     from anyaccel.cluster.ray_crew import RayCrew
 
-    if job.settings.device == "auto":
+    if job.settings.device == AUTO:
         raise UsageError("a cluster's devices are not known here", hint="name the device that it has: --device hpu")
     places = find_named(job.settings.device)
     join(address)
@@ -89,4 +90,6 @@ def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Plac
 
 def _index_of(places: Places, number: int) -> int | None:
     """Of virtual devices each worker has its own; of real ones a worker sees the one that it was given."""
+    if places.index is not None:
+        return places.index
     return number % places.count if places.virtual else None

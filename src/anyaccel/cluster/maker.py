@@ -141,14 +141,12 @@ class Maker:
 
 
 def _name_device(settings: Settings) -> str:
-    """The device of this worker; a virtual one is started, with as many as were asked for."""
+    """The device of this worker, with its index."""
     if settings.index is None:
         return settings.device
-    from anyaccel.planning.wishes import Wishes
-    from anyaccel.runtime.place import resolve_device
+    from anyaccel.backends.device import read_device
 
-    opened = resolve_device(settings.device, Wishes(dtype=settings.dtype))
-    return f"{opened.sheet.name}:{settings.index}"
+    return str(read_device(settings.device).with_index(settings.index))
 
 
 def _choose_rows_a_call(pipe: Any) -> int:
@@ -156,7 +154,7 @@ def _choose_rows_a_call(pipe: Any) -> int:
     from anyaccel.runtime.placement import find_placement
 
     placement, plan = find_placement(pipe), pipe.plan
-    if plan.virtual or placement is None or placement.opened.sheet.torch_name == "cpu":
+    if plan.virtual or placement is None or placement.opened.sheet.is_host:
         return 1
     most = plan.images_per_call.value
     return min(_ROWS_A_CALL, most) if most else _ROWS_A_CALL

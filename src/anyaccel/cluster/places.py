@@ -16,8 +16,6 @@ from anyaccel.errors import AnyaccelError, DeviceUnavailableError, UsageError
 
 __all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
 
-_VIRTUAL = "virtual:"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
@@ -38,12 +36,14 @@ class Places:
 
 def find_places(device: str) -> Places:
     """Look at the devices here in a process that ends: some belong to the first process that looks at them."""
-    from anyaccel.backends.device import sheet
+    from anyaccel.backends.device import read_device, sheet
+    from anyaccel.backends.device_spec import AUTO
 
-    if device not in ("auto", "") and ":" not in device:
-        found_sheet = sheet(device)
-        if found_sheet.torch_name == "cpu":
-            return Places(device=found_sheet.name, name=found_sheet.name, count=_count_cores(), on_host=True)
+    spec = read_device(device)
+    if spec.virtual:
+        return find_named(device)
+    if spec.name != AUTO and spec.index is None and sheet(spec).is_host:
+        return Places(device=spec.name, name=spec.name, count=_count_cores(), on_host=True)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_look, args=(device, there), daemon=True)
@@ -73,16 +73,13 @@ def _look(device: str, pipe: Connection) -> None:
 
 
 def _find_places(device: str) -> Places:
-    from anyaccel.backends.device import DEVICE_VARIABLE, find_device, open_device
+    from anyaccel.backends.device import find_device, open_device, read_device
 
-    if device == "auto":
-        device = os.environ.get(DEVICE_VARIABLE) or "auto"
-    if device.startswith(_VIRTUAL):
-        return find_named(device)
-    opened = open_device(device)
+    spec = read_device(device)
+    opened = open_device(spec)
     name = opened.sheet.name
-    index = opened.index if ":" in device else None
-    if opened.sheet.torch_name == "cpu":
+    index = spec.index if spec.product is None else opened.index
+    if opened.sheet.is_host:
         return Places(device=name, name=name, count=_count_cores(), on_host=True)
     return Places(
         device=name, name=name, count=1 if index is not None else find_device(name).count, on_host=False, index=index
@@ -91,18 +88,23 @@ def _find_places(device: str) -> Places:
 
 def find_named(device: str) -> Places:
     """What a device's name says by itself; whether it is there, the cluster knows."""
-    from anyaccel.backends.device import sheet
-    from anyaccel.emulator.activation import parse_request
+    from anyaccel.backends.device import read_device, sheet
 
-    virtual = device.startswith(_VIRTUAL)
-    if virtual:
-        name, count, _, _ = parse_request(device.removeprefix(_VIRTUAL), _VIRTUAL)
-        sheet(name)  # raises if there is none
-        return Places(device=device, name=name, count=count, on_host=False, virtual=True)
-    if ":" in device:
-        raise UsageError(f"{device} names one device, and Ray chooses which", hint=f"--device {device.split(':')[0]}")
-    found = sheet(device)
-    return Places(device=found.name, name=found.name, count=0, on_host=found.torch_name == "cpu")
+    spec = read_device(device)
+    if spec.virtual:
+        count = spec.require_count()
+        return Places(
+            device=str(spec),
+            name=spec.name,
+            count=count if spec.index is None else 1,
+            on_host=False,
+            index=spec.index,
+            virtual=True,
+        )
+    if spec.index is not None:
+        raise UsageError(f"{spec} names one device, and Ray chooses which", hint=f"--device {spec.name}")
+    found = sheet(spec)
+    return Places(device=found.name, name=found.name, count=0, on_host=found.is_host)
 
 
 def _count_cores() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anyaccel.backends.device import DEVICE_VARIABLE
+from anyaccel.backends.device import read_device
 from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.device_spec import AUTO
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.cluster.ray_cluster import (
@@ -32,7 +32,6 @@ from anyaccel.server.settings import ServedName, Settings
 
 __all__ = ["Application", "Applications", "Kind", "State", "find_kinds", "read_replicas", "serve_on_ray"]
 
-_VIRTUAL = "virtual:"
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
 _HEALTH_MISSES = 3
 """Ray Serve replaces a replica that does not answer so often in a row."""
@@ -80,8 +79,8 @@ def read_replicas(text: str | None) -> int | str | None:
 def find_kinds(devices: Sequence[str], replicas: int | str | None, max_batch: int) -> tuple[Kind, ...]:
     """The kinds of devices that were asked for, which the cluster must have."""
     if list(devices) == ["auto"]:
-        asked = os.environ.get(DEVICE_VARIABLE, "auto")
-        devices = [asked] if asked != "auto" else _list_counted()
+        spec = read_device(AUTO)
+        devices = [str(spec)] if spec.name != AUTO else _list_counted()
     if len(set(devices)) < len(devices):
         raise UsageError("one device was named twice", hint="for more replicas of a kind give --replicas")
     return tuple(_find_kind(device, replicas, max_batch) for device in devices)
@@ -94,23 +93,24 @@ def _list_counted() -> list[str]:
     found: dict[str, str] = {}
     for sheet in sorted(sheets, key=lambda one: -one.preference):
         name = sheet.ray_resource or sheet.name
-        if here.get(name, 0) >= 1 and sheet.torch_name != "cpu":
+        if here.get(name, 0) >= 1 and not sheet.is_host:
             found.setdefault(name, sheet.name)
-    return list(found.values()) or ["cpu"]
+    host = max((sheet for sheet in sheets if sheet.is_host), key=lambda one: one.preference)
+    return list(found.values()) or [host.name]
 
 
 def _find_kind(device: str, replicas: int | str | None, max_batch: int) -> Kind:
-    virtual = device.startswith(_VIRTUAL)
-    name, _, index = device.removeprefix(_VIRTUAL).split(",")[0].partition(":")
-    if index and not virtual:
-        raise UsageError(f"{device} names one device, and Ray picks those that are free", hint=f"--device {name}")
-    sheet = find_sheet(name)
+    spec = read_device(device)
+    sheet, virtual = find_sheet(spec), spec.virtual
+    if spec.index is not None:
+        hint = spec.count_hint() if virtual else f"--device {spec.name}"
+        raise UsageError(f"{device} names one device, and Ray picks those that are free", hint=hint)
     places = count_places(sheet, virtual)
-    on_host = virtual or sheet.torch_name == "cpu"
+    on_host = virtual or sheet.is_host
     wanted = places if replicas == "auto" else replicas if isinstance(replicas, int) else 1 if on_host else places
     check_places(sheet, virtual, max(1, wanted))
     return Kind(
-        device=device,
+        device=str(spec),
         sheet=sheet,
         virtual=virtual,
         replicas=wanted,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from anyaccel.backends.device import announce_virtual, this_machine
+from anyaccel.backends.device import announce_virtual, find_device, this_machine
 from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.size import parse_size
@@ -22,10 +23,9 @@ from anyaccel.emulator.tensor import activate
 from anyaccel.emulator.vendor import install_vendor_packages, make_device_module
 from anyaccel.errors import UsageError, VirtualDeviceError
 
-__all__ = ["parse_request", "start", "virtual"]
+__all__ = ["start", "start_spec", "virtual"]
 
 _STARTED: list[VirtualAccelerator] = []
-_REQUEST = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(:(?P<count>[0-9]{1,3}))?(?P<options>(,[^,]+)*)")
 
 
 @contextmanager
@@ -46,6 +46,9 @@ def virtual(
 
 def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
     """The same without an end."""
+    spec = DeviceSpec.parse(name, load_registry())
+    name = (replace(spec, product=None) if memory is None else spec).require_name()
+    memory = spec.product if memory is None else memory
     _check_count(count)
     if not isinstance(memory, str | int | None):
         raise UsageError(f"{memory!r} is no size of a memory", hint="write it as 16GiB, 96GB or a number of bytes")
@@ -56,6 +59,13 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
         _STARTED.append(_install(VirtualAccelerator(sheet, count, capacity, strict)))
         return _STARTED[0]
     return _restart(_STARTED[0], sheet, count, capacity, strict)
+
+
+def start_spec(spec: DeviceSpec) -> DeviceSpec:
+    """Start the virtual devices of a spec unless this process has some of that name; return the one to open."""
+    if not find_device(spec.name).virtual:
+        start(spec.name, count=spec.require_count(), memory=spec.product or spec.memory, strict=spec.strict)
+    return DeviceSpec(name=spec.name, index=spec.index, given_by=spec.given_by)
 
 
 def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
@@ -107,29 +117,6 @@ def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | 
         product = sheet.product(memory)
         return sheet.on(product=product.name, versions=versions), product.memory_bytes
     return sheet.on(versions=versions), parse_size(memory)
-
-
-def parse_request(text: str, given: str = "ANYACCEL_VIRTUAL=") -> tuple[str, int, str | None, bool]:
-    """`NAME[:COUNT][,memory=SIZE][,strict]` as name, count, memory and strict; `given` is what stood before it."""
-    match = _REQUEST.fullmatch(text)
-    form = "NAME[:COUNT][,memory=SIZE][,strict]"
-    problem = UsageError(f"{given}{text!r} cannot be read", hint=f"write {form}: mps,memory=16GiB,strict")
-    if match is None:
-        raise problem
-    memory, strict = None, False
-    options = list(filter(None, match["options"].split(",")))
-    if len({option.split("=")[0] for option in options}) < len(options):
-        raise problem
-    for option in options:
-        if option == "strict":
-            strict = True
-        elif option.startswith("memory="):
-            memory = option.removeprefix("memory=")
-        else:
-            raise problem
-    count = int(match["count"] or 1)
-    _check_count(count)
-    return match["name"], count, memory, strict
 
 
 def _check_count(count: int) -> None:

@@ -35,11 +35,19 @@ def autoload() -> None:
 def _start(request: str) -> None:
     import atexit
 
-    from anyaccel.emulator.activation import parse_request, start
+    from anyaccel.backends.device_spec import VIRTUAL_PREFIX, DeviceSpec
+    from anyaccel.backends.registry import load_registry
+    from anyaccel.emulator.activation import start
+    from anyaccel.errors import UsageError
 
-    name, count, memory, strict = parse_request(request)
+    spec = DeviceSpec.parse(VIRTUAL_PREFIX + request, load_registry(), f" (from {VARIABLE})")
+    if spec.index is not None:
+        raise UsageError(
+            f"{VARIABLE}={request!r} names a device by its index, and the variable starts all of them",
+            hint=f"write {VARIABLE}={spec.name},count={spec.index or 2}; elsewhere, {spec.count_hint()}",
+        )
     path = _find_ledger_path()
-    accelerator = start(name, count=count, memory=memory, strict=strict)
+    accelerator = start(spec.name, spec.count or 1, spec.product or spec.memory, spec.strict)
     if path:
         atexit.register(accelerator.ledger.write, path)
 

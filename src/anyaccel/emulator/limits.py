@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, SizeLimit
+from anyaccel.backends.quirks import HOST_NUMBER_OFFSET_IGNORED, UNINITIALISED_MEMORY_IS_NAN
 from anyaccel.backends.sheet import Sheet
 
 __all__ = ["LimitBook", "OperationFacts", "read_operation"]
@@ -84,8 +85,8 @@ class LimitBook:
         self.random = certain.get("random_numbers")
         self.shapes = certain.get("data_dependent_shapes")
         self.round_trip = certain.get("host_round_trip")
-        self.nan_in_empty = "quirks.uninitialised_memory_is_nan" in certain
-        offset = "quirks.host_number_offset_ignored"
+        self.nan_in_empty = f"quirks.{UNINITIALISED_MEMORY_IS_NAN}" in certain
+        offset = f"quirks.{HOST_NUMBER_OFFSET_IGNORED}"
         self.host_number = (offset, certain[offset]) if offset in certain else None
 
     def met_by_size(self, elements: int, element_bytes: int, scores: bool) -> list[tuple[str, Limit]]:

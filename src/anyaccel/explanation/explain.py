@@ -99,7 +99,7 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
         for one in folder.components
         if one.config is not None
     )
-    on_host = target.sheet.torch_name == "cpu"
+    on_host = target.sheet.is_host
     return make_plan(
         target.sheet,
         Facts(pipeline=folder.pipeline, components=components),

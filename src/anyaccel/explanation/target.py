@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anyaccel.backends.device import find_device, is_available, open_device
+from anyaccel.backends.device import find_device, is_available, open_device, read_device
 from anyaccel.backends.device import sheet as find_sheet
-from anyaccel.backends.registry import load_registry
+from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.backends.sheet import Product, Sheet
 from anyaccel.backends.size import parse_size
-from anyaccel.errors import NotMeasurableError, UnknownDeviceError, UsageError, nearest
+from anyaccel.errors import NotMeasurableError, UnknownDeviceError, UsageError
 
 __all__ = ["Target", "find_target"]
 
@@ -32,52 +32,26 @@ class Target:
 
 def find_target(device: str) -> Target:
     """Read `auto`, `hpu`, `gaudi2`, `cuda:24GiB`, `mps:16GiB` or `cuda:0`."""
-    text = str(device).strip()
-    product = _find_product(text)
-    if product is not None:
-        return _of_product(*product)
-    name, colon, rest = text.partition(":")
-    is_number = _is_number(rest)
-    if colon and not is_number:
-        return _of_size(name, rest)
-    if text == "auto" or (name in load_registry().names() and "." not in rest and is_available(text)):
-        return _of_this_machine(text)
-    _refuse_what_is_no_device(name, rest)
-    if name not in load_registry().names():
-        known = [*load_registry().names(), *(product.name for _, product in _products())]
-        raise UnknownDeviceError(f"there is no device and no product {text!r}", hint=nearest(text, known))
-    if is_number:
-        hint = f"did you mean {name}:{rest if float(rest) else 16}GiB? {name} alone is answered too"
-        raise UnknownDeviceError(f"there is no {name}:{rest} on this machine", hint=hint)
-    return _of_name(name)
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal() and text.isascii()
-
-
-def _refuse_what_is_no_device(name: str, rest: str) -> None:
-    """A product with something after it, and a virtual device."""
-    if name.lower() == "virtual":
+    spec = read_device(device)
+    if spec.virtual:
         words = "nothing is run, and so no virtual device is needed"
-        raise UsageError(words, hint=f"ask about the device itself: --device {rest.partition(':')[0]}")
-    product = _find_product(name)
-    if product is not None and rest:
-        sheet, known = product
-        size = f"{rest}GiB" if _is_number(rest) else rest
+        raise UsageError(words, hint=f"ask about the device itself: --device {spec.product or spec.name}")
+    if spec.product is not None and spec.index is not None:
         raise UsageError(
-            f"{known.name} is a product, with a memory of its own",
-            hint=f"write {known.name} alone, or {sheet.name}:{size} for a device with so much memory",
+            f"{spec.product} is a product, with a memory of its own",
+            hint=f"write {spec.product}, or {spec.name}:{spec.index}GiB for a device with that much memory",
         )
-
-
-def _products() -> list[tuple[Sheet, Product]]:
-    sheets = [find_sheet(name) for name in load_registry().names()]
-    return [(sheet, product) for sheet in sheets for product in sheet.products]
-
-
-def _find_product(name: str) -> tuple[Sheet, Product] | None:
-    return next(((sheet, one) for sheet, one in _products() if one.name == name.lower()), None)
+    if spec.product is not None:
+        sheet = find_sheet(spec)
+        return _of_product(sheet, sheet.product(spec.product))
+    if spec.memory is not None:
+        return _of_size(spec.name, spec.memory)
+    if spec.name == AUTO or is_available(spec):
+        return _of_this_machine(spec)
+    if spec.index is not None:
+        hint = f"did you mean {spec.name}:{spec.index or 16}GiB? {spec.name} alone is answered too"
+        raise UnknownDeviceError(f"there is no {spec} on this machine", hint=hint)
+    return _of_name(spec.name)
 
 
 def _of_product(sheet: Sheet, product: Product, *notes: str) -> Target:
@@ -96,9 +70,6 @@ def _of_product(sheet: Sheet, product: Product, *notes: str) -> Target:
 
 
 def _of_size(name: str, size: str, *notes: str) -> Target:
-    _refuse_what_is_no_device(name, size)
-    if name not in load_registry().names():
-        raise UnknownDeviceError(f"there is no device {name!r}", hint=nearest(name, load_registry().names()))
     sheet, total = find_sheet(name), parse_size(size)
     usable = sheet.usable_bytes(total)
     return Target(
@@ -109,8 +80,8 @@ def _of_size(name: str, size: str, *notes: str) -> Target:
     )
 
 
-def _of_this_machine(device: str) -> Target:
-    opened = open_device(device)
+def _of_this_machine(spec: DeviceSpec) -> Target:
+    opened = open_device(spec)
     name = f"{opened.sheet.name}:{opened.index}"
     try:
         memory = opened.driver.memory(opened.index)

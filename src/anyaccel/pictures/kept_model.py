@@ -113,7 +113,7 @@ def _load(
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     remember_wishes(pipe, wishes)
     decided = chosen if spared or chosen.value in HALF_PRECISIONS else None
-    pipe.place_as_decided(f"{opened.sheet.name}:{opened.index}", {}, decided)
+    pipe.place_as_decided(opened, {}, decided)
     # None: a bar on a terminal and in a notebook, and none in a log.
     pipe.set_progress_bar_config(disable=None)
     return pipe

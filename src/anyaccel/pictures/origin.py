@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.errors import UsageError
 
 __all__ = ["FORMAT", "Origin", "describe_origin", "find_differences", "read_document", "record_call", "write_document"]
@@ -63,8 +64,7 @@ class Origin:
     @property
     def device_kind(self) -> str:
         """The device as `--device` takes it, wherever it stands: `cuda`, `virtual:neuron`."""
-        name = self.device.partition(":")[0]
-        return f"virtual:{name}" if self.virtual else name
+        return str(DeviceSpec(name=self.device.partition(":")[0], virtual=self.virtual))
 
     def arguments(self) -> dict[str, Any]:
         """What `anyaccel.generate` takes to make the picture again: `generate(**origin.arguments())`."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from anyaccel.backends.claim import SizeLimit
+from anyaccel.backends.quirks import NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.wishes import Wishes
@@ -61,11 +62,10 @@ def choose_attention(sheet: Sheet, wishes: Wishes, element_bytes: int) -> Decisi
     limits = [limit for limit in sheet.limits(SizeLimit).values() if not limit.conditional]
     amounts = [limit.amount // (element_bytes if limit.unit == "bytes" else 1) for limit in limits]
     most = min(amounts) // MARGIN if amounts else None
-    quirk = "non_contiguous_attention"
-    rule = AttentionRule(most, wishes.attention_slicing, sheet.has_quirk(quirk))
+    rule = AttentionRule(most, wishes.attention_slicing, sheet.has_quirk(NON_CONTIGUOUS_ATTENTION))
     reasons = [limit.says for limit in limits]
     if wishes.attention_slicing is not None:
         reasons.insert(0, "slicing was asked for.")
     if rule.contiguous:
-        reasons += [found.says for found in sheet.quirks if found.name == quirk]
+        reasons += [found.says for found in sheet.quirks if found.name == NON_CONTIGUOUS_ATTENTION]
     return Decision(rule, " ".join(reasons) or "no limit on the size of attention is known here")

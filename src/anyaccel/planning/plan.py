@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from anyaccel.backends.claim import Quirk
+from anyaccel.backends.quirks import FIRST_PASS_DIFFERS, FLOAT32_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule, choose_attention
 from anyaccel.planning.batch import choose_images_per_call
@@ -168,7 +169,7 @@ def do_the_same(plan: Plan) -> Plan:
 
 
 def _choose_bf16_attention(sheet: Sheet, wishes: Wishes, dtype: str) -> Decision[bool]:
-    quirk = _find_quirk(sheet, "float32_attention")
+    quirk = _find_quirk(sheet, FLOAT32_ATTENTION)
     if quirk is None:
         return Decision(False, "attention is not slowed down by float32 here")
     if not wishes.sdp_on_bf16:
@@ -179,7 +180,7 @@ def _choose_bf16_attention(sheet: Sheet, wishes: Wishes, dtype: str) -> Decision
 
 
 def _choose_prime(sheet: Sheet) -> Decision[bool]:
-    quirk = _find_quirk(sheet, "first_pass_differs")
+    quirk = _find_quirk(sheet, FIRST_PASS_DIFFERS)
     if quirk is None:
         return Decision(False, "the first picture is like the later ones here")
     return Decision(True, f"{quirk.says} ({quirk.source})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from anyaccel.backends.claim import OperationLimit
+from anyaccel.backends.quirks import HOST_NUMBER_OFFSET_IGNORED, UNINITIALISED_MEMORY_IS_NAN
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.decision import Decision
@@ -25,8 +26,8 @@ def choose_repairs(
         "noise": not sheet.rng_on_device,
         "shapes": sheet.static_shapes,
         "attention": attention != AttentionRule(),
-        "numbers": sheet.has_quirk("host_number_offset_ignored"),
-        "zeros": sheet.has_quirk("uninitialised_memory_is_nan"),
+        "numbers": sheet.has_quirk(HOST_NUMBER_OFFSET_IGNORED),
+        "zeros": sheet.has_quirk(UNINITIALISED_MEMORY_IS_NAN),
         "addends": any(limit.reads_ignored_input for limit in sheet.limits(OperationLimit).values()),
     }
     chosen = tuple(name for name, needed in needs.items() if needed)

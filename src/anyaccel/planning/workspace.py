@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from anyaccel.backends.claim import Yes
+from anyaccel.backends.quirks import CONVOLUTIONS_REORDER
 from anyaccel.backends.sheet import MemoryTerms, Sheet
 
 __all__ = ["Workspace", "read_workspace"]
@@ -77,7 +78,7 @@ def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),
-        reordered_convolutions=sheet.has_quirk("convolutions_reorder"),
+        reordered_convolutions=sheet.has_quirk(CONVOLUTIONS_REORDER),
         block_bytes=1 if virtual else 512,
         segment_bytes=terms.segment_bytes if terms else 0,
         fixed_bytes=_NUMBERS + (terms.fixed_bytes if terms else 0),

@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from anyaccel.backends.device import OpenDevice, is_available, open_device
+from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.host import is_host
+from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Distributed
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.planning.facts import Facts
@@ -84,8 +86,9 @@ def _fits_alone(opened: OpenDevice, facts: Facts, wishes: Wishes) -> bool | None
 def take_own_device(opened: OpenDevice, asked: Any) -> OpenDevice:
     """The device of this rank: that of its number on this machine, unless one was named or it sees one alone."""
     local, name = int(os.environ.get("LOCAL_RANK", 0)), opened.sheet.name
-    counted = str(asked).startswith("virtual:")  # what follows the name there is how many there are
-    if isinstance(asked, int) or (":" in str(asked) and not counted):
+    if isinstance(asked, int | OpenDevice):
+        return opened
+    if asked is not None and DeviceSpec.parse(asked, load_registry()).index is not None:
         return opened
     if is_available(f"{name}:{local}") or is_available(f"{name}:1"):
         return open_device(f"{name}:{local}")

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.device import DEVICE_VARIABLE, OpenDevice, find_device, open_device
+from anyaccel.backends.device import OpenDevice, find_device, open_device, read_device
 from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.device_spec import AUTO
 from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.portable import dtype_name
@@ -54,34 +55,22 @@ __all__ = [
     "without_advice",
 ]
 
-_VIRTUAL = "virtual:"
-Device = str | int | torch.device
+Device = str | int | torch.device | OpenDevice
 
 
 def resolve_device(device: Device, wishes: Wishes) -> OpenDevice:
-    """The device that a user means: `auto`, a name, an index, a `torch.device`, `virtual:neuron`."""
-    if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-        raise UsageError(f"{device!r} is no device", hint="write a name: auto, cpu, mps, hpu:3, virtual:neuron")
-    if isinstance(device, int):
-        device = f"{open_device('auto').sheet.torch_name}:{device}"
-    text = str(device)
-    if text == "auto" and os.environ.get(DEVICE_VARIABLE, "").startswith(_VIRTUAL):
-        text = os.environ[DEVICE_VARIABLE]
-    if text.startswith(_VIRTUAL):
-        text = _start_virtual(text.removeprefix(_VIRTUAL))
-    if text != "auto":
-        _set_variables(find_sheet(text), wishes)
-    return open_device(text)
+    """Open the device that an argument names, with what the vendor's software reads set before; an open one stays."""
+    if isinstance(device, OpenDevice):
+        _set_variables(device.sheet, wishes)
+        return device
+    spec = read_device(device)
+    if spec.virtual:
+        from anyaccel.emulator.activation import start_spec
 
-
-def _start_virtual(request: str) -> str:
-    """Give this process the virtual device that was asked for, unless it has it already."""
-    from anyaccel.emulator.activation import parse_request, start
-
-    name, count, memory, strict = parse_request(request, _VIRTUAL)
-    if not find_device(name).virtual:
-        start(name, count=count, memory=memory, strict=strict)
-    return name
+        spec = start_spec(spec)
+    if spec.name != AUTO:
+        _set_variables(find_sheet(spec), wishes)
+    return open_device(spec)
 
 
 def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
@@ -103,7 +92,7 @@ def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
 
 def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes, dtype: Decision[str] | None = None) -> Plan:
     """Return the plan for a pipeline in memory on an open device."""
-    on_host = opened.sheet.torch_name == "cpu"
+    on_host = opened.sheet.is_host
     facts = read_facts(pipe)
     measured = measure_half_precision() if on_host and wishes.dtype is None else None
     return make_plan(
@@ -137,7 +126,11 @@ def place_pipeline(
     types = {name: asked[name] for name in ("dtype", "smallest_dtype") if asked.get(name) is not None}
     asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
     wishes = read_wishes(asked, find_wishes(pipe))
-    opened = before.opened if device is None and before else resolve_device("cpu" if device is None else device, wishes)
+    opened = (
+        before.opened
+        if device is None and before
+        else resolve_device(torch.device("cpu") if device is None else device, wishes)
+    )
     if wishes.parallel is not None and count_ranks() > 1 and (device is not None or before is None):
         opened = take_own_device(opened, device)
     if offloaded is None and (before is None or before.wishes.memory != wishes.memory):  # a new pin must make sense
@@ -145,7 +138,7 @@ def place_pipeline(
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, wishes, dtype)
     check_splits(pipe, plan.parallel.value)
-    place = torch.device("cpu") if opened.sheet.torch_name == "cpu" else opened.torch_device
+    place = opened.tensor_device
     if before is None or (plan.quantized.value, plan.dtype.value) != (
         before.plan.quantized.value,
         before.plan.dtype.value,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.backends.portable import adjust_dtype, dtype_name
 from anyaccel.planning.wishes import Wishes
 from anyaccel.scripts.migration import Migration
@@ -177,7 +177,7 @@ def _is_accelerator(value: Any, migration: Migration) -> bool:
     """Whether a value names the accelerator: by the script's name, by a number, or by its own name."""
     if isinstance(value, int) and not isinstance(value, bool):
         return True
-    own = isinstance(value, str | torch.device) and str(value).partition(":")[0] == migration.device.type
+    own = isinstance(value, str | torch.device) and is_on(value, migration.device.type)
     return migration.means(value) or (own and not is_host(migration.device))
 
 
@@ -226,7 +226,7 @@ def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..
             before(self, gpu_id, device)
             return
         target = _find_target(gpu_id, device, before.__name__, migration)
-        if str(target) == "cpu":
+        if is_host(target):
             migration.note(f"{before.__name__} is left out: there is no accelerator to come from the host to")
             return
         types = _read_types(self)

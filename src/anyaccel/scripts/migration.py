@@ -72,8 +72,7 @@ class Migration:
     def __post_init__(self) -> None:
         self.foreign: str = find_sheet("cuda").torch_name
         """The name that scripts are written for; nothing else in this package knows it."""
-        on_host = self.opened.sheet.torch_name == "cpu"
-        self.device = torch.device("cpu") if on_host else self.opened.torch_device
+        self.device = self.opened.tensor_device
         self.first = self.device
 
     @property
@@ -95,9 +94,7 @@ class Migration:
 
     def means(self, value: Any) -> bool:
         """Whether a value is the name that is mapped: a string or a device, with a number or without."""
-        if isinstance(value, str):
-            return value == self.foreign or value.startswith(f"{self.foreign}:")
-        return isinstance(value, torch.device) and value.type == self.foreign
+        return isinstance(value, str | torch.device) and is_on(value, self.foreign)
 
     def translate(self, value: Any, asked: str) -> Any:
         """What a device's name means here, with its line; anything that is not mapped comes back as it is."""

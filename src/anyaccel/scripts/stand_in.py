@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.claim import Limit
+from anyaccel.backends.host import is_host
 from anyaccel.errors import NotMeasurableError, UnmappedError
 from anyaccel.scripts.migration import Migration, is_devices_own, read_site
 
@@ -154,7 +155,8 @@ class Answers:
     def device(self, device: Any = None) -> Iterator[None]:
         """Make a device the current one while the block runs."""
         before = self._migration.device
-        if device is not None and not (isinstance(device, int) and device < 0) and device != "cpu":
+        ignored = device < 0 if isinstance(device, int) else device is None or is_host(device)
+        if not ignored:
             self._migration.device = self._migration.translate(device, "device")
         try:
             yield

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.claim import OperationLimit, Quirk, SizeLimit, Unknown, Yes
+from anyaccel.backends.quirks import HALF_KERNELS_MISSING, HOST_NUMBER_OFFSET_IGNORED, NON_CONTIGUOUS_ATTENTION
 from anyaccel.verification.bench import Bench, Sight, describe_error, fill
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def _add_offset_number(bench: Bench) -> Sight:
 
 
 _QUIRKS: dict[str, Callable[[Bench], Sight]] = {
-    "half_kernels_missing": _normalise_half,
-    "non_contiguous_attention": _attend_to_permuted,
-    "host_number_offset_ignored": _add_offset_number,
+    HALF_KERNELS_MISSING: _normalise_half,
+    NON_CONTIGUOUS_ATTENTION: _attend_to_permuted,
+    HOST_NUMBER_OFFSET_IGNORED: _add_offset_number,
 }

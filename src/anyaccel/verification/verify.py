@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from anyaccel.backends.device import open_device, sheet, this_machine
+from anyaccel.backends.device import open_device, read_device, sheet, this_machine
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.evidence import Finding, PipelineFinding, Verification
 from anyaccel.checker.fresh_process import can_fork
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_pipeline", "verify"]
 
-_VIRTUAL = "virtual:"
 _ROOT = Path(__file__).parents[3]
 _TIMEOUT_S = 7200.0
 _MOST_JOBS = 4
@@ -63,8 +62,9 @@ def verify(
     names = _choose_recipes(pipelines)
     if jobs is not None and jobs < 1:
         raise UsageError(f"at least one process must run, not {jobs}", hint="for example jobs=4")
-    if device.startswith(_VIRTUAL):
-        return _verify_virtual(device.removeprefix(_VIRTUAL), names, jobs or 1, signed_off_by, commit, say)
+    spec = read_device(device)
+    if spec.virtual:
+        return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, say)
     bench = make_bench(device, quick)
     cores = os.cpu_count() or 1
     jobs = min(jobs or min(_MOST_JOBS, cores), max(1, len(names)))
@@ -152,7 +152,7 @@ def _verify_virtual(
     if not can_fork():
         raise UsageError(
             "torch computes in several threads here, and a virtual device needs a process that is forked",
-            hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices {_VIRTUAL}{name} --verify",
+            hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices virtual:{name} --verify",
         )
 
     if names:

@@ -123,9 +123,9 @@ class Prober:
 def make_bench(device: str, quick: bool) -> Bench:
     """A device that is here, with its sheet as it reads for the product and the versions alone."""
     opened = open_device(device)
-    name = device.split(":", maxsplit=1)[0]
-    product = type(opened.driver)(sheet(name)).product(opened.index)
-    written = sheet(name).on(product=product, versions=this_machine().versions)
+    known = sheet(opened.sheet.name)
+    product = type(opened.driver)(known).product(opened.index)
+    written = known.on(product=product, versions=this_machine().versions)
     return Bench(written, type(opened.driver)(written), opened.index, product=product, quick=quick)
 
 

@@ -41,7 +41,7 @@ def test_the_variable_overrides_auto_and_nothing_else(monkeypatch: pytest.Monkey
         monkeypatch.setenv("ANYACCEL_DEVICE", unset)
         assert anyaccel.open_device("auto")
     monkeypatch.setenv("ANYACCEL_DEVICE", "tpu")
-    with pytest.raises(UnknownDeviceError, match=r"there is no device 'tpu' \(from ANYACCEL_DEVICE\)"):
+    with pytest.raises(UnknownDeviceError, match=r"unknown device 'tpu' \(from ANYACCEL_DEVICE\)"):
         anyaccel.open_device("auto")
 
 
@@ -62,7 +62,7 @@ def test_an_index_that_is_not_there() -> None:
 
 
 def test_an_unknown_device() -> None:
-    with pytest.raises(UnknownDeviceError, match="there is no device 'tpu'"):
+    with pytest.raises(UnknownDeviceError, match="unknown device 'tpu'"):
         anyaccel.open_device("tpu")
     with pytest.raises(UnknownDeviceError):
         anyaccel.is_available("tpu")
@@ -81,7 +81,7 @@ def test_an_absent_device_says_why_and_what_would_help() -> None:
 @pytest.mark.parametrize("wrong", [0, 1.5, b"cpu", None])
 def test_what_is_no_device_at_all(wrong: str) -> None:
     for function in (anyaccel.open_device, anyaccel.is_available, anyaccel.sheet, anyaccel.supports_training):
-        with pytest.raises(UsageError, match=r"is not how a device is written|there is no device"):
+        with pytest.raises(UsageError, match=r"is not a valid device|unknown device"):
             function(wrong)
 
 

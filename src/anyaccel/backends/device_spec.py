@@ -1,0 +1,182 @@
+"""Device strings: the only parser of `auto`, `hpu`, `hpu:3`, `mps:16GiB`, `gaudi2` and `virtual:hpu,count=8,strict`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from anyaccel.backends.size import parse_size
+from anyaccel.errors import UsageError
+
+if TYPE_CHECKING:
+    from anyaccel.backends.registry import Registry
+
+__all__ = ["AUTO", "VIRTUAL_PREFIX", "DeviceSpec"]
+
+AUTO = "auto"
+VIRTUAL_PREFIX = "virtual:"
+_WORD = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_INDEX = re.compile(r"[0-9]{1,9}")
+_COUNT = re.compile(r"[0-9]{1,3}")
+_NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
+_OPTIONS = {"count": "count=N", "memory": "memory=SIZE", "strict": "strict"}
+_FORMS = "write auto, a name, name:index, name:memory or virtual:name[,count=N][,memory=SIZE][,strict]"
+_EXAMPLES = "cuda, hpu:3, mps:16GiB, virtual:neuron,count=2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """What a device string says; whether the device is available is not part of it."""
+
+    name: str
+    """The name of a sheet, or `auto`."""
+    index: int | None = None
+    product: str | None = None
+    """`gaudi2`, where a product was named."""
+    memory: str | None = None
+    """A memory size as written: `16GiB`. It describes a device for `explain`, and limits a virtual one."""
+    virtual: bool = False
+    count: int | None = None
+    """The number of virtual devices to start; None means one."""
+    strict: bool = False
+    """Whether virtual devices raise where the real device raises."""
+    given_by: str = field(default="", compare=False)
+    """The source for error messages: ` (from ANYACCEL_DEVICE)`; empty for an argument."""
+
+    @classmethod
+    def parse(cls, device: object, registry: Registry, given_by: str = "") -> DeviceSpec:
+        """Read a device string or a `torch.device`; names, products and aliases are those of the registry's sheets."""
+        if isinstance(device, DeviceSpec):
+            return device
+        text = str(device).strip()
+        if text.lower() == AUTO:
+            return cls(name=AUTO, given_by=given_by)
+        virtual = text.lower().startswith(VIRTUAL_PREFIX)
+        head, *options = (text[len(VIRTUAL_PREFIX) :] if virtual else text).split(",")
+        word, colon, suffix = head.partition(":")
+        if _WORD.fullmatch(word.lower()) is None:
+            raise _invalid(text, given_by, "it has no name" if not word else f"{word!r} is not a name")
+        name, product = registry.find_name(word.lower(), given_by)
+        spec = cls(name=name, product=product, virtual=virtual, given_by=given_by)
+        if colon:
+            spec = _read_suffix(spec, suffix, text)
+        return _read_options(spec, options, text, registry) if options else spec
+
+    def __str__(self) -> str:
+        head = (VIRTUAL_PREFIX if self.virtual else "") + (self.product or self.name)
+        if self.index is not None:
+            head += f":{self.index}"
+        if self.memory is not None and not self.virtual:
+            head += f":{self.memory}"
+        options = [f"count={self.count}"] if self.count is not None else []
+        options += [f"memory={self.memory}"] if self.memory is not None and self.virtual else []
+        options += ["strict"] if self.strict else []
+        return ",".join([head, *options])
+
+    def with_index(self, index: int) -> DeviceSpec:
+        """Return the spec of one device of this kind."""
+        if index < 0:
+            raise UsageError(f"{index} is not a valid device index", hint="indices start at 0")
+        return replace(self, index=index)
+
+    def require_name(self) -> str:
+        """Return the name; raise if the string says more than a name, for callers that cannot follow it."""
+        if self != DeviceSpec(name=self.name, virtual=self.virtual):
+            raise UsageError(
+                f"{self} says more than the name of a device{self.given_by}",
+                hint=f"write {DeviceSpec(name=self.name, virtual=self.virtual)}",
+            )
+        return self.name
+
+    def require_count(self) -> int:
+        """Return the number of virtual devices to start; raise if the index lies outside it."""
+        count = self.count or 1
+        if self.index is not None and self.index >= count:
+            raise UsageError(
+                f"{self} is the device with index {self.index}, and the count is {count}{self.given_by}",
+                hint=self.count_hint(),
+            )
+        return count
+
+    def count_hint(self) -> str:
+        """Say how several virtual devices are written: version 0.1 had the count where the index is."""
+        count = self.index or 2
+        return (
+            f"write {VIRTUAL_PREFIX}{self.name},count={count} for a count of {count}, "
+            f"and {self.name}:{count - 1} for the last of them"
+        )
+
+
+def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
+    """The spec with the index or the memory size after the colon."""
+    if _INDEX.fullmatch(suffix):
+        return replace(spec, index=int(suffix))
+    named = spec.product or spec.name
+    if _NUMBER.fullmatch(suffix):
+        raise _invalid(text, spec.given_by, f"{suffix!r} is not an index", f"did you mean {spec.name}:{suffix}GiB?")
+    try:
+        parse_size(suffix)
+    except UsageError:
+        reason = f"{suffix!r} is neither an index nor a memory size"
+        raise _invalid(text, spec.given_by, reason) from None
+    if spec.product is not None:
+        raise UsageError(
+            f"{named} is a product, with a memory of its own{spec.given_by}",
+            hint=f"write {named}, or {spec.name}:{suffix} for a device with that much memory",
+        )
+    if spec.virtual:
+        hint = f"write {VIRTUAL_PREFIX}{named},memory={suffix}"
+        raise _invalid(text, spec.given_by, "a virtual device has its memory as an option", hint)
+    return replace(spec, memory=suffix)
+
+
+def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Registry) -> DeviceSpec:
+    """The spec with what follows the commas."""
+    if not spec.virtual:
+        raise _invalid(text, spec.given_by, "only a virtual device has options", f"write {VIRTUAL_PREFIX}{text}")
+    seen: set[str] = set()
+    for option in options:
+        key, equals, value = option.strip().partition("=")
+        key = key.lower()
+        if key not in _OPTIONS or bool(equals) != ("=" in _OPTIONS[key]):
+            known = ", ".join(_OPTIONS.values())
+            raise _invalid(text, spec.given_by, f"{option!r} is not an option", f"options: {known}")
+        if key in seen:
+            raise _invalid(text, spec.given_by, f"{key} is given twice")
+        seen.add(key)
+        if key == "count":
+            spec = replace(spec, count=_read_count(value, spec))
+        elif key == "memory":
+            spec = _read_memory(spec, value, text, registry)
+        else:
+            spec = replace(spec, strict=True)
+    if spec.count is not None:
+        spec.require_count()
+    return spec
+
+
+def _read_count(value: str, spec: DeviceSpec) -> int:
+    if _COUNT.fullmatch(value) is None or int(value) < 1:
+        raise UsageError(
+            f"a virtual accelerator has at least one device and at most 999, not {value}{spec.given_by}",
+            hint=f"write {VIRTUAL_PREFIX}{spec.name},count=2",
+        )
+    return int(value)
+
+
+def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
+    """A size, or a product whose memory and limits the virtual device has."""
+    if spec.product is not None:
+        raise _invalid(text, spec.given_by, f"{spec.product} is a product, with a memory of its own")
+    if value.lower() in registry.list_products(spec.name):
+        return replace(spec, product=value.lower())
+    parse_size(value)
+    return replace(spec, memory=value)
+
+
+def _invalid(text: str, given_by: str, reason: str, hint: str = "") -> UsageError:
+    return UsageError(
+        f"{text!r} is not a valid device{given_by}: {reason}",
+        hint=hint or f"{_FORMS}: {_EXAMPLES}",
+    )

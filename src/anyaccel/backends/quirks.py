@@ -1,0 +1,37 @@
+"""Names of the quirks that code reacts to; a sheet marks every other quirk as information only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "CONVOLUTIONS_REORDER",
+    "FIRST_PASS_DIFFERS",
+    "FLOAT32_ATTENTION",
+    "HALF_KERNELS_MISSING",
+    "HOST_NUMBER_OFFSET_IGNORED",
+    "KNOWN_QUIRKS",
+    "NON_CONTIGUOUS_ATTENTION",
+    "UNINITIALISED_MEMORY_IS_NAN",
+]
+
+# Evidence files on disk hold these strings: a new value orphans the old evidence.
+CONVOLUTIONS_REORDER: Final = "convolutions_reorder"
+FIRST_PASS_DIFFERS: Final = "first_pass_differs"
+FLOAT32_ATTENTION: Final = "float32_attention"
+HALF_KERNELS_MISSING: Final = "half_kernels_missing"
+HOST_NUMBER_OFFSET_IGNORED: Final = "host_number_offset_ignored"
+NON_CONTIGUOUS_ATTENTION: Final = "non_contiguous_attention"
+UNINITIALISED_MEMORY_IS_NAN: Final = "uninitialised_memory_is_nan"
+
+KNOWN_QUIRKS: Final = frozenset(
+    {
+        CONVOLUTIONS_REORDER,
+        FIRST_PASS_DIFFERS,
+        FLOAT32_ATTENTION,
+        HALF_KERNELS_MISSING,
+        HOST_NUMBER_OFFSET_IGNORED,
+        NON_CONTIGUOUS_ATTENTION,
+        UNINITIALISED_MEMORY_IS_NAN,
+    }
+)

@@ -1,0 +1,215 @@
+"""Device strings: every spelling, good and bad."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import anyaccel
+from anyaccel.backends.device import OpenDevice, read_device
+from anyaccel.backends.device_spec import DeviceSpec
+from anyaccel.backends.registry import build_registry
+from anyaccel.errors import DeviceUnavailableError, UnknownDeviceError, UsageError
+from tests.conftest import ALL_SHEETS, SOURCE
+
+REGISTRY = build_registry([])
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANYACCEL_DEVICE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("auto", {"name": "auto"}),
+        (" Auto ", {"name": "auto"}),
+        ("hpu", {"name": "hpu"}),
+        ("HPU:3", {"name": "hpu", "index": 3}),
+        ("rocm:0", {"name": "rocm", "index": 0}),
+        (torch.device("cuda", 1), {"name": "cuda", "index": 1}),
+        (torch.device("cpu"), {"name": "cpu"}),
+        ("mps:16GiB", {"name": "mps", "memory": "16GiB"}),
+        ("cuda:24.5 gb", {"name": "cuda", "memory": "24.5 gb"}),
+        ("gaudi2", {"name": "hpu", "product": "gaudi2"}),
+        ("h200:1", {"name": "cuda", "product": "h200", "index": 1}),
+        ("mi300x", {"name": "rocm", "product": "mi300x"}),
+        ("910b-32gb", {"name": "npu", "product": "910b-32gb"}),
+        ("gaudi", {"name": "hpu"}),
+        ("trainium:2", {"name": "neuron", "index": 2}),
+        ("metal:16GiB", {"name": "mps", "memory": "16GiB"}),
+        ("virtual:neuron", {"name": "neuron", "virtual": True}),
+        ("Virtual:Gaudi", {"name": "hpu", "virtual": True}),
+        ("virtual:neuron:3", {"name": "neuron", "virtual": True, "index": 3}),
+        ("virtual:neuron:3,count=4", {"name": "neuron", "virtual": True, "index": 3, "count": 4}),
+        (
+            "virtual:hpu,count=8,memory=16GiB,strict",
+            {"name": "hpu", "virtual": True, "count": 8, "memory": "16GiB", "strict": True},
+        ),
+        (
+            "virtual:hpu, strict, memory=gaudi2",
+            {"name": "hpu", "virtual": True, "strict": True, "product": "gaudi2"},
+        ),
+        ("virtual:gaudi2", {"name": "hpu", "virtual": True, "product": "gaudi2"}),
+    ],
+)
+def test_good_spellings(device: object, expected: dict[str, object]) -> None:
+    assert DeviceSpec.parse(device, REGISTRY) == DeviceSpec(**expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("", "'' is not a valid device: it has no name", "cuda, hpu:3"),
+        (":0", "':0' is not a valid device: it has no name", "virtual:neuron,count=2"),
+        ("gpu!", "'gpu!' is not a name", "cuda, hpu:3"),
+        ("cuda 0", "'cuda 0' is not a name", "cuda, hpu:3"),
+        ("cuda:", "'' is neither an index nor a memory size", "cuda, hpu:3"),
+        ("cuda:x", "'x' is neither an index nor a memory size", "cuda, hpu:3"),
+        ("cuda:-1", "'-1' is neither an index nor a memory size", "cuda, hpu:3"),
+        ("cuda:0:1", "'0:1' is neither an index nor a memory size", "cuda, hpu:3"),
+        ("cuda:9999999999", "'9999999999' is not an index", "did you mean cuda:9999999999GiB?"),
+        ("cuda:24.5", "'24.5' is not an index", "did you mean cuda:24.5GiB?"),
+        ("gaudi2:16GiB", "gaudi2 is a product, with a memory of its own", "hpu:16GiB"),
+        ("cuda,strict", "only a virtual device has options", "write virtual:cuda,strict"),
+        ("virtual:", "it has no name", "virtual:neuron,count=2"),
+        ("virtual:mps:16GiB", "memory as an option", "write virtual:mps,memory=16GiB"),
+        ("virtual:mps,", "'' is not an option", "options: count=N, memory=SIZE, strict"),
+        ("virtual:mps,strit", "'strit' is not an option", "options: count=N, memory=SIZE, strict"),
+        ("virtual:mps,count", "'count' is not an option", "count=N"),
+        ("virtual:mps,strict=1", "'strict=1' is not an option", "strict"),
+        ("virtual:mps,strict,strict", "strict is given twice", "cuda, hpu:3"),
+        ("virtual:mps,memory=1GiB,memory=2GiB", "memory is given twice", "cuda, hpu:3"),
+        ("virtual:gaudi2,memory=1GiB", "gaudi2 is a product, with a memory of its own", "cuda, hpu:3"),
+        ("virtual:mps,memory=lots", "'lots' is no size of a memory", "16GiB"),
+        ("virtual:mps,count=0", "at least one device and at most 999, not 0", "count=2"),
+        ("virtual:mps,count=-1", "at least one device and at most 999, not -1", "count=2"),
+        ("virtual:neuron:2,count=2", "index 2, and the count is 2", "neuron:1"),
+        ("nueron", "unknown device 'nueron'", "did you mean neuron?"),
+        ("virtual:nueron", "unknown device 'nueron'", "did you mean neuron?"),
+        ("trainum", "unknown device 'trainum'", "did you mean trainium?"),
+        ("virtual:auto", "unknown device 'auto'", "known: cuda"),
+        ("rtx4090", "unknown device 'rtx4090'", "give the memory: cuda:24GiB"),
+        ("rx6800", "unknown device 'rx6800'", "give the memory: rocm:24GiB"),
+        ("gaudi9", "unknown device 'gaudi9'", "give the memory: hpu:24GiB; products of hpu by name: gaudi3, gaudi2"),
+        ("m4-max", "unknown device 'm4-max'", "give the memory: mps:24GiB"),
+        (None, "unknown device 'none'", "known: cuda"),
+        (b"cpu", "is not a valid device", "cuda, hpu:3"),
+    ],
+)
+def test_bad_spellings(text: object, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        DeviceSpec.parse(text, REGISTRY)
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+    assert isinstance(caught.value, UnknownDeviceError) == message.startswith("unknown")
+
+
+SIZES = st.builds(lambda number, unit: f"{number}{unit}", st.integers(1, 999), st.sampled_from(["MiB", "GiB", "gb"]))
+SHEETS = st.sampled_from(ALL_SHEETS)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> DeviceSpec:
+    sheet = draw(SHEETS)
+    product = draw(st.none() | st.sampled_from([product.name for product in sheet.products]))
+    virtual = draw(st.booleans())
+    count = draw(st.none() | st.integers(1, 999)) if virtual else None
+    most = 10**9 - 1 if count is None else count - 1
+    index = draw(st.none() | st.integers(0, most))
+    memory = draw(st.none() | SIZES) if product is None and (virtual or index is None) else None
+    strict = draw(st.booleans()) if virtual else False
+    return DeviceSpec(
+        name=sheet.name, index=index, product=product, memory=memory, virtual=virtual, count=count, strict=strict
+    )
+
+
+@given(specs())
+def test_a_spec_is_read_back_from_its_string(spec: DeviceSpec) -> None:
+    assert DeviceSpec.parse(str(spec), REGISTRY) == spec
+
+
+@given(
+    st.text(max_size=30) | st.from_regex(r"(virtual:)?(hpu|gaudi2|auto|x)(:[0-9a-z.]*)?(,[a-z0-9=]*)*", fullmatch=True)
+)
+def test_any_text_is_a_spec_or_a_usage_error(text: str) -> None:
+    try:
+        spec = DeviceSpec.parse(text, REGISTRY)
+    except UsageError as error:
+        assert error.hint
+    else:
+        assert DeviceSpec.parse(str(spec), REGISTRY) == spec
+
+
+def test_no_word_means_two_devices() -> None:
+    words = [
+        word for sheet in ALL_SHEETS for word in (sheet.name, *sheet.aliases, *(one.name for one in sheet.products))
+    ]
+    assert len(words) == len(set(words))
+    for sheet in ALL_SHEETS:
+        for word in sheet.aliases:
+            assert DeviceSpec.parse(word, REGISTRY).name == sheet.name
+
+
+def test_the_prefix_of_virtual_devices_is_defined_once() -> None:
+    files = [path for path in SOURCE.rglob("*.py") if '= "virtual:"' in path.read_text()]
+    assert [path.name for path in files] == ["device_spec.py"]
+
+
+def test_an_integer_is_an_index_of_the_auto_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_device(0) == DeviceSpec(name=anyaccel.open_device("auto").sheet.name, index=0)
+    monkeypatch.setenv("ANYACCEL_DEVICE", "virtual:neuron,count=4")
+    assert read_device(3) == DeviceSpec(name="neuron", virtual=True, count=4, index=3)
+    assert read_device("hpu").name == "hpu"
+    with pytest.raises(UsageError, match="-1 is not a valid device index"):
+        read_device(-1)
+    with pytest.raises(UnknownDeviceError, match="unknown device 'true'"):
+        read_device(True)
+
+
+def test_the_variable_is_named_in_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("nonsense", "cuda:x", "virtual:hpu,count=0", "virtual:hpu:2,count=1"):
+        monkeypatch.setenv("ANYACCEL_DEVICE", value)
+        with pytest.raises(UsageError, match=r"\(from ANYACCEL_DEVICE\)"):
+            read_device("auto")
+
+
+def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="cpu:16GiB describes a device by its memory"):
+        anyaccel.open_device("cpu:16GiB")
+    with pytest.raises(DeviceUnavailableError, match="virtual:hpu was not started in this process"):
+        anyaccel.open_device("virtual:hpu")
+    assert not anyaccel.is_available("virtual:hpu")
+    opened = anyaccel.open_device("cpu")
+    monkeypatch.setattr(type(opened.driver), "product", lambda self, index: None)
+    with pytest.raises(DeviceUnavailableError, match="cpu is not a host"):
+        anyaccel.open_device("host")
+    assert not anyaccel.is_available("host")
+    monkeypatch.setattr(type(opened.driver), "product", lambda self, index: "host")
+    assert anyaccel.open_device("host") == opened
+    assert anyaccel.is_available("host:0")
+
+
+def test_a_product_has_the_sheet_of_its_device_settled_for_it() -> None:
+    assert anyaccel.sheet("gaudi2") == anyaccel.sheet("hpu").on(product="gaudi2")
+    assert anyaccel.sheet("mi300x").name == "rocm"
+
+
+def test_the_tensors_of_the_cpu_have_no_index() -> None:
+    opened = anyaccel.open_device("cpu")
+    assert opened.tensor_device == torch.ones(1).device
+    assert opened.sheet.is_host
+    assert [sheet.name for sheet in ALL_SHEETS if sheet.is_host] == ["cpu"]
+    assert isinstance(opened, OpenDevice)
+
+
+def test_parsing_needs_no_torch() -> None:
+    code = (
+        "import sys; from anyaccel.backends.device import read_device; read_device('virtual:hpu,count=2');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,61 @@
+"""Quirks: every name that code reacts to is on a sheet, and every other quirk says that it is information only."""
+
+import ast
+
+import pytest
+
+from anyaccel.backends import quirks
+from anyaccel.backends.claim import Quirk
+from anyaccel.backends.quirks import KNOWN_QUIRKS
+from anyaccel.errors import UsageError
+from tests.conftest import ALL_SHEETS, SOURCE
+
+CONSTANTS = {name: value for name, value in vars(quirks).items() if name.isupper() and isinstance(value, str)}
+CONSUMERS = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] != "backends"]
+
+
+def make_quirk(name: str, information_only: bool = False) -> Quirk:
+    return Quirk(
+        name=name,
+        information_only=information_only,
+        says="It differs.",
+        source="https://example.com",
+        evidence="documented",
+        effect="wrong",
+        hint="avoid it",
+    )
+
+
+def test_every_known_quirk_is_a_constant_and_on_a_sheet() -> None:
+    assert set(CONSTANTS.values()) == KNOWN_QUIRKS
+    assert all(value.upper() == name for name, value in CONSTANTS.items())
+    assert {quirk.name for sheet in ALL_SHEETS for quirk in sheet.quirks if not quirk.information_only} == KNOWN_QUIRKS
+
+
+def test_code_reacts_to_every_known_quirk() -> None:
+    used = {
+        node.id for path in CONSUMERS for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
+    }
+    assert set(CONSTANTS) - used == set()
+
+
+def test_no_code_writes_the_name_of_a_quirk_itself() -> None:
+    names = {quirk.name for sheet in ALL_SHEETS for quirk in sheet.quirks}
+    written = {
+        f"{path.relative_to(SOURCE)}: {node.value}"
+        for path in CONSUMERS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.removeprefix("quirks.") in names
+    }
+    assert written == set()
+
+
+def test_a_misspelt_quirk_is_an_error_where_the_sheet_is_written() -> None:
+    with pytest.raises(UsageError, match="no code reacts to the quirk 'first_pas_differs'") as caught:
+        make_quirk("first_pas_differs")
+    assert "did you mean first_pass_differs?" in caught.value.hint
+    assert make_quirk("rattles", information_only=True).information_only
+    with pytest.raises(UsageError, match="code reacts to the quirk 'first_pass_differs'"):
+        make_quirk("first_pass_differs", information_only=True)
