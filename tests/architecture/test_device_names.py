@@ -1,7 +1,4 @@
-"""Nothing outside `backends/` decides by a device's name: code asks a sheet for a capability.
-
-`cpu` is free: it is the host.
-"""
+"""Nothing outside `backends/` decides by a device's name: code asks a sheet for a capability."""
 
 import ast
 from collections.abc import Iterator
@@ -11,10 +8,16 @@ import pytest
 
 from tests.conftest import ALL_SHEETS, SOURCE
 
-NAMES = {name for sheet in ALL_SHEETS for name in (sheet.name, sheet.torch_name)} - {"cpu"}
+NAMES = {name for sheet in ALL_SHEETS for name in (sheet.name, sheet.torch_name)}
 
-# The files that may, each with the reason.
-EXCEPTIONS: dict[str, str] = {}
+# The files that may write `cpu`, and no other name, as more than an argument, each with the reason.
+EXCEPTIONS: dict[str, str] = {
+    "cluster/ray_cluster.py": "CPU is the name of a resource of Ray's",
+    "emulator/collectives.py": "gloo is registered for tensors of the CPU too",
+    "emulator/generator.py": "a virtual device's generator is pickled as the CPU's that it is",
+    "emulator/seams.py": "safetensors reads to the CPU, by a string, for a virtual device",
+    "runtime/parallel.py": "one string of torch.distributed's names gloo for the CPU and the device's backend",
+}
 
 
 ASKING = {"hasattr", "getattr", "dict", "frozenset", "set", "tuple", "list"}
@@ -31,11 +34,11 @@ def is_name(node: ast.AST) -> bool:
 
 
 def is_harmless(parent: ast.AST | None, node: ast.AST) -> bool:
-    """Whether a name is only handed on: `virtual("neuron")`, or stands as the value of a pair."""
+    """Whether a name is only handed on: `virtual("neuron")`, a default, or the value of a pair."""
     if isinstance(parent, ast.Call):
         called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
         return called not in ASKING | LOOKING_UP
-    if isinstance(parent, ast.keyword):
+    if isinstance(parent, ast.keyword | ast.arguments):
         return True
     return isinstance(parent, ast.Dict) and node in parent.values
 
@@ -61,14 +64,15 @@ def test_no_file_decides_by_a_name(path: Path) -> None:
     found = [ast.unparse(node) for node in decisions(ast.parse(path.read_text()))]
     if str(path.relative_to(SOURCE)) in EXCEPTIONS:
         assert found, "it decides by no name any more: drop the exception"
-    else:
-        assert found == [], "ask the sheet for a capability instead"
+        found = [code for code in found if not code.lower().startswith(("'cpu'", "'cpu:"))]
+    assert found == [], "ask the sheet for a capability instead"
 
 
 @pytest.mark.parametrize(
     "code",
     [
         'x = device.type == "mps"',
+        'x = device.type == "cpu"',
         'x = "neuron" != device.type',
         'x = device.type in ("cpu", "hpu")',
         'x = kind not in {"npu"}',
@@ -98,7 +102,8 @@ def test_the_check_itself_finds_decisions(code: str) -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        'x = device.type == "cpu"',
+        'x = torch.device("cpu")',
+        'def draw(device="cpu"): pass',
         'virtual("neuron")',
         "x = sheet.rng_on_device",
         'place(pipe, "hpu")',

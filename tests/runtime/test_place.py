@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import anyaccel
+from anyaccel.backends.device import OpenDevice
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
+from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime import place
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -27,11 +30,37 @@ def test_every_spelling_of_a_device() -> None:
         assert torch_neuronx
         current = torch.get_device_module("neuron").current_device()
         spellings = ["neuron", "neuron:1", torch.device("neuron", 1), 1, "auto", "virtual:neuron", current]
+        spellings += ["virtual:neuron:1", "trainium:1", anyaccel.open_device("neuron:1")]
         pipe = make("cpu", dtype="fp32")
         return [pipe.to(spelling).plan.device for spelling in spellings] + [pipe.to("cpu").plan.device]
 
     seen = run_forked("neuron", use, count=2)
-    assert seen == ["neuron:0", "neuron:1", "neuron:1", "neuron:1", "neuron:0", "neuron:0", "neuron:0", "cpu:0"]
+    first, second = "neuron:0", "neuron:1"
+    assert seen == [first, second, second, second, first, first, first, second, second, second, "cpu:0"]
+
+
+def test_a_number_after_a_virtual_device_is_an_index_and_never_ignored() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
+        with pytest.raises(DeviceUnavailableError, match="there is no neuron:4: this process sees 4") as caught:
+            make("virtual:neuron:4")
+        return make("virtual:neuron:3").plan.device, caught.value.hint
+
+    assert run_forked("neuron", use, count=4) == ("neuron:3", "take neuron:3 or lower")
+    with pytest.raises(UsageError, match="index 3, and the count is 1") as caught:
+        make("virtual:neuron:3")
+    assert caught.value.hint == "write virtual:neuron,count=3 for a count of 3, and neuron:2 for the last of them"
+
+
+def test_a_device_is_opened_once_from_generate_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+
+    def note(spec: Any) -> OpenDevice:
+        opened.append(spec)
+        return anyaccel.open_device(spec)
+
+    monkeypatch.setattr(place, "open_device", note)
+    anyaccel.generate("a red apple", device="cpu", seed=7, num_inference_steps=1)
+    assert [str(spec) for spec in opened] == ["cpu"]
 
 
 def test_virtual_is_said() -> None:

@@ -56,7 +56,7 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
         if not _is_ours(device, accelerator):
             return build(*args, **kwargs)
         wants_gradient = kwargs.pop("requires_grad", False)
-        kwargs["device"] = "cpu"
+        kwargs["device"] = torch.device("cpu")
         host = build(*args, **kwargs)
         if isinstance(host, FakeTensor):  # while a graph is traced its values do not matter
             return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)

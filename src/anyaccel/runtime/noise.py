@@ -182,7 +182,7 @@ class _Drawing:
         rest = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
         if not any(isinstance(value, Tensor) for value in args):  # nothing to be like: `torch.normal(0.0, 1.0, size)`
             place = torch.device(kwargs.get("device") or torch.get_default_device())
-            rest["device"] = "cpu"
+            rest["device"] = torch.device("cpu")
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
             drawn: Tensor = func(*host, generator=generator, **rest)

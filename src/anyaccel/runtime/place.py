@@ -58,12 +58,12 @@ __all__ = [
 Device = str | int | torch.device | OpenDevice
 
 
-def resolve_device(device: Device, wishes: Wishes) -> OpenDevice:
-    """Open the device that an argument names, with what the vendor's software reads set before; an open one stays."""
+def resolve_device(device: Device | None, wishes: Wishes) -> OpenDevice:
+    """Open the device that an argument names, with what the vendor's software reads set before; None is the CPU."""
     if isinstance(device, OpenDevice):
         _set_variables(device.sheet, wishes)
         return device
-    spec = read_device(device)
+    spec = read_device(torch.device("cpu") if device is None else device)
     if spec.virtual:
         from anyaccel.emulator.activation import start_spec
 
@@ -126,11 +126,7 @@ def place_pipeline(
     types = {name: asked[name] for name in ("dtype", "smallest_dtype") if asked.get(name) is not None}
     asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
     wishes = read_wishes(asked, find_wishes(pipe))
-    opened = (
-        before.opened
-        if device is None and before
-        else resolve_device(torch.device("cpu") if device is None else device, wishes)
-    )
+    opened = before.opened if device is None and before else resolve_device(device, wishes)
     if wishes.parallel is not None and count_ranks() > 1 and (device is not None or before is None):
         opened = take_own_device(opened, device)
     if offloaded is None and (before is None or before.wishes.memory != wishes.memory):  # a new pin must make sense
