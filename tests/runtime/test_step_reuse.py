@@ -97,10 +97,12 @@ def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
 
 
 def test_another_shape_is_run() -> None:
+    class Scheduler:
+        timesteps = torch.arange(9)
+        step = set_timesteps = staticmethod(lambda: None)
+
     class Pipe:
-        class scheduler:  # noqa: N801 - stands for an object
-            timesteps = torch.arange(9)
-            step = set_timesteps = staticmethod(lambda: None)
+        scheduler = Scheduler()
 
     with counting_steps(Pipe(), Reuse(9, 0.0, 2, "")) as steps:
         assert steps is not None

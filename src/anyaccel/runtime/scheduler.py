@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from anyaccel.backends.host import is_host
+from anyaccel.runtime.scheduler_methods import override_method
 
 __all__ = ["HostNumbers", "keep_on_host"]
 
@@ -27,6 +28,7 @@ class HostNumbers:
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
+        self.closed = False
 
     def add(self, tensor: torch.Tensor) -> None:
         """These are such numbers; they are kept, so that no other tensor takes their place in memory."""
@@ -38,26 +40,26 @@ class HostNumbers:
         """Whether a tensor is made of such numbers, or is a view of them."""
         return is_host(tensor.device) and tensor.untyped_storage().data_ptr() in self._kept
 
+    def close(self) -> None:
+        """Drop the numbers: the call has ended."""
+        self._kept.clear()
+        self.closed = True
+
 
 @contextmanager
 def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
     """Keep every scheduler among the components on the host while the block runs."""
     numbers = HostNumbers()
     schedulers = {id(part): part for part in components.values() if _is_scheduler(part)}.values()
-    before = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(numbers.close)
         for scheduler in schedulers:
             _add_numbers(scheduler, numbers)
-            names = _find_methods(_kind_of(scheduler))
-            # A user may have put a method of his own on the scheduler: it is called, and is there again afterwards.
-            before.append((scheduler, {name: vars(scheduler)[name] for name in names if name in vars(scheduler)}))
-            vars(scheduler).update(_bind_to_host(scheduler, numbers))
+            for name, signature in _find_methods(type(scheduler)).items():
+                # Some pipelines copy their scheduler for a second stream: its numbers stay on the host as well.
+                method = _HostMethod(signature, numbers)
+                stack.enter_context(override_method(scheduler, name, method, in_deep_copies=True))
         yield numbers
-    finally:
-        for scheduler, own in before:
-            for name in _find_methods(_kind_of(scheduler)):
-                vars(scheduler).pop(name, None)
-            vars(scheduler).update(own)
 
 
 def _is_scheduler(part: Any) -> bool:
@@ -68,10 +70,6 @@ def _add_numbers(scheduler: Any, numbers: HostNumbers) -> None:
     for value in vars(scheduler).values():
         if isinstance(value, torch.Tensor) and is_host(value.device):
             numbers.add(value)
-
-
-def _kind_of(scheduler: Any) -> Any:
-    return type(scheduler)
 
 
 @functools.cache
@@ -87,26 +85,18 @@ def _find_methods(kind: Any) -> dict[str, inspect.Signature]:
     return found
 
 
-def _bind_to_host(scheduler: Any, numbers: HostNumbers) -> dict[str, Any]:
-    """The methods to put on the scheduler itself: its class stays what it is, since pipelines look at it."""
-    return {
-        name: _HostMethod(scheduler, name, signature, numbers)
-        for name, signature in _find_methods(_kind_of(scheduler)).items()
-    }
-
-
 class _HostMethod:
-    """A method whose device is the host, and whose timestep is read back if a pipeline took it to the device."""
+    """Wraps a method: its device is the host, and its timestep is read back if a pipeline took it to the device."""
 
-    def __init__(self, scheduler: Any, name: str, signature: inspect.Signature, numbers: HostNumbers) -> None:
-        self.scheduler, self.name, self.signature, self.numbers = scheduler, name, signature, numbers
-        self.method = getattr(scheduler, name)
-        functools.update_wrapper(self, self.method)
+    def __init__(self, signature: inspect.Signature, numbers: HostNumbers) -> None:
+        self.numbers = numbers
         names = list(signature.parameters)[1:]
         self.device = names.index("device") if "device" in names else None
         self.timestep = names.index("timestep") if "timestep" in names else None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, scheduler: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.numbers.closed:  # a copy that outlived the call
+            return run(*args, **kwargs)
         values = list(args)
         if self.device is not None:
             _put(values, kwargs, self.device, "device", torch.device("cpu"))
@@ -114,15 +104,10 @@ class _HostMethod:
             given = values[self.timestep] if self.timestep < len(values) else kwargs.get("timestep")
             if isinstance(given, torch.Tensor) and not is_host(given.device):
                 _put(values, kwargs, self.timestep, "timestep", given.cpu())
-        result = self.method(*values, **kwargs)
+        result = run(*values, **kwargs)
         if self.device is not None:
-            _add_numbers(self.scheduler, self.numbers)
+            _add_numbers(scheduler, self.numbers)
         return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _HostMethod:
-        # Some pipelines copy their scheduler for a second stream: the copy's methods are its own.
-        copied = memo.get(id(self.scheduler), self.scheduler)
-        return _HostMethod(copied, self.name, self.signature, self.numbers)
 
 
 def _put(values: list[Any], named: dict[str, Any], position: int, name: str, value: Any) -> None:

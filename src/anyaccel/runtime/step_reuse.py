@@ -6,17 +6,16 @@ for guidance in two calls, has an answer for each.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from anyaccel.planning.speed_level import Reuse
+from anyaccel.runtime.scheduler_methods import override_method
 
 __all__ = ["Steps", "counting_steps", "find_steps"]
 
@@ -86,31 +85,14 @@ def counting_steps(pipe: Any, rule: Reuse | None) -> Iterator[Steps | None]:
             _NOW.steps = outside
         return
     steps = _NOW.steps = Steps(pipe, rule)
-    before = vars(scheduler).get("step")
-    scheduler.step = _Counted(scheduler, steps)
+
+    def count(scheduler: Any, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = run(*args, **kwargs)
+        steps.next()
+        return result
+
     try:
-        yield steps
+        with override_method(scheduler, "step", count):
+            yield steps
     finally:
         _NOW.steps = outside
-        if before is None:
-            del scheduler.step
-        else:
-            scheduler.step = before
-
-
-class _Counted:
-    """A scheduler's `step` that counts."""
-
-    def __init__(self, scheduler: Any, steps: Steps) -> None:
-        self.step, self.steps = scheduler.step, steps
-        functools.update_wrapper(self, self.step)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made = self.step(*args, **kwargs)
-        self.steps.next()
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Some pipelines copy their scheduler for a second stream: its steps are its own, and are not counted.
-        copied = memo.get(id(self.steps.scheduler), self.steps.scheduler)
-        return MethodType(type(copied).step, copied)

@@ -7,15 +7,15 @@ place of its `step` sees them all, whether the pipeline has callbacks or not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from PIL import Image
 
 from anyaccel.runtime.placement import find_components
+from anyaccel.runtime.scheduler_methods import override_method
 
 __all__ = ["StoppedError", "Watcher", "decode_estimate", "estimate_clean", "watching_steps"]
 
@@ -54,36 +54,26 @@ def watching_steps(pipe: Any, watcher: Watcher, size: tuple[int, int]) -> Iterat
     The pipeline is a light copy, whose scheduler nobody else uses.
     """
     schedulers = [part for part in find_components(pipe).values() if hasattr(part, "step") and hasattr(part, "config")]
-    for scheduler in schedulers:
-        scheduler.step = _Step(pipe, scheduler, watcher, size)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for scheduler in schedulers:
-            vars(scheduler).pop("step", None)
+            stack.enter_context(override_method(scheduler, "step", _WatchedStep(pipe, watcher, size)))
+        yield
 
 
-class _Step:
-    """Stands in for a scheduler's `step`."""
+class _WatchedStep:
+    """Wraps a scheduler's `step`: reports it to the watcher, and stops before it if the watcher is stopped."""
 
-    def __init__(self, pipe: Any, scheduler: Any, watcher: Watcher, size: tuple[int, int]) -> None:
-        self.pipe, self.scheduler, self.watcher, self.size = pipe, scheduler, watcher, size
-        self.plain = scheduler.step
-        self.__wrapped__ = self.plain  # pipelines look at the signature for what a step takes
+    def __init__(self, pipe: Any, watcher: Watcher, size: tuple[int, int]) -> None:
+        self.pipe, self.watcher, self.size = pipe, watcher, size
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Some pipelines copy their scheduler for a second stream, whose steps are not counted.
-        copied = memo.get(id(self.scheduler), self.scheduler)
-        return MethodType(type(copied).step, copied)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, scheduler: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watcher = self.watcher
         if watcher.is_stopped():
             raise StoppedError
-        total = max(1, len(getattr(self.scheduler, "timesteps", ())))
+        total = max(1, len(getattr(scheduler, "timesteps", ())))
         due = watcher.is_due(total)
-        clean = _estimate_from(self.scheduler, args, kwargs) if due else None
-        result = self.plain(*args, **kwargs)
+        clean = _estimate_from(scheduler, args, kwargs) if due else None
+        result = run(*args, **kwargs)
         watcher.done += 1
         watcher.on_step(min(watcher.done, total), total)
         if due:
