@@ -140,7 +140,7 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
     assert told.startswith("2 of 4 pictures, 2 failed")
     failed = {line["row"]: line["error"] for line in read_manifest(out) if "error" in line}
     assert set(failed) == {2, 3}
-    assert "width is a multiple of" in failed[2]
+    assert "width must be a multiple of" in failed[2]
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
         (SD, {"device": "gaudi2:16"}, UsageError, "hpu:16GiB"),
         (SD, {"device": "virtual:hpu"}, UsageError, "--device hpu"),
         (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),
-        (SD, {"device": "h200", "width": 10**9}, UsageError, "width is at most 16384 pixels"),
+        (SD, {"device": "h200", "width": 10**9}, UsageError, "width must be an integer from 1 to 16384 pixels"),
         (SD, {"device": "h200", "width": 513, "height": 512}, UsageError, "take 512 or 520"),
         (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory is one of"),
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),

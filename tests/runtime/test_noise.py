@@ -12,6 +12,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.device import open_device
+from anyaccel.call_limits import read_seeds
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import UsageError
@@ -19,7 +20,6 @@ from anyaccel.planning import Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
 from anyaccel.recipes.calls import picture
 from anyaccel.runtime.noise import OneOfABatch, OneToAnImage, drawing_from, make_generators
-from anyaccel.runtime.request import read_seeds
 from anyaccel.runtime.seam import make_glue_seam, make_model_seam
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forks import DEVICES
@@ -150,7 +150,7 @@ def test_seeds_are_read() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True, [1, -2], [1, "2"], [True, 2]])
 def test_what_is_no_seed_is_refused(seed: Any) -> None:
-    with pytest.raises(UsageError, match="a seed is a whole number") as caught:
+    with pytest.raises(UsageError, match="a seed must be an integer") as caught:
         read_seeds(seed, 2)
     assert "seed=7" in caught.value.hint
 

@@ -21,7 +21,7 @@ from anyaccel.server.jobs import Jobs
 from anyaccel.server.messages import Ready
 from anyaccel.server.metrics import Metrics
 from anyaccel.server.serve import check_address
-from anyaccel.server.settings import Limits, Settings, read_limits, read_lora, read_served_names, read_size
+from anyaccel.server.settings import Limits, Settings, read_limits, read_lora, read_served_names
 from tests.server.kills import kill_often
 from tests.server.live import Live
 
@@ -149,12 +149,6 @@ def test_settings_of_the_command_line() -> None:
     assert (one.name, one.model, other.name, other.model) == ("embedded", "embedded", "big", "org/name")
     with pytest.raises(UsageError, match="one name"):
         read_served_names(["a=x", "a=y"])
-    assert (read_size("512x768"), read_size("64")) == ((512, 768), (64, 64))
-    with pytest.raises(UsageError, match="too large"):
-        read_size("99999x8")
-    for text in ("", "x", "0x8", "8x", "-8x8", "1e3x8"):
-        with pytest.raises(UsageError, match="no size"):
-            read_size(text)
     with pytest.raises(UsageError, match="no adapter"):
         read_lora("ink")
 

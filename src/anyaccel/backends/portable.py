@@ -14,6 +14,7 @@ from anyaccel.backends.claim import DtypeLimit
 from anyaccel.backends.device import is_available, open_device, sheet
 from anyaccel.backends.driver import Memory
 from anyaccel.backends.sheet import Dtypes
+from anyaccel.call_limits import read_seed
 from anyaccel.errors import UnknownDtypeError, UsageError, nearest
 
 if TYPE_CHECKING:
@@ -84,9 +85,8 @@ def randn(
 
 def manual_seed(device: str | torch.device, seed: int) -> None:
     """Seed the host and all devices of that kind: `anyaccel.manual_seed("xpu", 7)`."""
-    if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or not 0 <= index(seed) < 2**64:
-        raise UsageError(f"a seed is a whole number from 0 to 2**64 - 1, not {seed!r}", hint="for example seed=7")
-    open_device(device).driver.manual_seed(index(seed))
+    number = read_seed(seed)
+    open_device(device).driver.manual_seed(number)
 
 
 def device_count(device: str | torch.device = "auto") -> int:

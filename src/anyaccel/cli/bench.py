@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anyaccel.cli.generate_options import read_size
+from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.interruption import clearing_up
 from anyaccel.errors import UsageError
 
@@ -48,7 +48,7 @@ def bench_models(
     from anyaccel.bench.bench import run_together
     from anyaccel.bench.describe import describe_bench
 
-    width, height = read_size(size) if size else (None, None)
+    width, height = parse_image_size(size) if size else (None, None)
     asked: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
     call = {name: value for name, value in asked.items() if value is not None}
     opened = open_device(device)

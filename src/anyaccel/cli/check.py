@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.chart import describe_making
-from anyaccel.cli.generate_options import read_size
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
 
@@ -129,9 +129,7 @@ def _write(report: Report, form: str) -> str:
 def _read_call(steps: int | None, size: str | None) -> dict[str, Any]:
     call: dict[str, Any] = {}
     if steps is not None:
-        if steps < 1:
-            raise UsageError(f"a picture takes at least one step, not {steps}", hint="for example --steps 2")
-        call["num_inference_steps"] = steps
+        call["num_inference_steps"] = check_steps(steps, hint="for example --steps 2")
     if size is not None:
-        call["width"], call["height"] = read_size(size)
+        call["width"], call["height"] = parse_image_size(size)
     return call

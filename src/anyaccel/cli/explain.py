@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anyaccel.cli.generate_options import read_size
+from anyaccel.call_limits import check_batch, parse_image_size
 from anyaccel.cli.progress import Display
-from anyaccel.explanation.bounds import check_batch, check_sides
 
 if TYPE_CHECKING:
     from anyaccel.planning.plan import Plan
@@ -50,8 +49,7 @@ def explain_model(
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and finds none
-    width, height = (None, None) if size is None else read_size(size)
-    check_sides(width, height)
+    width, height = (None, None) if size is None else parse_image_size(size)
     check_batch(batch, hint="--batch 1")
     display = Display()
     display.begin(f"explaining {model}")

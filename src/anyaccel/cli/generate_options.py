@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyaccel.call_limits import check_steps, parse_image_size, read_seed
 from anyaccel.cli.show_picture import check_way
 from anyaccel.errors import UsageError
 
@@ -17,11 +17,9 @@ if TYPE_CHECKING:
     from anyaccel.pictures.files import Destination
     from anyaccel.pictures.origin import Origin
 
-__all__ = ["STDOUT", "Options", "read_prompts_file", "read_size"]
+__all__ = ["STDOUT", "Options", "read_prompts_file"]
 
 STDOUT = "-"
-_LARGEST_SEED = 2**64 - 1
-_SIZE = re.compile(r"(?P<width>[0-9]{1,18})([xX×](?P<height>[0-9]{1,18}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,7 @@ class Options:
 
     def read_call(self) -> dict[str, Any]:
         """The arguments of a pipeline's call that were given."""
-        width, height = (None, None) if self.size is None else read_size(self.size)
+        width, height = (None, None) if self.size is None else parse_image_size(self.size)
         call = {
             "num_inference_steps": self.steps,
             "guidance_scale": self.guidance,
@@ -74,15 +72,12 @@ class Options:
             )
         if not (self.source or self.prompts or self.prompts_file or self.explain):
             raise UsageError("nothing says what the picture is to show", hint='anyaccel generate "a red apple"')
-        if self.seed is not None and not 0 <= self.seed <= _LARGEST_SEED:
-            raise UsageError(
-                f"a seed is a whole number from 0 to 2**64 - 1, not {self.seed}",
-                hint="for example --seed 7; without --seed one is drawn",
-            )
+        if self.seed is not None:
+            read_seed(self.seed, hint="for example --seed 7; without --seed one is drawn")
         if self.count < 1:
             raise UsageError(f"at least one picture is made of each prompt, not {self.count}", hint="-n 1")
-        if self.steps is not None and self.steps < 1:
-            raise UsageError(f"a picture takes at least one step, not {self.steps}", hint="for example --steps 20")
+        if self.steps is not None:
+            check_steps(self.steps, hint="for example --steps 20")
         if self.guidance is not None and not math.isfinite(self.guidance):
             raise UsageError(f"guidance is a number, not {self.guidance}", hint="for example --guidance 5")
         self.read_call()
@@ -109,17 +104,6 @@ class Options:
         from anyaccel.pictures.format import read_origins
 
         return () if self.source is None else read_origins(self.source)
-
-
-def read_size(text: str) -> tuple[int, int]:
-    """Width and height, from `640x480`; `512` is a square."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"a size is a width and a height, not {text!r}", hint="for example --size 512x512")
-    width, height = int(match["width"]), int(match["height"] or match["width"])
-    if not width or not height:
-        raise UsageError(f"a picture has at least one pixel, not {text}", hint="for example --size 512x512")
-    return width, height
 
 
 def read_prompts_file(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anyaccel.call_limits import parse_image_size
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def serve_models(
     except ImportError as error:
         raise UsageError(f"the service needs {error.name}, which is not installed", hint=_INSTALL) from error
     devices = _check_devices(device, ray, replicas)
-    from anyaccel.server.settings import Settings, read_limits, read_lora, read_served_names, read_size
+    from anyaccel.server.settings import Settings, read_limits, read_lora, read_served_names
 
     keys = tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
     check_address(host, keys, without_key=no_key)
@@ -92,7 +93,7 @@ def serve_models(
         keys=keys,
         max_batch=max_batch,
         max_models=max_models,
-        sizes=tuple(read_size(text) for text in sizes.split(",")) if sizes else (),
+        sizes=tuple(parse_image_size(text) for text in sizes.split(",")) if sizes else (),
         loras=tuple(read_lora(text) for text in lora or ()),
         otlp=otlp,
         limits=read_limits(limit or (), max_queue),

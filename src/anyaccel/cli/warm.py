@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
+from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import refuse_unwritable
-from anyaccel.cli.generate_options import read_size
 from anyaccel.cli.interruption import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
-from anyaccel.explanation.bounds import check_sides
 from anyaccel.runtime.artefacts import find_folder
 
 __all__ = ["warm_model"]
@@ -46,9 +45,7 @@ def warm_model(
     """Compile a model for some sizes, and keep the result for every later process: see `anyaccel cache`."""
     if images < 1 or pictures < 1:
         raise UsageError("images and pictures are numbers from 1 up", hint="leave them out")
-    shapes = list(dict.fromkeys(read_size(size) for size in sizes or []))
-    for width, height in shapes:
-        check_sides(width, height)
+    shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
     refuse_unwritable(find_folder())
     with clearing_up() as display:
         display.begin(f"loading {model}")

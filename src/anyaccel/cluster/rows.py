@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from anyaccel.call_limits import SIDES, check_side, check_steps, read_seed
 from anyaccel.errors import UsageError, nearest
 
 __all__ = ["Row", "check_parameters", "read_rows"]
 
-_LARGEST_SEED = 2**64 - 1
 _NOT_TAKEN = {
     "generator": "give the row a seed",
     "num_images_per_prompt": "write the row as often as there shall be pictures, each with its seed",
@@ -56,7 +56,7 @@ def read_rows(source: str) -> tuple[list[Row], str]:
         try:
             rows.append(_read_row(number, line))
         except ValueError as error:
-            wrong.append(f"line {number}: {error}")
+            wrong.append(f"line {number}: {error.message if isinstance(error, UsageError) else error}")
     if wrong:
         told = "\n".join(wrong[:_MOST_TOLD]) + _tell_more(wrong)
         raise UsageError(
@@ -110,9 +110,7 @@ def _read_row(number: int, line: bytes) -> Row:
     seed = found.pop("seed", None)
     if seed is None:
         seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _LARGEST_SEED:
-        raise ValueError(f"its seed is a whole number from 0 to 2**64 - 1, not {json.dumps(seed)[:60]}")
-    return Row(number=number, prompt=prompt, seed=seed, call=found)
+    return Row(number=number, prompt=prompt, seed=read_seed(seed), call=found)
 
 
 def _refuse_constant(text: str) -> Any:
@@ -128,7 +126,7 @@ def _check_values(call: Mapping[str, Any]) -> None:
             raise ValueError(f"{name!a} has half characters") from error
         except ValueError as error:
             raise ValueError(f"{name} is larger than any number") from error
-        if name not in ("height", "width", "num_inference_steps") or value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is a whole number from 1 up, not {json.dumps(value)[:60]}")
+        if name in SIDES and value is not None:
+            check_side(name, value)
+        if name == "num_inference_steps" and value is not None:
+            check_steps(value)

@@ -14,8 +14,8 @@ import torch
 
 from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.backends.portable import dtype_name
+from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError
-from anyaccel.explanation.bounds import check_batch, check_sides
 from anyaccel.explanation.described_model import find_model
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.offers import list_offers
@@ -37,7 +37,7 @@ from anyaccel.planning.plan import Plan, do_the_same, make_plan
 from anyaccel.planning.speed import choose_compiling
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.planning.workspace import read_workspace
-from anyaccel.runtime.admission import check_size
+from anyaccel.runtime.admission import find_multiple
 from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts
 from anyaccel.tracing.build import FullSize, build_pipeline
@@ -68,8 +68,10 @@ def explain(
     `device` is a name, a product or a name with a memory: `hpu`, `gaudi2`, `mps:16GiB`. Further keywords are the wishes
     that `anyaccel.place` takes.
     """
-    check_batch(batch)
-    check_sides(width, height)
+    batch = check_batch(batch)
+    width, height = (
+        side if side is None else check_side(name, side) for name, side in (("width", width), ("height", height))
+    )
     types = {"dtype": dtype, "smallest_dtype": wishes.pop("smallest_dtype", None)}
     wished = read_wishes({**wishes, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
     target = find_target(device)
@@ -128,7 +130,9 @@ class _Asking:
         )
         self.plan = plan if plan.parallel.value is None else do_the_same(plan)
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
-        check_size(self.full.pipe, {"width": width, "height": height} if self.takes_size else {})
+        for name, side in (("width", width), ("height", height)):
+            if self.takes_size and side is not None:
+                check_multiple(name, side, find_multiple(self.full.pipe) or 1)
         side = find_default_side(self.full.pipe)
         self.size = (width or height or side, height or width or side)
         self._first = self._make_measurement()

@@ -10,6 +10,7 @@ from typing import Any
 from diffusers.utils.outputs import BaseOutput
 from PIL import Image
 
+from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
 from anyaccel.runtime.pipeline import plain_class
 
@@ -20,7 +21,6 @@ _IMAGES = ("images", "image")
 _BESIDES = "load it by anyaccel.DiffusionPipeline.from_pretrained, place it with to(), and call it from Python"
 _PICTURES = ("image", "control_image", "mask_image")
 """What pipelines call a picture to begin with."""
-_SIZES = ("height", "width")
 
 
 def check_picture_call(pipe: Any, call: Mapping[str, Any]) -> None:
@@ -60,14 +60,10 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
     """A size that the pipeline would round to another, as some do with a warning, is refused."""
     processor = getattr(pipe, "image_processor", None)
     multiple = getattr(getattr(processor, "config", None), "vae_scale_factor", None)
-    for name in _SIZES:
-        asked = call.get(name)
-        if isinstance(asked, int) and isinstance(multiple, int) and multiple > 1 and asked > 0 and asked % multiple:
-            below = asked // multiple * multiple
-            raise UsageError(
-                f"{name} is a multiple of {multiple} for this model, not {asked}",
-                hint=f"take {below} or {below + multiple}" if below else f"take {multiple}",
-            )
+    for name in SIDES:
+        side = call.get(name)
+        if isinstance(side, int) and isinstance(multiple, int) and multiple > 1:
+            check_multiple(name, side, multiple)
 
 
 def find_default(pipe: Any, name: str) -> Any:

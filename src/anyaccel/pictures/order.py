@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
 from anyaccel.pictures.named_model import NamedModel, name_model
@@ -25,8 +26,6 @@ _NOT_OURS = {
     "output_type": "the result holds PIL images; call a pipeline for anything else",
     "return_dict": "the result is always an object",
 }
-_SIZES = ("height", "width")
-_LONGEST_SIDE = 16_384
 _RANDOM_BITS = 32
 """A seed that nobody chose is short enough to be typed."""
 
@@ -92,11 +91,9 @@ def _check_number(name: str, value: Any) -> Any:
     """What is no number makes no picture, and no record can hold it."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{name} is a number, not {value}", hint=f"for example {name}=5.0, or leave it out")
-    if name in _SIZES and isinstance(value, int) and value > _LONGEST_SIDE:
-        raise UsageError(
-            f"{name} is at most {_LONGEST_SIDE} pixels, not {value}", hint="no model makes larger pictures; enlarge one"
-        )
-    return value
+    if name in SIDES and value is not None:
+        return check_side(name, value)
+    return check_steps(value) if name == "num_inference_steps" and value is not None else value
 
 
 def _read_prompts(prompt: Any) -> list[str]:
@@ -123,8 +120,6 @@ def _read_count(count: Any) -> int:
 
 def _read_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
     """One for each picture; a list may name them for one prompt, or for all."""
-    from anyaccel.runtime.request import read_seeds
-
     if seed is None:
         seed = secrets.randbits(_RANDOM_BITS)
     if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == prompts * per_prompt:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.backends.device_spec import DeviceSpec
+from anyaccel.call_limits import LARGEST_SEED
 from anyaccel.errors import UsageError
 
 __all__ = ["FORMAT", "Origin", "describe_origin", "find_differences", "read_document", "record_call", "write_document"]
@@ -16,7 +17,6 @@ __all__ = ["FORMAT", "Origin", "describe_origin", "find_differences", "read_docu
 FORMAT = 1
 """Raised when an older anyaccel could not read, or would misread, what a newer one writes."""
 
-_LARGEST_SEED = 2**64 - 1
 _TUPLE = "tuple of"
 _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
 """Arguments of a call that have a field of their own."""
@@ -169,7 +169,7 @@ def _read_origin(document: Mapping[str, Any]) -> Origin:
             raise ValueError(f"its {one.name} is {value!r:.60}")
         values[one.name] = tuple(value) if isinstance(value, list) else value
     origin = Origin(**values)
-    if not 0 <= origin.seed <= _LARGEST_SEED:
+    if not 0 <= origin.seed <= LARGEST_SEED:
         raise ValueError(f"its seed is {origin.seed}")
     return origin
 

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from anyaccel.backends.device import is_available
+from anyaccel.call_limits import SIDES, check_side, check_steps
 from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.runtime.placement import Placement
 from anyaccel.runtime.request import Request
 
-__all__ = ["admit", "check_size", "find_multiple"]
+__all__ = ["admit", "find_multiple"]
 
 
-def admit(pipe: Any, placement: Placement, request: Request) -> None:
+def admit(placement: Placement, request: Request) -> None:
     """Raise an error of our tree, with a hint, if the request cannot be run."""
     if not is_available(placement.plan.device):
         raise DeviceUnavailableError(
             f"{placement.plan.device} is not there any more", hint='place the pipeline again: pipe.to("auto")'
         )
     _check_steps(request)
-    check_size(pipe, request.arguments)
+    _check_size(request)
     _check_generators(request)
 
 
 def _check_steps(request: Request) -> None:
+    """Raise for fewer steps than one, of which some schedulers would return noise; a custom schedule has its own."""
     steps = request.arguments.get("num_inference_steps")
-    if isinstance(steps, bool) or (isinstance(steps, int) and steps < 1):
-        raise UsageError(f"a picture takes at least one step, not {steps!r}", hint="for example num_inference_steps=20")
+    custom = any(request.arguments.get(name) is not None for name in ("timesteps", "sigmas"))
+    if isinstance(steps, int) and not custom:
+        check_steps(steps)
+
+
+def _check_size(request: Request) -> None:
+    """Raise for a negative size; what else a size must be is the pipeline's to say, and some round it."""
+    for name in SIDES:
+        side = request.arguments.get(name)
+        if isinstance(side, int) and side < 0:
+            check_side(name, side)
 
 
 def _check_generators(request: Request) -> None:
@@ -42,23 +52,6 @@ def _check_generators(request: Request) -> None:
             f"{len(given)} generator{'s were' if len(given) != 1 else ' was'} given for {images}",
             hint="give a list with one generator for each image, or a single generator without a list",
         )
-
-
-def check_size(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise if `height` or `width` is none that the pipeline takes; one that is None is left to it."""
-    multiple = find_multiple(pipe)
-    for name in ("height", "width"):
-        value = arguments.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is a whole number of pixels, not {value!r}", hint=f"for example {name}=512")
-        if multiple is not None and value % multiple:
-            below = value // multiple * multiple
-            raise UsageError(
-                f"{name} is a multiple of {multiple} for this model, not {value}",
-                hint=f"take {below} or {below + multiple}" if below else f"take {multiple}",
-            )
 
 
 def find_multiple(pipe: Any) -> int | None:

@@ -45,7 +45,7 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
 
 def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = read_request(pipe, call, args, kwargs)
-    admit(pipe, placement, request)
+    admit(placement, request)
     place_newcomers(pipe, placement)
     split = placement.plan.parallel.value
     if split is not None:

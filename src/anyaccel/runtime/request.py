@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 
+from anyaccel.call_limits import SIDES, read_seeds, to_integer
 from anyaccel.errors import UsageError
 
 __all__ = ["Request", "bucket_of", "read_request", "shape_of"]
@@ -21,7 +21,8 @@ _PER_PROMPT = (
     "num_audios_per_prompt",
 )
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
-_LARGEST_SEED = 2**64 - 1
+_INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_size")
+"""What is counted and compared here, and so is Python's where it was an integer of NumPy's."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ def read_request(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
     for name, parameter in list(signature.parameters.items())[1:]:
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments.update(bound.arguments.get(name, {}))
+            accepts |= bound.arguments.get(name, {}).keys()
         elif name in bound.arguments:
             arguments[name] = bound.arguments[name]
         accepts.add(name)
     accepts |= _block_inputs(pipe)
+    integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
+    arguments.update({name: value for name, value in integers.items() if value is not None})
     request = Request(arguments, _count_prompts(arguments, accepts), 1, frozenset(accepts))
     request = replace(request, per_prompt=_count_per_prompt(request, signature))
     if seed is None:
@@ -79,27 +83,6 @@ def _block_inputs(pipe: Any) -> set[str]:
     """What a modular pipeline takes, by its blocks."""
     blocks = getattr(pipe, "blocks", None)
     return set(getattr(blocks, "input_names", ()) or ())
-
-
-def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
-    """A seed an image: those of a list, or a number and the ones that follow it."""
-    listed = isinstance(seed, Sequence) and not isinstance(seed, str)
-    if listed and len(seed) != images:
-        raise UsageError(
-            f"{len(seed)} seeds were given for {images} image{'s' if images != 1 else ''}",
-            hint="give one seed for each image, or a single number",
-        )
-    first = seed[0] if listed and seed else seed
-    seeds = list(seed) if listed else [first] * images
-    for value in seeds:
-        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-        if not whole or not 0 <= index(value) <= _LARGEST_SEED:
-            raise UsageError(
-                f"a seed is a whole number from 0 to 2**64 - 1, not {value!r}", hint="for example seed=7 or seed=[7, 8]"
-            )
-    if listed:
-        return tuple(index(value) for value in seeds)
-    return tuple((index(first) + image) % (_LARGEST_SEED + 1) for image in range(images))
 
 
 def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:

@@ -62,6 +62,7 @@ class MethodOverride:
         return inspect.signature(self._find_original(self._get_scheduler()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrappers around the original method."""
         scheduler = self._get_scheduler()
         run = self._find_original(scheduler)
         for wrapper, _ in self.wrappers:

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field
 
+from anyaccel.call_limits import LARGEST_SEED, parse_image_size
 from anyaccel.errors import UsageError, nearest
 from anyaccel.server.api_error import ApiError
 from anyaccel.server.messages import ModelFacts
-from anyaccel.server.settings import Limits, read_size
+from anyaccel.server.settings import Limits
 from anyaccel.server.work import Task, Work
 
 __all__ = ["EditRequest", "ImageRequest", "check_picture", "describe_form", "make_work"]
 
-_LARGEST_SEED = 2**64 - 1
 _RANDOM_BITS = 32
 _USUAL_STRENGTH = 0.8
 """What diffusers' pipelines take where none is given."""
@@ -45,7 +45,7 @@ class ImageRequest(BaseModel):
     style: Annotated[str | None, Field(max_length=20, description="Taken, and of no effect.")] = None
     moderation: Annotated[str | None, Field(max_length=20, description="Taken, and of no effect.")] = None
     background: Literal["auto", "opaque"] | None = None
-    seed: Annotated[int | None, Field(ge=0, le=_LARGEST_SEED, description="One seed, one picture.")] = None
+    seed: Annotated[int | None, Field(ge=0, le=LARGEST_SEED, description="One seed, one picture.")] = None
     negative_prompt: str | None = None
     num_inference_steps: Annotated[int | None, Field(ge=1)] = None
     guidance_scale: Annotated[float | None, Field(ge=0, le=1000, allow_inf_nan=False)] = None
@@ -111,7 +111,7 @@ def make_work(
         task=task,
         model=facts.name,
         prompt=request.prompt,
-        seeds=tuple((first + place) & _LARGEST_SEED for place in range(request.n or 1)),
+        seeds=tuple((first + place) & LARGEST_SEED for place in range(request.n or 1)),
         width=width,
         height=height,
         lora=request.lora,
@@ -171,7 +171,7 @@ def _find_size(
         width, height = (max(facts.multiple, side // facts.multiple * facts.multiple) for side in picture_size)
     else:
         try:
-            width, height = read_size(request.size or "")
+            width, height = parse_image_size(request.size or "")
         except UsageError as error:
             raise ApiError(400, "invalid_size", f"{error.message}: {error.hint}", param="size") from error
     if width * height > limits.max_pixels:

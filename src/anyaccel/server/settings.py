@@ -22,10 +22,7 @@ __all__ = [
     "read_limits",
     "read_lora",
     "read_served_names",
-    "read_size",
 ]
-
-_LONGEST_SIDE = 16_384
 
 
 @dataclass(frozen=True)
@@ -143,18 +140,6 @@ def read_limits(texts: Iterable[str], max_queue: int) -> Limits:
             raise UsageError(f"{name} is a number, not {number!r:.40}", hint=f"--limit {name}=10")
         found[name] = value
     return Limits(**found)
-
-
-def read_size(text: str) -> tuple[int, int]:
-    """`512x768` is a width and a height, `512` a square."""
-    parts = text.lower().replace("\N{MULTIPLICATION SIGN}", "x").split("x")
-    if len(parts) in (1, 2) and all(part.isascii() and part.isdigit() for part in parts):
-        width, height = int(parts[0]), int(parts[-1])
-        if max(width, height) > _LONGEST_SIDE:
-            raise UsageError(f"{text!r:.40} is too large", hint=f"a side has at most {_LONGEST_SIDE} pixels")
-        if width and height:
-            return width, height
-    raise UsageError(f"{text!r:.40} is no size", hint="a size is WIDTHxHEIGHT in pixels, such as 512x768")
 
 
 def is_loopback(host: str) -> bool:

@@ -101,7 +101,7 @@ def test_manual_seed_determines_what_is_drawn() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True, None])
 def test_manual_seed_refuses_what_is_no_seed(seed: int) -> None:
-    with pytest.raises(UsageError, match="a seed is a whole number"):
+    with pytest.raises(UsageError, match="a seed must be an integer"):
         anyaccel.manual_seed("cpu", seed)
 
 

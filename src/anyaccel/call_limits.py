@@ -1,0 +1,111 @@
+"""Limits of a call's arguments: sizes, steps, batches and seeds, each checked and explained in one way.
+
+NumPy's integers count as integers; `True` and `2.0` do not.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from anyaccel.errors import UsageError
+
+__all__ = [
+    "LARGEST_SEED",
+    "SIDES",
+    "check_batch",
+    "check_multiple",
+    "check_side",
+    "check_steps",
+    "parse_image_size",
+    "read_seed",
+    "read_seeds",
+    "to_integer",
+]
+
+SIDES = ("height", "width")
+LARGEST_SEED = 2**64 - 1
+_LONGEST_SIDE = 16_384
+_LARGEST_BATCH = 1024
+_SIZE = re.compile(r"(?P<width>[0-9]{1,18})([x\N{MULTIPLICATION SIGN}](?P<height>[0-9]{1,18}))?", re.IGNORECASE)
+
+
+def to_integer(value: Any) -> int | None:
+    """Return an integer of any library as one of Python's; None if it is not an integer."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_side(name: str, value: Any, *, hint: str = "") -> int:
+    """Return a height or a width in pixels; raise if no image can have it."""
+    side = to_integer(value)
+    if side is None or not 1 <= side <= _LONGEST_SIDE:
+        raise UsageError(
+            f"{name} must be an integer from 1 to {_LONGEST_SIDE} pixels, not {value!r:.60}",
+            hint=hint or f"for example {name}=512",
+        )
+    return side
+
+
+def check_multiple(name: str, side: int, multiple: int) -> None:
+    """Raise if a height or a width is not a multiple of what a model requires."""
+    if side % multiple:
+        below = side // multiple * multiple
+        raise UsageError(
+            f"{name} must be a multiple of {multiple} for this model, not {side}",
+            hint=f"use {below} or {below + multiple}" if below else f"use {multiple}",
+        )
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """Return the width and the height of `512x768`; `512` is a square."""
+    hint = "use WIDTHxHEIGHT in pixels, for example 512x768"
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"invalid image size {text!r:.60}", hint=hint)
+    width, height = int(match["width"]), int(match["height"] or match["width"])
+    return check_side("width", width, hint=hint), check_side("height", height, hint=hint)
+
+
+def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20") -> int:
+    """Return a number of denoising steps; raise if it is not one."""
+    steps = to_integer(value)
+    if steps is None or steps < 1:
+        raise UsageError(f"the number of steps must be an integer of at least 1, not {value!r:.60}", hint=hint)
+    return steps
+
+
+def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
+    """Return a number of images in one call; raise if it is not one."""
+    batch = to_integer(value)
+    if batch is None or not 1 <= batch <= _LARGEST_BATCH:
+        raise UsageError(f"the batch must be an integer from 1 to {_LARGEST_BATCH}, not {value!r:.60}", hint=hint)
+    return batch
+
+
+def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
+    """Return a seed as an integer; raise if no generator accepts it."""
+    seed = to_integer(value)
+    if seed is None or not 0 <= seed <= LARGEST_SEED:
+        raise UsageError(f"a seed must be an integer from 0 to 2**64 - 1, not {value!r:.60}", hint=hint)
+    return seed
+
+
+def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
+    """Return one seed per image: those of a list, or an integer and the ones that follow it."""
+    hint = "for example seed=7 or seed=[7, 8]"
+    if not isinstance(seed, Sequence) or isinstance(seed, str):
+        first = read_seed(seed, hint=hint)
+        return tuple((first + image) % (LARGEST_SEED + 1) for image in range(images))
+    if len(seed) != images:
+        raise UsageError(
+            f"{len(seed)} seeds were given for {images} image{'s' if images != 1 else ''}",
+            hint="give one seed for each image, or a single integer",
+        )
+    return tuple(read_seed(value, hint=hint) for value in seed)

@@ -1,0 +1,103 @@
+"""Limits of a call's arguments: what is accepted, as what, and how the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from anyaccel.call_limits import (
+    LARGEST_SEED,
+    check_batch,
+    check_multiple,
+    check_side,
+    check_steps,
+    parse_image_size,
+    read_seed,
+    read_seeds,
+    to_integer,
+)
+from anyaccel.errors import UsageError
+
+INTEGERS = [7, numpy.int64(7), numpy.uint8(7), torch.tensor(7)]
+
+
+@pytest.mark.parametrize("value", INTEGERS, ids=lambda value: type(value).__name__)
+def test_integers_of_every_library_become_pythons(value: Any) -> None:
+    for read in (to_integer, check_steps, check_batch, read_seed, lambda value: check_side("width", value)):
+        number = read(value)
+        assert number == 7
+        assert type(number) is int
+    assert read_seeds(value, 2) == (7, 8)
+
+
+@pytest.mark.parametrize("value", [True, 7.0, numpy.float32(7), "7", None, [7], torch.tensor([7, 8])], ids=repr)
+def test_what_is_not_an_integer_is_refused(value: Any) -> None:
+    assert to_integer(value) is None
+    for read in (check_steps, check_batch, read_seed, lambda value: check_side("width", value)):
+        with pytest.raises(UsageError, match="must be an integer") as caught:
+            read(value)
+        assert caught.value.hint
+
+
+def test_the_limits_themselves_are_allowed_and_the_next_value_is_not() -> None:
+    assert (check_side("width", 1), check_side("width", 16_384)) == (1, 16_384)
+    assert (check_batch(1), check_batch(1024)) == (1, 1024)
+    assert (read_seed(0), read_seed(LARGEST_SEED)) == (0, 2**64 - 1)
+    assert check_steps(1) == 1
+    for call in (
+        lambda: check_side("width", 0),
+        lambda: check_side("width", 16_385),
+        lambda: check_batch(0),
+        lambda: check_batch(1025),
+        lambda: read_seed(-1),
+        lambda: read_seed(2**64),
+        lambda: check_steps(0),
+    ):
+        with pytest.raises(UsageError, match="must be an integer"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512x768", (512, 768)),
+        ("64", (64, 64)),
+        ("8X9", (8, 9)),
+        ("8\N{MULTIPLICATION SIGN}9", (8, 9)),
+        (" 8 ", (8, 8)),
+    ],
+)
+def test_image_sizes(text: str, size: tuple[int, int]) -> None:
+    assert parse_image_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "invalid image size") for text in ("", "x", "8x", "-8x8", "1e3x8", "8x8x8", "\u0668", "9" * 30)),
+        ("0x8", "width must be an integer from 1 to 16384 pixels, not 0"),
+        ("8x99999", "height must be an integer from 1 to 16384 pixels, not 99999"),
+    ],
+)
+def test_texts_that_are_not_an_image_size(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_image_size(text)
+    assert "512x768" in caught.value.hint
+
+
+@pytest.mark.parametrize(("side", "hint"), [(17, "use 16 or 24"), (7, "use 8")])
+def test_the_multiples_next_to_a_size_are_suggested(side: int, hint: str) -> None:
+    check_multiple("height", 16, 8)
+    with pytest.raises(UsageError, match=f"height must be a multiple of 8 for this model, not {side}") as caught:
+        check_multiple("height", side, 8)
+    assert caught.value.hint == hint
+
+
+def test_seeds_of_several_images() -> None:
+    assert read_seeds(LARGEST_SEED, 2) == (LARGEST_SEED, 0)
+    assert read_seeds([3, numpy.int64(1)], 2) == (3, 1)
+    with pytest.raises(UsageError, match="2 seeds were given for 3 images"):
+        read_seeds([1, 2], 3)
