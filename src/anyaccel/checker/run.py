@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import linecache
 import logging
@@ -11,7 +10,6 @@ import os
 import sys
 import sysconfig
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from anyaccel.backends.claim import Limit
 from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.report import DeviceReport, Graphs, Violation
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError
+from anyaccel.library_logging import no_progress_bars, quiet_libraries
 from anyaccel.recipes.recipe import Recipe, run
 
 if TYPE_CHECKING:
@@ -75,8 +74,8 @@ def run_on_host(recipes: Sequence[Recipe]) -> dict[str, Any]:
     from anyaccel.emulator.process import fork
 
     def use() -> dict[str, Any]:
-        _quieten()
-        return {recipe.name: _run_reference(recipe) for recipe in recipes}
+        with _in_its_own_process():
+            return {recipe.name: _run_reference(recipe) for recipe in recipes}
 
     # Nothing runs in this process: threads that torch started here would be missing in those that are forked from it.
     return fork(use, name="the run on the CPU", timeout_s=_TIMEOUT_S)
@@ -101,26 +100,28 @@ def run_on_device(
     from anyaccel.emulator.process import run_forked
 
     def use(accelerator: VirtualAccelerator) -> list[DeviceReport]:
-        _quieten()
-        return [_attempt(accelerator, recipe, expected[recipe.name], way) for recipe in recipes for way in ways]
+        with _in_its_own_process():
+            return [_attempt(accelerator, recipe, expected[recipe.name], way) for recipe in recipes for way in ways]
 
     return run_forked(device, use, strict=any(way.strict for way in ways), timeout_s=_TIMEOUT_S)
 
 
-def _quieten() -> None:
-    """One thread a process, since processes run side by side; nobody reads warnings and bars of a tiny pipeline."""
+@contextlib.contextmanager
+def _in_its_own_process() -> Iterator[None]:
+    """Prepare a forked process: one thread, since processes run side by side, and nothing on stdout.
+
+    Nobody reads warnings and bars of a tiny pipeline.
+    """
     import torch
-    from tqdm import std
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr  # what a pipeline prints is no part of a report
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
     gc.freeze()  # what was imported stays; looking through it again and again is a twentieth of the time
-    # Blocks of a modular pipeline take no wish about their bars.
-    std.tqdm.__init__ = functools.partialmethod(std.tqdm.__init__, disable=True)
-    warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    with quiet_libraries(everything=True), no_progress_bars():
+        yield
 
 
 def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, ways: Ways) -> DeviceReport:

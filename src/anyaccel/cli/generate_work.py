@@ -17,7 +17,6 @@ from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.garbage import without_collecting
-from anyaccel.pictures.quiet import quieten_libraries
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +87,6 @@ class GenerateWork:
                 f'note: this makes {self.total} pictures; for one of several words, quote them: "{quoted}"'
             )
         self.display.begin("starting")
-        quieten_libraries()
         with without_collecting():
             from anyaccel.cli.generate_jobs import make_jobs
 

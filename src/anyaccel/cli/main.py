@@ -24,6 +24,7 @@ from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.cli.serve import serve_models
 from anyaccel.cli.warm import warm_model
 from anyaccel.errors import AnyaccelError
+from anyaccel.library_logging import quiet_libraries
 
 __all__ = ["app", "main"]
 
@@ -58,11 +59,14 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and end.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Any diffusion pipeline, any accelerator, the same picture."""
+    if context.invoked_subcommand != "run":  # whose script is the user's, and so are its warnings
+        context.with_resource(quiet_libraries())
 
 
 def main() -> NoReturn:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from anyaccel.cluster.maker import Facts, Made, Maker, Refused, Settings
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError
+from anyaccel.library_logging import quiet_libraries
 
 __all__ = ["Broken", "Crew", "Event", "Finished", "LocalCrew", "Lost", "Ready"]
 
@@ -168,7 +169,8 @@ def run_worker(settings: Settings, pipe: Connection) -> None:
                 os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
-    _serve(settings, pipe, asked)
+    with quiet_libraries():
+        _serve(settings, pipe, asked)
 
 
 def _serve(settings: Settings, pipe: Connection, asked: queue.SimpleQueue[list[Row]]) -> None:

@@ -83,10 +83,9 @@ class Maker:
     def __init__(self, settings: Settings) -> None:
         """Load the model; this is where torch is imported."""
         from anyaccel.garbage import without_collecting
-        from anyaccel.pictures.quiet import quieten_libraries, share_no_lock
+        from anyaccel.library_logging import use_process_local_tqdm_lock
 
-        quieten_libraries()
-        share_no_lock()
+        use_process_local_tqdm_lock()
         with without_collecting():
             import torch
 

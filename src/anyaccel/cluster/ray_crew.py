@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from anyaccel.cluster.places import claim_device
 from anyaccel.cluster.ray_cluster import environment
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError
+from anyaccel.library_logging import quiet_libraries
 
 __all__ = ["RayCrew"]
 
@@ -28,6 +30,8 @@ class _Actor:
             if not self.counted:
                 device, self.claim = claim_device(self.settings.device)
                 self.settings = replace(self.settings, device=device)
+            self.quiet = ExitStack()  # until the actor's process ends
+            self.quiet.enter_context(quiet_libraries())
             self.maker = Maker(self.settings)
         except AnyaccelError as error:
             return error

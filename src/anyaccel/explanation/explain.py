@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +18,7 @@ from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.offers import list_offers
 from anyaccel.explanation.parallel import choose_split, share_out, tell_gain
 from anyaccel.explanation.target import Target, find_target
+from anyaccel.library_logging import quiet_libraries
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, Facts
@@ -90,7 +88,8 @@ def _answer(
     folder: ModelFolder, target: Target, wishes: Wishes, width: int | None, height: int | None, batch: int
 ) -> Plan:
     plan = _plan(folder, target, wishes)
-    with _quietly():
+    # Building models from their configs and running them once has advice for people who train them only.
+    with quiet_libraries(everything=True):
         return _Asking(folder, target, plan, wishes, width, height).answer(batch)
 
 
@@ -242,21 +241,3 @@ def _resize(value: Any, size: tuple[int, int] | None) -> Any:
     if size is not None and hasattr(value, "resize") and hasattr(value, "mode"):
         return value.resize(size)
     return value
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Building models from configs and running them once has advice for people who train, and nothing for others."""
-    from diffusers.utils import logging as of_diffusers
-    from transformers.utils import logging as of_transformers
-
-    before = of_diffusers.get_verbosity(), of_transformers.get_verbosity()
-    of_diffusers.set_verbosity_error()
-    of_transformers.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        of_diffusers.set_verbosity(before[0])
-        of_transformers.set_verbosity(before[1])

@@ -17,7 +17,6 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -39,7 +38,6 @@ __all__ = [
     "remove_graphs",
     "remove_payload",
     "save_payload",
-    "without_log",
 ]
 
 _LOG = logging.getLogger("anyaccel")
@@ -93,17 +91,6 @@ class Pruned(NamedTuple):
     freed_bytes: int
     foreign: list[str]
     """What lies there that is no entry, and was left alone."""
-
-
-@contextmanager
-def without_log(name: str) -> Iterator[None]:
-    """While the block runs: one logger is silent, for what is said better here."""
-    log = logging.getLogger(name)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def find_folder() -> Path:

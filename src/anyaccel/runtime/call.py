@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
+from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results
@@ -19,7 +20,7 @@ from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.ferry import find_ferry
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.parallel import run_split, share_noise
-from anyaccel.runtime.place import fall_back_in_dtype, place_newcomers, without_advice
+from anyaccel.runtime.place import fall_back_in_dtype, place_newcomers
 from anyaccel.runtime.placement import Placement, find_components, find_placement
 from anyaccel.runtime.recovery import run_within_memory
 from anyaccel.runtime.request import Request, read_request
@@ -233,7 +234,7 @@ class _Run:
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:
         """Cast one model, and what goes into it."""
-        with without_advice():
+        with drop_log_records(*FLOAT32_ADVICE):
             component.to(dtype)
         for boundary in find_boundaries(component):
             boundary.cast_to = inputs

@@ -8,10 +8,8 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,6 +21,7 @@ from anyaccel.backends.host import is_host
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Distributed
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
+from anyaccel.library_logging import EXPERIMENTAL_ADVICE, drop_log_records
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.parallel import Ranks, Split
 from anyaccel.planning.plan import Plan
@@ -162,7 +161,7 @@ def _enable(model: Any, split: Split, placement: Placement) -> None:
     # Diffusers asks torch for the accelerator of this build and divides by how many there are: on the host none.
     vars(model)["_resolve_parallel_config"] = functools.partial(_resolve, model, mesh, placement.device)
     try:
-        with _without_advice():
+        with drop_log_records(*EXPERIMENTAL_ADVICE):
             model.enable_parallelism(config=config)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, AnyaccelError):
@@ -225,18 +224,3 @@ def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
         raise UsageError(
             f"parallel='{split}': a sequence is too short to be shared out: {error}", hint="take fewer ranks"
         ) from error
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Diffusers warns that its interface may change, which is no matter of the user's here."""
-    logger = logging.getLogger("diffusers.models.modeling_utils")
-
-    def is_no_advice(record: logging.LogRecord) -> bool:
-        return "experimental feature" not in record.getMessage()
-
-    logger.addFilter(is_no_advice)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_advice)

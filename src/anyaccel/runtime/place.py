@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +18,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.portable import dtype_name
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DoesNotFitError, UsageError
+from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
@@ -52,7 +50,6 @@ __all__ = [
     "replan",
     "resolve_device",
     "settle",
-    "without_advice",
 ]
 
 Device = str | int | torch.device | OpenDevice
@@ -223,7 +220,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
 def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> None:
     """Move a pipeline, and cast its models to the types that the plan says."""
     plan = placement.plan
-    with torch.no_grad(), make_glue_seam(plan, placement.device), without_advice():
+    with torch.no_grad(), make_glue_seam(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
         dtype = getattr(torch, plan.dtype.value)
         kept = dict(plan.component_dtypes.value)
         if plan.parallel.value is not None and plan.parallel.value.way == "tensor":
@@ -293,7 +290,7 @@ def place_newcomers(pipe: Any, placement: Placement) -> None:
     quantized = {one.name for one in facts.components if one.quantized}
     kept = quantized | set(placement.component_dtypes)
     place = placement.device if placement.residence == "resident" else torch.device("cpu")
-    with torch.no_grad(), make_glue_seam(placement.plan, placement.device), without_advice():
+    with torch.no_grad(), make_glue_seam(placement.plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
         for name, model in new.items():
             model.to(place) if name in kept else model.to(place, getattr(torch, placement.plan.dtype.value))
 
@@ -304,21 +301,6 @@ def _execute(plan: Plan, opened: OpenDevice) -> None:
         torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
     if plan.capture.value:
         opened.driver.recorder(opened.index)  # what it needs is imported now, and not while a picture is waited for
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Diffusers advises against casting modules that are to stay in float32, which is seen to here."""
-    logger = logging.getLogger("diffusers.models.modeling_utils")
-
-    def is_no_advice(record: logging.LogRecord) -> bool:
-        return "should be kept in float32" not in record.getMessage()
-
-    logger.addFilter(is_no_advice)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_advice)
 
 
 def _keep_float32(pipe: Any, plan: Plan) -> None:

@@ -18,10 +18,11 @@ import torch
 from anyaccel.backends.size import readable
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.garbage import without_collecting
+from anyaccel.library_logging import drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.runtime.artefact_key import describe_key
-from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload, without_log
+from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload
 from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder, has_foreign_forward
 from anyaccel.runtime.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.graph_capture import GraphCapture
@@ -121,7 +122,8 @@ def _load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) ->
         return key
     message = "torch cannot read it"
     try:
-        with compiling(placement), without_log("torch.compiler._cache"):  # into the directory that is searched later
+        # Compiling: into the directory that is searched later.
+        with compiling(placement), drop_log_records("torch.compiler._cache"):
             loaded = torch.compiler.load_cache_artifacts(payload)
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
         loaded, message = None, str(error)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from anyaccel.library_logging import quiet_libraries
 from anyaccel.server.host_memory import share_one_heap
 from anyaccel.server.messages import (
     Beat,
@@ -47,7 +48,8 @@ def run_worker(settings: Settings, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the service decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     share_one_heap()
-    _Line(settings, pipe).run()
+    with quiet_libraries():
+        _Line(settings, pipe).run()
 
 
 class _Line:
@@ -105,9 +107,9 @@ class Worker:
     def load(self) -> tuple[ModelFacts, ...]:
         """Load all models once, as far as they fit, and make their sizes warm."""
         from anyaccel.garbage import without_collecting
-        from anyaccel.pictures.quiet import share_no_lock
+        from anyaccel.library_logging import use_process_local_tqdm_lock
 
-        share_no_lock()
+        use_process_local_tqdm_lock()
         with without_collecting():
             from anyaccel.server.served_model import ServedModel
             from anyaccel.server.shelf import Shelf

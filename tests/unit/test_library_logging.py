@@ -1,0 +1,91 @@
+"""Messages of other libraries: what is dropped, what is not, and that everything is as before afterwards."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records, no_progress_bars, quiet_libraries
+
+
+def log(logger: str, message: str) -> str:
+    """What is written of one warning."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        logging.getLogger(logger).warning(message)
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_records_with_a_text_are_dropped_and_no_others() -> None:
+    with drop_log_records("anyaccel.test", "advice"):
+        assert log("anyaccel.test", "some advice") == ""
+        assert log("anyaccel.test", "a fault") == "a fault\n"
+        assert log("anyaccel.other", "some advice") == "some advice\n"
+    assert log("anyaccel.test", "some advice") == "some advice\n"
+    with drop_log_records("anyaccel.test"):
+        assert log("anyaccel.test", "a fault") == ""
+
+
+def test_a_command_shows_warnings_that_concern_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    monkeypatch.setattr(sys, "warnoptions", [])
+    pipeline = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
+    with quiet_libraries():
+        assert log(FLOAT32_ADVICE[0], "There are modules in X that should be kept in float32: [].") == ""
+        assert log(pipeline, "You have disabled the safety checker for X") == ""
+        assert log(pipeline, "The following part of your input was truncated") != ""
+        assert log("transformers.models", "`CLIPImageProcessor` requires torchvision") == ""
+        warnings.warn("later", FutureWarning, stacklevel=1)
+        with pytest.raises(UserWarning, match="a driver"):
+            warnings.warn("a driver is too old", UserWarning, stacklevel=1)
+        assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
+    assert "TRANSFORMERS_VERBOSITY" not in os.environ
+    assert log("transformers.models", "`CLIPImageProcessor` requires torchvision") != ""
+    with pytest.raises(FutureWarning):
+        warnings.warn("later", FutureWarning, stacklevel=1)
+
+
+def test_everything_is_silent_where_it_concerns_nobody() -> None:
+    with quiet_libraries(everything=True):
+        assert log("diffusers.pipelines", "anything") == ""
+        warnings.warn("anything", UserWarning, stacklevel=1)
+    assert log("diffusers.pipelines", "anything") != ""
+
+
+def test_what_the_user_requests_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    with quiet_libraries():
+        assert log("transformers.models", "anything") != ""
+        with pytest.raises(FutureWarning):
+            warnings.warn("later", FutureWarning, stacklevel=1)
+
+
+def test_bars_are_shown_again_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    from tqdm import tqdm
+
+    with no_progress_bars():
+        list(tqdm(range(2)))
+    assert capsys.readouterr().err == ""
+    list(tqdm(range(2)))
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_it_imports_none_of_the_libraries() -> None:
+    code = (
+        "import sys; from anyaccel.library_logging import quiet_libraries\n"
+        "with quiet_libraries(everything=True): pass\n"
+        "print({'torch', 'diffusers', 'transformers', 'tqdm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
