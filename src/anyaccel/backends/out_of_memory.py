@@ -11,7 +11,7 @@ _WORDS = re.compile(
     r"|OutOfMemory"
     r"|OUT_OF_(DEVICE|HOST)_MEMORY|OUT_OF_RESOURCES|RESOURCE_EXHAUSTED"
     r"|fail\w* to alloc\w*( \w+)? memory"
-    r"|can't allocate memory"
+    r"|(can't|cannot|could not) allocate memory|not enough memory: you tried to allocate"  # torch's CPU allocator
     r"|Invalid buffer size",  # Metal, for a buffer that is larger than any may be
     re.IGNORECASE,
 )

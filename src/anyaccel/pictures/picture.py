@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from anyaccel.backends.device import this_machine
-from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.pictures.call import check_picture_call, find_default, find_missing_picture, pick_images
 from anyaccel.pictures.kept_model import LoadedModel
 from anyaccel.pictures.origin import Origin, record_call
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Picture", "foresee_origin", "make_picture", "make_pictures"]
 
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
-_NO_MEMORY = "allocate memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +123,19 @@ def _explaining(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
         yield
     except AnyaccelError:
         raise
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _no_memory(pipe, error) from error
-    except RuntimeError as error:
-        if _NO_MEMORY not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        raise _no_memory(pipe, error) from error
+        raise AnyaccelError(
+            f"the memory of {pipe.plan.device} does not hold this picture: {first_line(error)}",
+            hint="ask for a smaller size, or for a type of 16 bits if it is not one already",
+        ) from error
     except (TypeError, ValueError, AttributeError) as error:
         wanting = find_missing_picture(pipe, call)
         if wanting is not None:
             name = plain_class(pipe).__name__
-            words = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UsageError(
-                f"{name} failed, as pipelines do that begin with a picture and are given none: {words}",
+                f"{name} failed, as pipelines do that begin with a picture and are given none: {first_line(error)}",
                 hint=f"take a model that makes pictures from text alone, or give {wanting}= from Python",
             ) from error
         raise
-
-
-def _no_memory(pipe: Any, error: BaseException) -> AnyaccelError:
-    words = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return AnyaccelError(
-        f"the memory of {pipe.plan.device} does not hold this picture: {words}",
-        hint="ask for a smaller size, or for a type of 16 bits if it is not one already",
-    )

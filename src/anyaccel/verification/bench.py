@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from anyaccel.backends.device import open_device
 from anyaccel.backends.sheet import Sheet
-from anyaccel.errors import NotMeasurableError
+from anyaccel.errors import NotMeasurableError, summarize_error
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from anyaccel.backends.driver import Driver
     from anyaccel.emulator.accelerator import VirtualAccelerator
 
-__all__ = ["Bench", "Sight", "describe_error", "fill", "is_out_of_memory"]
+__all__ = ["Bench", "Sight", "describe_error", "fill"]
 
 _FOLDERS = re.compile(r"(?<![\w:/])(?:/[^\s/:'\"]+)+/|\b[A-Za-z]:\\(?:[^\s\\]+\\)+")
 
@@ -65,8 +65,7 @@ class Bench:
 
 def describe_error(error: BaseException) -> str:
     """An error in one line, without the folders of this machine."""
-    first = next(iter(str(error).splitlines()), "")
-    return _FOLDERS.sub("", f"{type(error).__name__}: {first}")[:300]
+    return _FOLDERS.sub("", summarize_error(error))[:300]
 
 
 def fill(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -74,11 +73,3 @@ def fill(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has not the memory, which says nothing of what it can do."""
-    import torch
-
-    words = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in words or "can't allocate memory" in words
