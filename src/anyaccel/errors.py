@@ -45,7 +45,9 @@ __all__ = [
     "UnmappedError",
     "UsageError",
     "VirtualDeviceError",
+    "first_line",
     "nearest",
+    "summarize_error",
 ]
 
 
@@ -147,6 +149,17 @@ class UnmappedError(AnyaccelError, AttributeError):
 
 class PluginError(AnyaccelError):
     """A backend plugin could not be imported, or two claim one name."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its class if the message is empty."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def summarize_error(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message: `KeyError: 'a'`."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
 
 
 _MOST_NAMES, _TOLD_NAMES = 60, 12

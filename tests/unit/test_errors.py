@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from anyaccel import errors
-from anyaccel.errors import AnyaccelError
+from anyaccel.errors import AnyaccelError, UsageError, first_line, summarize_error
 
 KINDS = [getattr(errors, name) for name in errors.__all__ if isinstance(getattr(errors, name), type)]
 
@@ -36,3 +36,17 @@ def test_of_very_many_names_those_alike_are_told() -> None:
     told = errors.nearest("fluxx", known)
     assert told.startswith("did you mean flux? known: flux, ")
     assert told.endswith("and 89 more")
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "summary"),
+    [
+        (ValueError("one\ntwo"), "one", "ValueError: one"),
+        (ValueError("\n  one"), "one", "ValueError: one"),
+        (AssertionError(), "AssertionError", "AssertionError"),
+        (UsageError("wrong", hint="this way"), "wrong", "UsageError: wrong"),
+    ],
+)
+def test_an_error_in_one_line(error: Exception, line: str, summary: str) -> None:
+    assert first_line(error) == line
+    assert summarize_error(error) == summary

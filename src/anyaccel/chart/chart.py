@@ -11,7 +11,7 @@ from typing import Any
 
 from anyaccel.checker.report import DeviceReport, State, Violation
 from anyaccel.checker.run import Ways, run_on_device, run_on_host
-from anyaccel.errors import UsageError, nearest
+from anyaccel.errors import UsageError, nearest, summarize_error
 from anyaccel.recipes import Recipe
 
 __all__ = ["Attempt", "Cell", "Chart", "Found", "Line", "Site", "find_families", "make_chart"]
@@ -168,7 +168,7 @@ def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any
     except Exception as error:  # noqa: BLE001 - a process that dies is a finding too
         if len(recipes) > 1:
             return [cell for recipe in recipes for cell in _run_guarded(device, [recipe], expected)]
-        died = Attempt("stops", error=f"{type(error).__name__}: {error}".splitlines()[0])
+        died = Attempt("stops", error=summarize_error(error))
         return [Cell(device, died, died)]
     pairs = zip(reports[::2], reports[1::2], strict=True)
     return [Cell(device, _shorten(plain), _shorten(placed)) for plain, placed in pairs]

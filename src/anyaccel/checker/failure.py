@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 from anyaccel.checker.formats import shorten
+from anyaccel.errors import summarize_error
 
 __all__ = ["describe_failure"]
 
@@ -15,7 +16,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 def describe_failure(failure: BaseException) -> str:
     """What went wrong, and the innermost line that is neither a library's nor ours: `KeyError: 'a' (mine.py:3)`."""
-    words = (f"{type(failure).__name__}: {failure}".splitlines() or [type(failure).__name__])[0][:400]
+    words = summarize_error(failure)[:400]
     own = [one for one in traceback.extract_tb(failure.__traceback__) if not _is_library(one.filename)]
     return f"{words} ({shorten(own[-1].filename)}:{own[-1].lineno})" if own else words
 

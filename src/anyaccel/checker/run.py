@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.claim import Limit
 from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.report import DeviceReport, Graphs, Violation
-from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError
+from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError, first_line
 from anyaccel.library_logging import no_progress_bars, quiet_libraries
 from anyaccel.recipes.recipe import Recipe, run
 
@@ -59,7 +59,7 @@ def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | 
             report = run_on_device(device, [recipe], expected, [ways])[0]
         except (VirtualDeviceError, TimeoutError) as death:  # the others are still told of
             report = DeviceReport(
-                device=device, virtual=True, placed=ways.placed, finished=False, error=str(death).splitlines()[0]
+                device=device, virtual=True, placed=ways.placed, finished=False, error=first_line(death)
             )
         if told:
             told(report)

@@ -10,7 +10,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.errors import AnyaccelError, UsageError, first_line
 
 if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet
@@ -141,12 +141,12 @@ def _connect(ray: Any, address: str) -> None:
         if address == "auto" and _NONE_HERE in str(error):
             raise
         raise AnyaccelError(
-            f"the Ray cluster at {address} lets nobody in: {_first_line(error)}",
+            f"the Ray cluster at {address} lets nobody in: {first_line(error)}",
             hint="where it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its own machines",
         ) from error
     except (RuntimeError, ValueError) as error:  # another version of Ray or Python, say
         raise AnyaccelError(
-            f"the Ray cluster at {address} cannot be joined: {_first_line(error)}",
+            f"the Ray cluster at {address} cannot be joined: {first_line(error)}",
             hint="its machines need the same versions of Ray and of Python as this one",
         ) from error
 
@@ -156,7 +156,7 @@ def _start(ray: Any) -> None:
         ray.init(address="local", include_dashboard=False, **_WAYS)
     except (RuntimeError, OSError, ValueError) as error:
         raise AnyaccelError(
-            f"Ray cannot start on this machine: {_first_line(error)}", hint="its own logs are under /tmp/ray"
+            f"Ray cannot start on this machine: {first_line(error)}", hint="its own logs are under /tmp/ray"
         ) from error
     _STARTED.append(True)
 
@@ -201,7 +201,3 @@ def _no_answer(address: str, words: str) -> AnyaccelError:
         f"no Ray cluster answers at {address}: {words}",
         hint="start one with `ray start --head`, or give --ray auto for one on this machine",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anyaccel.descriptions import described_models, find_description
 from anyaccel.embedded.model import NAME, find_embedded_model
-from anyaccel.errors import ModelError, nearest
+from anyaccel.errors import ModelError, first_line, nearest
 from anyaccel.tracing.model_folder import ModelFolder, read_model_folder
 
 __all__ = ["find_model"]
@@ -52,13 +52,9 @@ def _fetch(name: str, revision: str | None) -> Path:
         )
     except Exception as error:
         raise ModelError(
-            f"the small files of {name} cannot be had: {_first_line(error)}",
+            f"the small files of {name} cannot be had: {first_line(error)}",
             hint=f"is it spelled right, and is there a network? with no network: {', '.join(described_models())}",
         ) from error
     if not (Path(folder) / "model_index.json").is_file():
         raise ModelError(f"{name} is no pipeline: it has no model_index.json", hint="give the id of a pipeline")
     return Path(folder)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

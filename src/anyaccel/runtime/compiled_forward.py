@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.module_fingerprint import LayerHooks, PatchedCode
 
@@ -62,8 +63,7 @@ class CompiledForward:
                 raise
             remove_compiled_blocks(module)
             output = forward(*args, **kwargs)  # what the model itself raises is raised here
-            first = next(iter(str(error).strip().splitlines()), "")
-            self._give_up(module, f"{type(error).__name__}: {first}")
+            self._give_up(module, summarize_error(error))
             _LOG.warning("anyaccel: compiling %s failed, and it runs eagerly: %s", self.name, self.failure)
             return output
 

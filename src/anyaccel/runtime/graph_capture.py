@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.errors import first_line
 from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
 from anyaccel.runtime.seam import GlueSeam, ModelSeam
 
@@ -196,8 +197,7 @@ class GraphCapture:
 
     def _refuse(self, shape: _Shape, error: Exception) -> None:
         _LOG.debug("anyaccel: a graph cannot be captured: %r", error)
-        first = next(iter(str(error).strip().splitlines()), "")
-        self.status = shape.refused = f"it cannot be captured: {first or type(error).__name__}"
+        self.status = shape.refused = f"it cannot be captured: {first_line(error)}"
         shape.drop()
 
     @staticmethod

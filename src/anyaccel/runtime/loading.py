@@ -10,7 +10,7 @@ import diffusers
 import torch
 
 from anyaccel.backends.portable import dtype_name, dtype_of
-from anyaccel.errors import AnyaccelError, ModelError, UsageError
+from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
 from anyaccel.runtime.pipeline import Portable, inherit_placement, make_portable, plain_class
@@ -146,7 +146,7 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
     except AnyaccelError:
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        words = first_line(error)
         offline = "is it spelled right, and is the network or the cache there?"
         hint = f"look into {model}" if Path(model).exists() else f"{model}: {offline}"
         raise ModelError(f"{model} cannot be loaded: {words}", hint=hint) from error

@@ -17,7 +17,7 @@ from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.portable import dtype_name
 from anyaccel.backends.sheet import Sheet
-from anyaccel.errors import DoesNotFitError, UsageError
+from anyaccel.errors import DoesNotFitError, UsageError, first_line
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
@@ -201,7 +201,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            words = str(error).strip().splitlines()[0]
+            words = first_line(error)
             let_go_of_frames(error)
         else:
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import UsageError, first_line
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed_level import SMALLEST_WEIGHT
 from anyaccel.runtime.float8 import Float8Linear, check_float8
@@ -34,7 +34,7 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            words = next(iter(str(error).splitlines()), type(error).__name__)
+            words = first_line(error)
             _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)
             placement.report.quantized = Decision("", f"torch cannot: {words}")
             return

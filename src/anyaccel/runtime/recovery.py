@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
@@ -62,7 +62,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
             if not is_out_of_memory(error):
                 _send_weights_back(pipe, placement)
                 raise
-            words = _first_line(error)
+            words = first_line(error)
             let_go_of_frames(error)
         else:
             if place:
@@ -205,7 +205,3 @@ def free(placement: Placement) -> None:
         placement.opened.driver.empty_cache()
     except (AnyaccelError, RuntimeError):
         return
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
