@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+from anyaccel.progress import ProgressListener
 from benchmarks.provenance import describe_run, read_commit
 from tests.cluster.batch_kills import write_rows
 
@@ -25,31 +25,27 @@ RESULT = Path(__file__).parent / "results" / "batch_cpu.json"
 STEPS = 8
 
 
-class Clock:
-    """A listener that remembers when all workers were ready, and what was over then."""
+class Clock(ProgressListener):
+    """Remembers when all workers were ready, and how many rows were done then."""
 
     def __init__(self, workers: int) -> None:
         self.awaited = workers
         self.began = self.ended = 0.0
         self.before = self.over = 0
 
-    def on_start(self, rows: int, open_rows: int) -> None:
-        """Nothing is timed yet."""
-
-    def on_ready(self, worker: int, facts: Any) -> None:
-        """With the last of them the clock starts."""
-        self.awaited -= 1
-        if not self.awaited:
+    def on_phase(self, text: str) -> None:
+        """Start the clock when the last worker is ready for rows."""
+        self.awaited -= text == "rows"
+        if not self.awaited and not self.began:
             self.began, self.before = time.perf_counter(), self.over
 
-    def on_row(self, over: int, rows: int, failed: int, words: str) -> None:
-        """A row is over."""
-        assert not failed
-        self.over, self.ended = over, time.perf_counter()
+    def on_row(self, done: int, total: int, text: str) -> None:
+        """Count a row."""
+        self.over, self.ended = done, time.perf_counter()
 
-    def on_trouble(self, words: str) -> None:
-        """There must be none."""
-        raise AssertionError(words)
+    def on_warning(self, text: str) -> None:
+        """Fail: no row and no worker may fail."""
+        raise AssertionError(text)
 
 
 def time_batch(rows: Path, out: Path, workers: int) -> float:

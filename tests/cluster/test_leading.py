@@ -12,6 +12,7 @@ from anyaccel.cluster.maker import Facts, Made, Refused, Settings
 from anyaccel.cluster.manifest import Folder
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError, ModelError, UsageError
+from anyaccel.progress import ProgressListener
 
 Doing = Callable[[int, Row, int], str | None]
 """What becomes of a row on a worker at a try: None is a picture, `dies` the worker's end, anything else an error."""
@@ -64,22 +65,18 @@ class Script:
         return Finished(worker, outcomes)
 
 
-class Heard:
+class Heard(ProgressListener):
     """What a listener hears."""
 
     def __init__(self) -> None:
         self.troubles: list[str] = []
         self.last = ""
 
-    def on_start(self, rows: int, open_rows: int) -> None: ...
+    def on_row(self, done: int, total: int, text: str) -> None:
+        self.last = text
 
-    def on_ready(self, worker: int, facts: Facts) -> None: ...
-
-    def on_row(self, over: int, rows: int, failed: int, words: str) -> None:
-        self.last = words
-
-    def on_trouble(self, words: str) -> None:
-        self.troubles.append(words)
+    def on_warning(self, text: str) -> None:
+        self.troubles.append(text)
 
 
 def lead(folder: Path, crew: Script, rows: Sequence[Row], workers: int = 2) -> tuple[Summary, Heard, Folder]:

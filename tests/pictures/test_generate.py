@@ -25,6 +25,7 @@ from anyaccel.pictures.generate import Result, generate
 from anyaccel.pictures.kept_model import load_model, release_model
 from anyaccel.pictures.order import make_order
 from anyaccel.pictures.picture import make_picture
+from anyaccel.progress import ProgressListener
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
 
@@ -228,7 +229,7 @@ def test_the_embedded_model_is_called_as_it_was_measured() -> None:
     assert make_order("x", "embedded", num_inference_steps=3).call["num_inference_steps"] == 3
 
 
-class Steps:
+class Steps(ProgressListener):
     """Notes what it is told, and ends the work at a step if it is to."""
 
     def __init__(self, end_at: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -21,12 +22,16 @@ from anyaccel.call_limits import (
 )
 from anyaccel.errors import UsageError
 
-INTEGERS = [7, numpy.int64(7), numpy.uint8(7), torch.tensor(7)]
+INTEGERS: list[Any] = [7, numpy.int64(7), numpy.uint8(7), torch.tensor(7)]
+
+
+def check_width(value: Any) -> int:
+    return check_side("width", value)
 
 
 @pytest.mark.parametrize("value", INTEGERS, ids=lambda value: type(value).__name__)
 def test_integers_of_every_library_become_pythons(value: Any) -> None:
-    for read in (to_integer, check_steps, check_batch, read_seed, lambda value: check_side("width", value)):
+    for read in (to_integer, check_steps, check_batch, read_seed, check_width):
         number = read(value)
         assert number == 7
         assert type(number) is int
@@ -36,28 +41,28 @@ def test_integers_of_every_library_become_pythons(value: Any) -> None:
 @pytest.mark.parametrize("value", [True, 7.0, numpy.float32(7), "7", None, [7], torch.tensor([7, 8])], ids=repr)
 def test_what_is_not_an_integer_is_refused(value: Any) -> None:
     assert to_integer(value) is None
-    for read in (check_steps, check_batch, read_seed, lambda value: check_side("width", value)):
+    for read in (check_steps, check_batch, read_seed, check_width):
         with pytest.raises(UsageError, match="must be an integer") as caught:
             read(value)
         assert caught.value.hint
 
 
 def test_the_limits_themselves_are_allowed_and_the_next_value_is_not() -> None:
-    assert (check_side("width", 1), check_side("width", 16_384)) == (1, 16_384)
-    assert (check_batch(1), check_batch(1024)) == (1, 1024)
-    assert (read_seed(0), read_seed(LARGEST_SEED)) == (0, 2**64 - 1)
-    assert check_steps(1) == 1
-    for call in (
-        lambda: check_side("width", 0),
-        lambda: check_side("width", 16_385),
-        lambda: check_batch(0),
-        lambda: check_batch(1025),
-        lambda: read_seed(-1),
-        lambda: read_seed(2**64),
-        lambda: check_steps(0),
-    ):
-        with pytest.raises(UsageError, match="must be an integer"):
-            call()
+    limits: list[tuple[Callable[[Any], int], int, int | None]] = [
+        (check_width, 1, 16_384),
+        (check_batch, 1, 1024),
+        (read_seed, 0, LARGEST_SEED),
+        (check_steps, 1, None),
+    ]
+    for read, smallest, largest in limits:
+        assert read(smallest) == smallest
+        outside = [smallest - 1]
+        if largest is not None:
+            assert read(largest) == largest
+            outside.append(largest + 1)
+        for value in outside:
+            with pytest.raises(UsageError, match="must be an integer"):
+                read(value)
 
 
 @pytest.mark.parametrize(

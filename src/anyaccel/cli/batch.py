@@ -15,7 +15,7 @@ from anyaccel.cli.interruption import ENDED, INTERRUPTED, EndedError, raising_at
 from anyaccel.cli.progress import Display
 
 if TYPE_CHECKING:
-    from anyaccel.cluster.maker import Facts
+    pass
 
 __all__ = ["make_batch"]
 
@@ -45,20 +45,25 @@ def make_batch(
     from anyaccel.cluster.ray_cluster import leave
 
     settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
-    show = _Show()
+    display = Display()
+    display.begin("starting")
     try:
         with raising_at_the_end(), redirect_stdout(sys.stderr):  # stdout is for the summary, and Ray tells of workers
             job = Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
-            summary = run_job(job, show)
+            summary = run_job(job, display)
             if ray is not None:
                 leave()
     except (KeyboardInterrupt, EndedError) as error:
-        told = f": {show.over} of {show.rows} rows are over; the same command goes on from there" if show.rows else ""
+        told = (
+            f": {display.done} of {display.total} rows are over; the same command goes on from there"
+            if display.total
+            else ""
+        )
         word, status = ("ended", ENDED) if isinstance(error, EndedError) else ("interrupted", INTERRUPTED)
-        show.display.say(f"{word}{told}")
+        display.say(f"{word}{told}")
         raise typer.Exit(status) from None
     finally:
-        show.display.clear()
+        display.clear()
     manifest = out / "manifest.jsonl"
     if as_json:
         print(json.dumps({**asdict(summary), "manifest": str(manifest)}, indent=2))
@@ -68,34 +73,3 @@ def make_batch(
         print(f"{summary.done} of {summary.rows} pictures{earlier}{failed}: {manifest}")
     if summary.failed:
         raise typer.Exit(1)
-
-
-class _Show:
-    """Shows how far a batch is."""
-
-    def __init__(self) -> None:
-        self.display = Display()
-        self.rows = self.over = 0
-        self.display.begin("starting")
-
-    def on_start(self, rows: int, open_rows: int) -> None:
-        """So many rows, of which so many are yet to be made."""
-        self.rows, self.over = rows, rows - open_rows
-        before = f", {self.over} of them over" if self.over else ""
-        self.display.say(f"{rows} row{'s' * (rows > 1)}{before}")
-        self.display.begin("loading the model" if open_rows else "")
-
-    def on_ready(self, worker: int, facts: Facts) -> None:
-        """A worker has its model."""
-        virtual = ", virtual: nothing here is about hardware" if facts.virtual else ""
-        self.display.say(f"worker {worker}: {facts.pipeline} on {facts.device} in {facts.dtype}{virtual}")
-        self.display.begin("rows")
-
-    def on_row(self, over: int, rows: int, failed: int, words: str) -> None:
-        """So many rows are over."""
-        self.over = over
-        self.display.count(over, rows, f"{words}, {failed} failed" if failed else words, joint="")
-
-    def on_trouble(self, words: str) -> None:
-        """Something went wrong, and the rest goes on."""
-        self.display.say(f"warning: {words}")

@@ -17,6 +17,7 @@ from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.garbage import without_collecting
+from anyaccel.progress import ProgressListener
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerateWork"]
 
 
-class GenerateWork:
+class GenerateWork(ProgressListener):
     """Carries the options out. It imports torch as late as it can: what is wrong with them is said at once."""
 
     def __init__(self, options: Options) -> None:

@@ -6,11 +6,13 @@ import os
 import sys
 from typing import Any
 
+from anyaccel.progress import ProgressListener
+
 __all__ = ["Display"]
 
 
-class Display:
-    """Shows how far the work is; `on_component` and `on_step` are told by the runtime."""
+class Display(ProgressListener):
+    """Shows how far the work is."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -18,6 +20,8 @@ class Display:
         self._task: Any = None
         self._words = ""
         self._tenths = 0
+        self.done = self.total = 0
+        """The rows of a batch."""
 
     def say(self, text: str) -> None:
         """A line on stderr, with no bar in its way."""
@@ -30,6 +34,28 @@ class Display:
         self._words = words
         if self.live:
             self._start()
+
+    def on_phase(self, text: str) -> None:
+        """Show the phase until something is counted."""
+        self.begin(text)
+
+    def on_message(self, text: str) -> None:
+        """Print a line."""
+        self.say(text)
+
+    def on_warning(self, text: str) -> None:
+        """Print a line that begins with `warning:`."""
+        self.say(f"warning: {text}")
+
+    def on_start(self, done: int, total: int) -> None:
+        """Print the number of rows."""
+        self.done, self.total = done, total
+        self.say(f"{total} row{'s' * (total > 1)}{f', {done} of them over' if done else ''}")
+
+    def on_row(self, done: int, total: int, text: str) -> None:
+        """Show the rows that are done."""
+        self.done = done
+        self.count(done, total, text, joint="")
 
     def on_component(self, done: int, total: int, name: str) -> None:
         """So many components of a model are loaded."""

@@ -13,12 +13,13 @@ from anyaccel.cli.cache import refuse_unwritable
 from anyaccel.cli.interruption import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
+from anyaccel.progress import ProgressListener
 from anyaccel.runtime.artefacts import find_folder
 
 __all__ = ["warm_model"]
 
 
-class _Loading:
+class _Loading(ProgressListener):
     """Tells the terminal what is loaded."""
 
     def __init__(self, display: Display, model: str) -> None:
@@ -27,9 +28,6 @@ class _Loading:
     def on_component(self, done: int, total: int, name: str) -> None:
         """One more is loaded."""
         self.display.begin(f"loading {self.model}: {name}, {done + 1} of {total}" if name else f"placing {self.model}")
-
-    def on_step(self, done: int, total: int | None) -> None:
-        """Pictures have a bar of their own."""
 
 
 def warm_model(

@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from anyaccel.cluster.crew import Broken, Crew, Event, Finished, Lost, Ready
 from anyaccel.cluster.maker import Facts, Made, Refused, Settings
 from anyaccel.cluster.manifest import Folder
 from anyaccel.cluster.rows import Row, check_parameters
 from anyaccel.errors import AnyaccelError
+from anyaccel.progress import ProgressListener
 
-__all__ = ["Batch", "Listener", "Summary"]
+__all__ = ["Batch", "Summary"]
 
 _WAIT_S = 0.5
 _AHEAD = 2
@@ -62,27 +62,11 @@ class Summary:
     seconds: float
 
 
-class Listener(Protocol):
-    """Who is told how far it is."""
-
-    def on_start(self, rows: int, open_rows: int) -> None:
-        """So many rows, of which so many are yet to be made."""
-
-    def on_ready(self, worker: int, facts: Facts) -> None:
-        """A worker has its model."""
-
-    def on_row(self, over: int, rows: int, failed: int, words: str) -> None:
-        """So many rows are over, of which so many failed; the words say how fast it goes."""
-
-    def on_trouble(self, words: str) -> None:
-        """A worker died, or a row failed."""
-
-
 class Batch:
     """Leads a crew through the rows of a folder."""
 
     def __init__(
-        self, folder: Folder, rows: Sequence[Row], crew: Crew, workers: Sequence[Settings], listener: Listener
+        self, folder: Folder, rows: Sequence[Row], crew: Crew, workers: Sequence[Settings], listener: ProgressListener
     ) -> None:
         self.folder, self.rows, self.crew, self.listener = folder, rows, crew, listener
         self.tasks = deque(_Task(row) for row in folder.find_open(rows))
@@ -93,7 +77,8 @@ class Batch:
 
     def run(self) -> Summary:
         """Make what is open; what was made stays, however this ends."""
-        self.listener.on_start(len(self.rows), len(self.tasks))
+        self.listener.on_start(self.over, len(self.rows))
+        self.listener.on_phase("loading the model" if self.tasks else "")
         try:
             if self.tasks:
                 for number in self.workers:
@@ -133,7 +118,9 @@ class Batch:
                     hint="take another folder with --out, or the model that it was begun with",
                 )
         self.workers[event.worker].facts = facts
-        self.listener.on_ready(event.worker, facts)
+        virtual = ", virtual: nothing here is about hardware" if facts.virtual else ""
+        self.listener.on_message(f"worker {event.worker}: {facts.pipeline} on {facts.device} in {facts.dtype}{virtual}")
+        self.listener.on_phase("rows")
         if self.made == 0:
             self.working_since = time.monotonic()
 
@@ -159,7 +146,7 @@ class Batch:
         task.errors += 1
         task.failed_on = worker
         if task.errors < _TRIES:
-            self.listener.on_trouble(f"line {task.row.number} failed, and is tried once more: {refused.error}")
+            self.listener.on_warning(f"line {task.row.number} failed, and is tried once more: {refused.error}")
             self.tasks.append(task)
             return
         self._fail(task, refused.error, worker)
@@ -167,7 +154,7 @@ class Batch:
     def _fail(self, task: _Task, error: str, worker: int) -> None:
         self.folder.add_failure(task.row, error, {"worker": worker})
         self.failed += 1
-        self.listener.on_trouble(f"line {task.row.number} failed: {error}")
+        self.listener.on_warning(f"line {task.row.number} failed: {error}")
         self._end_row()
 
     def _end_row(self) -> None:
@@ -176,14 +163,15 @@ class Batch:
         seconds = max(time.monotonic() - self.working_since, 1e-9)
         rate = (self.made + self.failed) / seconds
         words = f"{rate * 60:.3g} a minute, {_as_time(left / rate)} left" if left else f"{rate * 60:.3g} a minute"
-        self.listener.on_row(self.over, len(self.rows), self.failed, words)
+        failed = f", {self.failed} failed" if self.failed else ""
+        self.listener.on_row(self.over, len(self.rows), f"{words}{failed}")
 
     def _on_broken(self, event: Broken) -> None:
         """A worker that cannot begin: with others at work it is given up, else there is no use in going on."""
         worker = self.workers[event.worker]
         worker.gone = True
         if any(other.facts for other in self.workers.values()):
-            self.listener.on_trouble(f"worker {event.worker} cannot begin, and the others go on: {event.error.message}")
+            self.listener.on_warning(f"worker {event.worker} cannot begin, and the others go on: {event.error.message}")
             return
         raise event.error
 
@@ -203,7 +191,7 @@ class Batch:
                 else:
                     self._fail(task, f"{_DEATHS} workers died of it; the last: {event.reason}", event.worker)
         worker.vain_starts += not ready
-        self.listener.on_trouble(f"worker {event.worker} is gone ({event.reason}), and another takes its place")
+        self.listener.on_warning(f"worker {event.worker} is gone ({event.reason}), and another takes its place")
         if worker.vain_starts < _VAIN_STARTS:
             self._start(event.worker)
             return

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anyaccel.backends.device_spec import AUTO, DeviceSpec
-from anyaccel.cluster.batch import Batch, Listener, Summary
+from anyaccel.cluster.batch import Batch, Summary
 from anyaccel.cluster.crew import Crew, LocalCrew
 from anyaccel.cluster.maker import Settings
 from anyaccel.cluster.manifest import Folder
 from anyaccel.cluster.places import Places, check_workers, find_named, find_places, share_threads
 from anyaccel.cluster.rows import read_rows
 from anyaccel.errors import UsageError
+from anyaccel.progress import ProgressListener
 
 __all__ = ["Job", "run_job"]
 
@@ -32,7 +33,7 @@ class Job:
     """The address of a Ray cluster; None works on this machine alone."""
 
 
-def run_job(job: Job, listener: Listener) -> Summary:
+def run_job(job: Job, listener: ProgressListener) -> Summary:
     """Make a picture of every row that has none yet."""
     from anyaccel.pictures.named_model import name_model
     from anyaccel.planning.wishes import check_speed

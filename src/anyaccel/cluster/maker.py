@@ -9,6 +9,7 @@ from typing import Any
 
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError
+from anyaccel.progress import ProgressListener
 
 __all__ = ["Facts", "Made", "Maker", "Refused", "Settings"]
 
@@ -67,16 +68,6 @@ class Refused:
     error: str
 
 
-class _Silence:
-    """Hears of components and steps, and shows none."""
-
-    def on_component(self, done: int, total: int, name: str) -> None:
-        return
-
-    def on_step(self, done: int, total: int | None) -> None:
-        return
-
-
 class Maker:
     """A model on its device."""
 
@@ -100,7 +91,7 @@ class Maker:
             "", settings.model, _name_device(settings), 0, dtype=settings.dtype, speed=settings.speed
         )
         wishes = Wishes(dtype=self.order.dtype, speed=settings.speed)
-        self.loaded = load_afresh(self.order, wishes, _Silence())
+        self.loaded = load_afresh(self.order, wishes, ProgressListener())
         self.loaded.pipe.set_progress_bar_config(disable=True)
         plan = self.loaded.pipe.plan
         self.facts = Facts(

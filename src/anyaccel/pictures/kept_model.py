@@ -21,7 +21,7 @@ from anyaccel.runtime.placement import remember_wishes
 
 if TYPE_CHECKING:
     from anyaccel.pictures.order import Order
-    from anyaccel.pictures.progress import Listener
+    from anyaccel.progress import ProgressListener
 
 __all__ = ["LOCK", "LoadedModel", "load_afresh", "load_model", "release_model"]
 
@@ -45,7 +45,7 @@ class LoadedModel:
 _KEPT: dict[tuple[object, ...], LoadedModel] = {}
 
 
-def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
+def load_model(order: Order, listener: ProgressListener | None = None) -> LoadedModel:
     """Load an order's model onto its device, or take the one that is kept; another one is let go first."""
     model = order.model
     with LOCK:
@@ -66,7 +66,7 @@ def load_model(order: Order, listener: Listener | None = None) -> LoadedModel:
         return _KEPT[key]
 
 
-def load_afresh(order: Order, wishes: Wishes, listener: Listener | None = None) -> LoadedModel:
+def load_afresh(order: Order, wishes: Wishes, listener: ProgressListener | None = None) -> LoadedModel:
     """Load an order's model onto its device, for one who keeps it himself; his wishes come before the order's."""
     opened = resolve_device(order.device, wishes)
     spared = _spare_host(opened, wishes.dtype)
@@ -98,7 +98,11 @@ def _spare_host(opened: OpenDevice, asked: str | None) -> Decision[str] | None:
 
 
 def _load(
-    model: NamedModel, opened: OpenDevice, wishes: Wishes, spared: Decision[str] | None, listener: Listener | None
+    model: NamedModel,
+    opened: OpenDevice,
+    wishes: Wishes,
+    spared: Decision[str] | None,
+    listener: ProgressListener | None,
 ) -> Any:
     """A pipeline on its device, read in the type that it will run in: half of the memory for half precision."""
     chosen = spared or choose_dtype(opened.sheet, Facts(pipeline=""), wishes)

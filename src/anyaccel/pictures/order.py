@@ -74,7 +74,7 @@ def make_order(
     named = name_model(model, revision)
     if named.kind == "embedded":
         call = {**CALL_DEFAULTS, **call}
-    seeds = _read_seeds(seed, len(prompts), per_prompt)
+    seeds = _choose_seeds(seed, len(prompts), per_prompt)
     each = [text for text in prompts for _ in range(per_prompt)]
     pictures = tuple(zip(each, seeds, strict=True))
     kind = None if dtype is None else _read_dtype(dtype)
@@ -118,7 +118,7 @@ def _read_count(count: Any) -> int:
     return count
 
 
-def _read_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
+def _choose_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
     """One for each picture; a list may name them for one prompt, or for all."""
     if seed is None:
         seed = secrets.randbits(_RANDOM_BITS)

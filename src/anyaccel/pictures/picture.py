@@ -15,8 +15,9 @@ from anyaccel.errors import AnyaccelError, UsageError, first_line
 from anyaccel.pictures.call import check_picture_call, find_default, find_missing_picture, pick_images
 from anyaccel.pictures.kept_model import LoadedModel
 from anyaccel.pictures.origin import Origin, record_call
-from anyaccel.pictures.progress import Listener, counting_steps
+from anyaccel.pictures.progress import counting_steps
 from anyaccel.planning.plan import Plan
+from anyaccel.progress import ProgressListener
 from anyaccel.runtime.pipeline import plain_class
 from anyaccel.runtime.placement import find_components, find_wishes
 
@@ -39,7 +40,7 @@ class Picture:
 
 
 def make_picture(
-    loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: Listener | None = None
+    loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: ProgressListener | None = None
 ) -> Picture:
     """Make one picture. Each is a call of its own: in a batch it would not be the same to the last bit."""
     return make_pictures(loaded, [prompt], [seed], call, listener)[0]
@@ -50,7 +51,7 @@ def make_pictures(
     prompts: Sequence[str],
     seeds: Sequence[int],
     call: Mapping[str, Any],
-    listener: Listener | None = None,
+    listener: ProgressListener | None = None,
 ) -> list[Picture]:
     """Make a picture of each prompt in one call; each is the one that it would be alone, to rounding."""
     pipe, count = loaded.pipe, len(prompts)

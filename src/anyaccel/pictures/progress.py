@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import diffusers
 from diffusers.utils import logging as diffusers_logging
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["Listener", "counting_components", "counting_steps"]
+from anyaccel.progress import ProgressListener
+
+__all__ = ["counting_components", "counting_steps"]
 
 _COMPONENTS = "Loading pipeline components"
-
-
-class Listener(Protocol):
-    """Is told how far a picture is; an exception of its methods ends the work there."""
-
-    def on_component(self, done: int, total: int, name: str) -> None:
-        """So many of a model's components are loaded, and this one comes next."""
-
-    def on_step(self, done: int, total: int | None) -> None:
-        """So many steps are done; begins anew where a pipeline goes through several rounds of them."""
 
 
 class _Bar(tqdm):  # type: ignore[misc]
     """What a pipeline takes for its progress bar: it has all that a bar has, shows nothing, and tells the listener."""
 
-    def __init__(self, listener: Listener, iterable: Any = None, total: int | None = None) -> None:
+    def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
         self.listener, self.done = listener, 0
         self.whole = total if total is not None else len(iterable) if hasattr(iterable, "__len__") else None
@@ -47,7 +39,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 @contextmanager
-def counting_steps(pipe: Any, listener: Listener | None) -> Iterator[None]:
+def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[None]:
     """While the block runs, tell the listener of a pipeline's steps in place of showing its own bar.
 
     Every pipeline counts its steps by `progress_bar`, and not all of them by a callback.
@@ -71,7 +63,7 @@ def counting_steps(pipe: Any, listener: Listener | None) -> Iterator[None]:
 
 
 @contextmanager
-def counting_components(listener: Listener | None) -> Iterator[None]:
+def counting_components(listener: ProgressListener | None) -> Iterator[None]:
     """While the block runs, tell the listener of what diffusers loads in place of showing its own bars."""
     if listener is None:
         yield
@@ -103,7 +95,7 @@ def _without_bars_of_transformers() -> Iterator[None]:
         transformers_logging.enable_progress_bar()
 
 
-def _tell(listener: Listener, components: list[Any]) -> Iterator[Any]:
+def _tell(listener: ProgressListener, components: list[Any]) -> Iterator[Any]:
     for done, component in enumerate(components):
         listener.on_component(done, len(components), str(component[0]))
         yield component

@@ -19,20 +19,20 @@ def admit(placement: Placement, request: Request) -> None:
         raise DeviceUnavailableError(
             f"{placement.plan.device} is not there any more", hint='place the pipeline again: pipe.to("auto")'
         )
-    _check_steps(request)
-    _check_size(request)
-    _check_generators(request)
+    _admit_steps(request)
+    _admit_size(request)
+    _admit_generators(request)
 
 
-def _check_steps(request: Request) -> None:
+def _admit_steps(request: Request) -> None:
     """Raise for fewer steps than one, of which some schedulers would return noise; a custom schedule has its own."""
     steps = request.arguments.get("num_inference_steps")
     custom = any(request.arguments.get(name) is not None for name in ("timesteps", "sigmas"))
-    if isinstance(steps, int) and not custom:
+    if isinstance(steps, int) and steps < 1 and not custom:
         check_steps(steps)
 
 
-def _check_size(request: Request) -> None:
+def _admit_size(request: Request) -> None:
     """Raise for a negative size; what else a size must be is the pipeline's to say, and some round it."""
     for name in SIDES:
         side = request.arguments.get(name)
@@ -40,7 +40,7 @@ def _check_size(request: Request) -> None:
             check_side(name, side)
 
 
-def _check_generators(request: Request) -> None:
+def _admit_generators(request: Request) -> None:
     """A list holds one for each image; where nothing is prompted, images are counted at the least."""
     given = request.arguments.get("generator")
     if not isinstance(given, list | tuple):

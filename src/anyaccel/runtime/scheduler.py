@@ -55,7 +55,8 @@ def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
         stack.callback(numbers.close)
         for scheduler in schedulers:
             _add_numbers(scheduler, numbers)
-            for name, signature in _find_methods(type(scheduler)).items():
+            kind: Any = type(scheduler)
+            for name, signature in _find_methods(kind).items():
                 # Some pipelines copy their scheduler for a second stream: its numbers stay on the host as well.
                 method = _HostMethod(signature, numbers)
                 stack.enter_context(override_method(scheduler, name, method, in_deep_copies=True))

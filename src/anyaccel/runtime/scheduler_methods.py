@@ -85,7 +85,7 @@ class MethodOverride:
             raise ReferenceError(f"the scheduler of this {self.name!r} method no longer exists")
         return scheduler
 
-    def _find_original(self, scheduler: Any) -> Callable[..., Any]:
+    def _find_original(self, scheduler: Any) -> Any:
         """Return the method as it is without overrides; a class that is patched later has its patch run."""
         return self.own if self.own is not None else _load_original(scheduler, self.name, None)
 

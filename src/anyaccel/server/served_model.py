@@ -18,8 +18,8 @@ from anyaccel.pictures.kept_model import LoadedModel, load_afresh
 from anyaccel.pictures.order import make_order
 from anyaccel.pictures.origin import Origin
 from anyaccel.pictures.picture import foresee_origin
-from anyaccel.pictures.progress import Listener
 from anyaccel.planning.wishes import Wishes
+from anyaccel.progress import ProgressListener
 from anyaccel.runtime.admission import find_multiple
 from anyaccel.runtime.loading import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from anyaccel.runtime.memory import find_default_side, list_call_rules, plan_call
@@ -51,7 +51,7 @@ class RefusedError(Exception):
 class ServedModel:
     """One model on the device, its pipelines by task, and who uses it."""
 
-    def __init__(self, served: ServedName, settings: Settings, listener: Listener | None = None) -> None:
+    def __init__(self, served: ServedName, settings: Settings, listener: ProgressListener | None = None) -> None:
         self.name, self.settings = served.name, settings
         order = make_order("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
         wishes = Wishes(dtype=order.dtype, speed=order.speed, pictures=_TO_COME)

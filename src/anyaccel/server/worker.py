@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from anyaccel.library_logging import quiet_libraries
+from anyaccel.progress import ProgressListener
 from anyaccel.server.host_memory import share_one_heap
 from anyaccel.server.messages import (
     Beat,
@@ -174,7 +175,7 @@ class Worker:
             self.tell(Beat(held, process.memory_info().rss, rounds, tuple(models)))
 
 
-class _Teller:
+class _Teller(ProgressListener):
     """Tells the service how far a model's loading is."""
 
     def __init__(self, worker: Worker, name: str, total: int) -> None:
@@ -183,9 +184,6 @@ class _Teller:
     def on_component(self, done: int, total: int, name: str) -> None:
         words = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
         self.worker.tell(Loading(self.worker.started, self.total, words))
-
-    def on_step(self, done: int, total: int | None) -> None:
-        return
 
 
 class _Job:
