@@ -152,8 +152,14 @@ class PluginError(AnyaccelError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its class if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of an error's message; the name of its class if the message is empty.
+
+    A line that ends with a colon, as torch's "backend='inductor' raised:" does, is joined with the next.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def summarize_error(error: BaseException) -> str:

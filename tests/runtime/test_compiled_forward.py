@@ -1,0 +1,135 @@
+"""Compiled forwards: where compiling fails, the image is made eagerly and the report says so."""
+
+import functools
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.forward_overrides import Slot, get_override
+from anyaccel.recipes import recipes, run
+from anyaccel.runtime import compile as compiling
+from anyaccel.runtime.compiled_forward import CompiledForward, compile_forward, find_compiled
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        return self.layer(sample).relu()
+
+
+def fail(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("this backend compiles nothing")
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    monkeypatch.setattr(compiling, "_find_backend", lambda *given: backend)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["stable-diffusion", "flux", "wan"])
+def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_backend(monkeypatch, fail)
+    recipe = recipes()[name]
+    expected = run(recipe, recipe.make())
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    for _ in range(2):
+        numpy.testing.assert_array_equal(run(recipe, pipe), expected)
+    report = pipe.plan.report
+    assert report.compiled.value == ()
+    assert {"unet", "transformer"} & set(report.not_compiled.value)
+    assert "this backend compiles nothing" in report.not_compiled.reason
+    assert "not_compiled" in str(pipe.plan)
+    assert sum("runs eagerly" in record.message for record in caplog.records) == len(report.not_compiled.value)
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx", "stable-diffusion"])
+def test_channels_last_is_for_2d_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()[name]
+    expected = run(recipe, recipe.make())
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True, channels_last=True)
+    numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
+    assert pipe.plan.report.not_compiled is None
+    assert pipe.plan.report.compiled.value
+
+
+def test_what_the_model_itself_raises_is_raised() -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_running_out_of_memory_is_no_failure_of_the_compiler() -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    compiled = find_compiled(model)
+    assert isinstance(compiled, CompiledForward)
+
+    def run_out(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    compiled._compiled = run_out
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(2, 3))
+    assert compiled.failure == ""
+
+
+@torch.no_grad()
+def test_hooks_added_after_compiling_run() -> None:
+    model, calls = Model(), []
+    compile_forward(model, "model", {"backend": "eager"})
+    expected = model(torch.ones(2, 3))
+    handle = model.layer.register_forward_hook(lambda *given: calls.append(1))
+    assert torch.equal(model(torch.ones(2, 3)), expected)
+    assert calls == [1]
+    handle.remove()
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert compiled.failure == "", "compiled code is used again"
+
+
+@torch.no_grad()
+def test_code_patched_after_compiling_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    model(torch.ones(2, 3))
+    compiled = find_compiled(model)
+    assert compiled is not None
+    compiled.begin_call()
+    assert compiled.failure == "", "compiling itself is no patch"
+    plain = torch.nn.Linear.forward
+
+    @functools.wraps(plain)
+    def patched(self: Any, sample: torch.Tensor) -> torch.Tensor:
+        return plain(self, sample) + 100
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", patched)
+    compiled.begin_call()
+    assert model(torch.ones(2, 3)).min() > 50
+    assert "patched" in compiled.failure
+
+
+def test_hooks_of_other_libraries_added_after_compiling_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    assert get_override(pipe.unet, Slot.COMPILE) is not None
+    stock: Any = recipe.make()
+    for model in (stock.unet, pipe.unet):
+        model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    numpy.testing.assert_array_equal(run(recipe, pipe), run(recipe, stock))
+    assert "another library" in pipe.plan.report.not_compiled.reason
