@@ -27,9 +27,9 @@ def check_picture_call(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise, before any step, if the pipeline makes no pictures, or lacks an argument, or takes none of that name."""
     parameters = _parameters(pipe)
     pipeline = plain_class(pipe).__name__
-    given = _gives(pipe)
-    if given and not given & set(_IMAGES):
-        raise UsageError(f"{pipeline} makes {', '.join(sorted(given))}, and no pictures", hint=_BESIDES)
+    fields = _list_output_fields(pipe)
+    if fields and not fields & set(_IMAGES):
+        raise UsageError(f"{pipeline} makes {', '.join(sorted(fields))}, and no pictures", hint=_BESIDES)
     if "prompt" not in parameters:
         raise UsageError(f"{pipeline} takes no prompt", hint="take a model that makes pictures from text")
     for name in call:
@@ -48,11 +48,11 @@ def _parameters(pipe: Any) -> dict[str, inspect.Parameter]:
     return {name: one for name, one in signature.parameters.items() if one.kind in named and name != "self"}
 
 
-def _gives(pipe: Any) -> set[str]:
-    """What a pipeline's result holds, by the classes that its code names: `{"frames"}`; empty where it names none."""
-    code = inspect.unwrap(plain_class(pipe).__call__)
-    named = [code.__globals__.get(name) for name in code.__code__.co_names]
-    outputs: list[Any] = [one for one in named if isinstance(one, type) and issubclass(one, BaseOutput)]
+def _list_output_fields(pipe: Any) -> set[str]:
+    """Return the fields of the output classes in the module of a pipeline's call, such as `{"frames"}`."""
+    module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
+    classes: list[Any] = [value for value in vars(module).values() if isinstance(value, type)]
+    outputs = [kind for kind in classes if issubclass(kind, BaseOutput) and kind is not BaseOutput]
     return {field.name for output in outputs for field in dataclasses.fields(output)}
 
 

@@ -22,7 +22,6 @@ from anyaccel.runtime.scheduler import HostNumbers
 
 __all__ = ["GlueSeam", "ModelSeam", "enter_model", "leave_model", "make_glue_seam", "make_meeting", "make_model_seam"]
 
-Types: TypeAlias = dict[torch.dtype, torch.dtype]
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _FREE = {

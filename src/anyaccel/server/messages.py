@@ -15,7 +15,6 @@ __all__ = [
     "Made",
     "ModelFacts",
     "Preview",
-    "Quit",
     "Ready",
     "Run",
     "Step",
@@ -31,7 +30,7 @@ class Run:
 
     job: str
     work: Mapping[str, Any]
-    """The request, as `requests.Work` reads it."""
+    """The request, as `work.Work` reads it."""
     inputs: Mapping[str, str | bytes]
     """The pictures that came with it, `image` and `mask`: files, or their content for a worker on another machine."""
 
@@ -41,11 +40,6 @@ class Cancel:
     """To the worker: stop a job at its next step."""
 
     job: str
-
-
-@dataclass(frozen=True)
-class Quit:
-    """To the worker: end."""
 
 
 @dataclass(frozen=True, kw_only=True)
