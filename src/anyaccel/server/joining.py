@@ -11,8 +11,6 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from anyaccel.runtime.tensor_state import read_state
-
 __all__ = ["Ticket", "are_alike", "join", "make_ticket", "split"]
 
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
@@ -54,7 +52,7 @@ def _are_equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether two tensors hold the same; found out once, since the host waits for the device at that."""
     if mine is theirs:
         return True
-    state = read_state(mine), read_state(theirs)
+    state = _read_state(mine), _read_state(theirs)
     with _LOCK:
         kept = _COMPARED.get(mine, {}).get(theirs)
     if kept is None or kept[0] != state:
@@ -62,6 +60,11 @@ def _are_equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
         with _LOCK:
             _COMPARED.setdefault(mine, WeakIdKeyDictionary())[theirs] = kept
     return bool(kept[1])
+
+
+def _read_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the write count of a tensor; inference tensors count no writes."""
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Spec]:
