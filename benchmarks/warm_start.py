@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import anyaccel
-from anyaccel.backends.cache_folder import CACHE_VARIABLE
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
 from anyaccel.bench.work import OURS, Work
+from anyaccel.storage.cache_dir import CACHE_VARIABLE
 from benchmarks.provenance import read_commit
 from benchmarks.speed import CASES, list_works, tell
 

@@ -23,6 +23,7 @@ import pytest
 from packaging.version import Version
 
 from anyaccel.backends.registry import build_registry
+from anyaccel.storage.atomic_write import atomic_write
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,9 +101,7 @@ class Kept:
 
     def keep(self, name: str, value: object) -> None:
         """Keep it for whoever asks next."""
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-            file.write(pickle.dumps(value))
-        os.replace(file.name, self.folder / f"{name}.pickle")
+        atomic_write(self.folder / f"{name}.pickle", pickle.dumps(value))
 
 
 @pytest.fixture(scope="session")

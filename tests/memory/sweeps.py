@@ -20,7 +20,6 @@ import numpy
 import torch
 
 import anyaccel
-from anyaccel.backends.cache_folder import CACHE_VARIABLE
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.memory import MemoryBook
 from anyaccel.emulator.process import fork, run_forked
@@ -28,6 +27,7 @@ from anyaccel.errors import DoesNotFitError
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import remembered
 from anyaccel.runtime.pipeline import place
+from anyaccel.storage.cache_dir import CACHE_VARIABLE
 
 FIVE = ("stable-diffusion", "stable-diffusion-xl", "pixart-alpha", "flux", "flux-2-klein")
 SHRINK = 0.85

@@ -6,7 +6,7 @@ import functools
 import platform
 import time
 
-from anyaccel.backends.cache_folder import keep_fact, read_fact
+from anyaccel.storage.cache_dir import keep_fact, read_fact
 
 __all__ = ["measure_half_precision"]
 

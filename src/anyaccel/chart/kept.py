@@ -13,6 +13,7 @@ from anyaccel.backends.evidence import Verification
 from anyaccel.chart.chart import Attempt, Cell, Chart, Found, Line, Site
 from anyaccel.chart.reasons import find_reason
 from anyaccel.errors import UsageError
+from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["as_document", "read_chart", "write_chart"]
 
@@ -37,9 +38,7 @@ def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dic
 
 def write_chart(chart: Chart, path: Path) -> None:
     """Keep a chart; whoever reads the file meanwhile finds the old one or the new one, and never half of it."""
-    draft = path.with_name(f"{path.name}.part")
-    draft.write_text(json.dumps(as_document(chart), separators=(",", ":")) + "\n", encoding="utf-8")
-    draft.replace(path)
+    atomic_write(path, json.dumps(as_document(chart), separators=(",", ":")) + "\n")
 
 
 def read_chart(path: Path) -> Chart:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from anyaccel.checker.report import Report
@@ -75,9 +76,7 @@ def _work(answer: Path) -> None:
     except (AnyaccelError, AttributeError, ImportError) as error:
         known = error if isinstance(error, AnyaccelError) else _not_found(error)
         message = pickle.dumps((False, known))
-    draft = answer.with_suffix(".part")
-    draft.write_bytes(message)
-    draft.replace(answer)
+    atomic_write(answer, message)
 
 
 def _not_found(error: Exception) -> UsageError:

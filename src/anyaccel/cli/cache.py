@@ -19,10 +19,10 @@ cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is ke
 @cache_app.command("list")
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
     """List what is kept: for which pipeline, size, type, device and versions."""
-    from anyaccel.backends.cache_folder import find_graphs_folder
     from anyaccel.backends.size import readable
     from anyaccel.runtime.artefact_key import find_versions
     from anyaccel.runtime.artefacts import find_folder, list_entries, measure_graphs
+    from anyaccel.storage.cache_dir import find_graphs_folder
 
     entries, here, graphs = list_entries(), find_versions(), measure_graphs()
     states = {one.name: _state(one.is_sound(), {n: one.key.get(n, "") for n in here} == here) for one in entries}
@@ -99,7 +99,7 @@ def _count(entries: int) -> str:
 
 def refuse_unwritable(folder: Path) -> None:
     """Raise if nothing can be kept."""
-    from anyaccel.backends.cache_folder import CACHE_VARIABLE, find_write_fault
+    from anyaccel.storage.cache_dir import CACHE_VARIABLE, find_write_fault
 
     fault = find_write_fault(folder)
     if fault:

@@ -130,6 +130,6 @@ def _tell(words: str) -> None:
 
 
 def _find_data() -> Path:
-    from anyaccel.backends.cache_folder import find_cache_folder
+    from anyaccel.storage.cache_dir import find_cache_folder
 
     return find_cache_folder() / "serve"

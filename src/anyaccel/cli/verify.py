@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from anyaccel.backends.device import read_device
 from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
 from anyaccel.cli.devices import colour_verdict, make_console
 from anyaccel.errors import UsageError
+from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +49,7 @@ def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, forc
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: a virtual device has a forked process
     file = _choose_file(name, output, force)
     verification = _verify(name, wanted)
-    _write(file, verification.to_json())
+    atomic_write(file, verification.to_json())
     if as_json:
         print(verification.to_json(), end="")
     else:
@@ -80,13 +82,8 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
         raise UsageError(f"{file} is there already", hint="name another one with --output, or add --force")
     if not file.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {file.parent}", hint="make it first, or name another file with --output")
-    _write(_draft_of(file), "")  # a folder that cannot be written to is told of now
-    _draft_of(file).unlink()
-    return file
-
-
-def _draft_of(file: Path) -> Path:
-    return file.with_name(f".{file.name}.try")
+    with tempfile.TemporaryFile(dir=file.absolute().parent):  # a folder that cannot be written to is told of now
+        return file
 
 
 def _suggest_name(name: str) -> str:
@@ -96,13 +93,6 @@ def _suggest_name(name: str) -> str:
     which = [] if read_device(name).virtual else [make_bench(name, quick=True).product or platform.machine()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return "-".join(["anyaccel-evidence", *name.split(":"), *which, today]) + ".json"
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(file)
 
 
 def _print_verification(verification: Verification) -> None:

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from anyaccel.backends.folder_lock import claim_folder
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.pictures.files import make_stem, remove_drafts, write_whole
+from anyaccel.pictures.files import make_stem, write_whole
 from anyaccel.pictures.format import read_origins
+from anyaccel.storage.atomic_write import remove_temporary_files
+from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["Folder"]
 
@@ -34,13 +35,13 @@ class Folder:
         """Take a folder that is new, empty, or of the same run; `run` says what it depends on."""
         self.path = path
         self._make()
-        self._lock = claim_folder(
-            path, _LOCK, f"another process writes to {path}", "let it end, or take another folder with --out"
+        self._lock = lock_file(
+            path / _LOCK, f"another process writes to {path}", "let it end, or take another folder with --out"
         )
         self.run: dict[str, Any] = {"format": _FORMAT, **run}
         try:
-            remove_drafts(path)
-            remove_drafts(path / _PICTURES)
+            remove_temporary_files(path, older_than_s=0)
+            remove_temporary_files(path / _PICTURES, older_than_s=0)
             self._join_run()
             self.entries = self._read_manifest()
             self._file: IO[bytes] = (path / _MANIFEST).open("ab")

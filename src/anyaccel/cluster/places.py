@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from anyaccel.backends.folder_lock import claim_folder
 from anyaccel.errors import AnyaccelError, DeviceUnavailableError, UsageError
+from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
 
@@ -143,7 +143,7 @@ def claim_device(name: str) -> tuple[str, IO[bytes]]:
     count = find_device(name).count
     for index in range(count):
         try:
-            return f"{name}:{index}", claim_folder(folder, f"{name}-{index}", "taken", "take another")
+            return f"{name}:{index}", lock_file(folder / f"{name}-{index}", "taken", "take another")
         except UsageError:
             continue
     raise DeviceUnavailableError(

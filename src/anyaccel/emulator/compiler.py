@@ -23,6 +23,7 @@ import torch._dynamo
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Compiler
 from anyaccel.errors import LimitError, VirtualDeviceError
+from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,10 +157,8 @@ def _find_or_keep(compiler: Compiler, digest: str, inputs: tuple[str, ...]) -> b
             )
         return True
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{digest}.{os.getpid()}.{threading.get_ident()}"
     content = {"graph": digest, "compiler": COMPILER_VERSION, "inputs": list(inputs), "virtual": True}
-    draft.write_text(json.dumps(content))
-    draft.replace(path)
+    atomic_write(path, json.dumps(content))
     return False
 
 

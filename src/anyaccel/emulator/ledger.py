@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from anyaccel.backends.claim import Effect
+from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["Ledger", "Row"]
 
@@ -108,10 +109,7 @@ class Ledger:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as JSON, whole or not at all."""
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        draft.write_text(self.to_json() + "\n")
-        draft.replace(target)
+        atomic_write(Path(path), self.to_json() + "\n")
 
     def __str__(self) -> str:
         rows = self.rows()

@@ -1,15 +1,13 @@
 """The files that pictures are written to: their names, and writing them whole or not at all.
 
-A file is written under a name of its own and then linked to the one that it is to have, which fails if that is taken:
-two processes that write at once never overwrite one another.
+Two processes that write at once never overwrite one another: see `anyaccel.storage.atomic_write`.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import secrets
+import tempfile
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +15,12 @@ from pathlib import Path
 
 from anyaccel.errors import AnyaccelError, UsageError, nearest
 from anyaccel.pictures.format import SUFFIXES
+from anyaccel.storage.atomic_write import atomic_write
 
-__all__ = ["Destination", "make_stem", "read_destination", "remove_drafts", "write_free", "write_whole"]
+__all__ = ["Destination", "make_stem", "read_destination", "write_free", "write_whole"]
 
 _LONGEST_STEM = 60
 _MOST_OF_ONE_NAME = 10_000
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-"""What a file system without hard links answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,16 +124,13 @@ def _check_folder(folder: Path, *, may_be_made: bool) -> None:
     if found is None and not may_be_made:
         raise UsageError(f"there is no folder {folder}", hint=f"mkdir -p {folder}")
     nearest_one = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    draft = nearest_one / _draft_name()
     try:
-        _write_draft(draft, b"")  # only a try tells
+        tempfile.TemporaryFile(dir=nearest_one).close()  # only a try tells
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
             f"nothing can be written into {nearest_one}: {reason}", hint="choose another folder with -o FOLDER/"
         ) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _make_folder(folder: Path) -> None:
@@ -148,49 +142,12 @@ def _make_folder(folder: Path) -> None:
 
 def write_whole(path: Path, content: bytes, *, force: bool = False) -> None:
     """Write a file whole or not at all; a name that is taken is a FileExistsError unless it may be written over."""
-    draft = path.with_name(_draft_name())
     try:
-        _write_draft(draft, content)
-        if force:
-            os.replace(draft, path)
-        else:
-            _link(draft, path)
+        atomic_write(path, content, overwrite=force)
     except FileExistsError:
         raise
     except OSError as error:
         raise _not_written(path, error) from error
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def remove_drafts(folder: Path) -> None:
-    """Remove what a process that was killed left half written; nobody else may be writing there."""
-    for draft in folder.glob(_draft_name("*")):
-        draft.unlink(missing_ok=True)
-
-
-def _draft_name(word: str | None = None) -> str:
-    return f".anyaccel-{secrets.token_hex(8) if word is None else word}.tmp"
-
-
-def _write_draft(draft: Path, content: bytes) -> None:
-    with open(draft, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # a name must not stand for bytes that a power cut can still take away
-
-
-def _link(draft: Path, path: Path) -> None:
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # Without hard links the name is claimed first, empty, and then replaced.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        os.replace(draft, path)
 
 
 def write_free(path: Path, content: bytes) -> Path:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from anyaccel.backends.cache_folder import find_cache_folder, find_graphs_folder, tell_write_fault
 from anyaccel.errors import UsageError
+from anyaccel.storage.cache_dir import find_cache_folder, find_graphs_folder, tell_write_fault
 
 __all__ = [
     "Entry",

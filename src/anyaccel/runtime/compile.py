@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.cache_folder import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.forward_overrides import ForwardOverrides
 from anyaccel.planning.compile import CompileRule
@@ -23,6 +22,7 @@ from anyaccel.runtime.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.fusions import fuse
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
+from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
 
 __all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "has_foreign_forward", "note_shape"]
 

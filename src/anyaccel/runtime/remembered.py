@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anyaccel.backends.cache_folder import find_cache_folder
 from anyaccel.planning.footprint import Way
 from anyaccel.planning.memory import MemoryRule
+from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.cache_dir import find_cache_folder
 
 __all__ = ["has_learnt", "recall", "remember"]
 
@@ -25,9 +26,8 @@ def remember(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"key": key, "capacity_bytes": capacity_bytes or 0, **asdict(rule)}, indent=1))
-        part.replace(path)
+        content = {"key": key, "capacity_bytes": capacity_bytes or 0, **asdict(rule)}
+        atomic_write(path, json.dumps(content, indent=1))
     except OSError:
         return
 

@@ -1,12 +1,18 @@
-"""The temporary folder that weights lie in; one whose process was killed is removed by the next that makes one."""
+"""The temporary directory of weights that are offloaded to disk.
+
+The directory of a process that was killed is removed by the next process that creates one.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
+
+from anyaccel.storage.file_lock import LOCKS_ARE_SUPPORTED, try_lock_file
 
 __all__ = ["make_weights_folder", "remove_weights_folder"]
 
@@ -15,12 +21,16 @@ _LOCK = "in-use"
 
 
 def make_weights_folder() -> tuple[Path, IO[bytes]]:
-    """A new folder, and the lock that says that somebody uses it for as long as it is open."""
-    _sweep()
-    draft = Path(tempfile.mkdtemp(prefix="anyaccel-new-"))  # under a name that nobody sweeps, until it is locked
-    lock = (draft / _LOCK).open("wb")
-    _take(lock)
-    return draft.rename(draft.with_name(draft.name.replace("anyaccel-new-", _PREFIX))), lock
+    """Create a directory; return it with its lock, which keeps other processes from removing it while it is open."""
+    _remove_unlocked()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = try_lock_file(folder / _LOCK)
+        if lock is not None:
+            if os.fstat(lock.fileno()).st_nlink:
+                return folder, lock
+            lock.close()
+        # Another process locked and removed the directory before this one locked it.
 
 
 def remove_weights_folder(folder: Path, lock: IO[bytes]) -> None:
@@ -29,22 +39,12 @@ def remove_weights_folder(folder: Path, lock: IO[bytes]) -> None:
     lock.close()
 
 
-def _sweep() -> None:
-    """Remove the folders of processes that ended without doing so."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), (folder / _LOCK).open("rb+") as lock:
-            if _take(lock):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _take(lock: IO[bytes]) -> bool:
-    """Whether the lock could be had; a system without such locks never says so."""
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+def _remove_unlocked() -> None:
+    """Remove the directories of processes that ended without doing so."""
+    if not LOCKS_ARE_SUPPORTED:
+        return
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with suppress(OSError):  # another user's, or removed meanwhile
+            lock = try_lock_file(path)
+            if lock is not None:
+                remove_weights_folder(path.parent, lock)

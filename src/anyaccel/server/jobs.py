@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from anyaccel.backends.folder_lock import claim_folder
 from anyaccel.errors import UsageError
+from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["ENDED", "Job", "Jobs", "KeyTakenError", "QueueFullError", "State"]
 
@@ -88,8 +89,8 @@ class Jobs:
         for name in ("results", "inputs"):
             (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # pictures have their prompts in them
         self._lock = threading.RLock()
-        self._claim = claim_folder(
-            folder, "lock", f"another service keeps its jobs in {folder}", "give each service a --data of its own"
+        self._claim = lock_file(
+            folder / "lock", f"another service keeps its jobs in {folder}", "give each service a --data of its own"
         )
         try:
             self._base = _open(folder / "jobs.sqlite")
@@ -126,7 +127,7 @@ class Jobs:
             for file, content in (inputs or {}).items():
                 place = self._inputs_of(name)
                 place.mkdir(exist_ok=True)
-                (place / file).write_bytes(content)
+                atomic_write(place / file, content)
             with self._writing():
                 found = self._find("owner = ? AND key = ?", owner, key) if key is not None else None
                 if found is None and max_queue is not None and self.count("queued") >= max_queue:
@@ -162,19 +163,20 @@ class Jobs:
             return self._get(found.id)
 
     def finish(self, name: str, files: Sequence[tuple[str, bytes]], result: Mapping[str, Any]) -> Job:
-        """Keep what a job made: files first, under a name that is not theirs, and the state last."""
+        """Keep the files of a job, and then its state: `recover` removes the files of a job that is not done."""
         folder = self._folder_of(name)
-        draft = folder.with_name(f".{folder.name}")
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+        with self._lock:
+            job = self._get(name)
+        if job.state != "running":  # cancelled meanwhile, or ended by another
+            return job
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         for file, content in files:
-            (draft / file).write_bytes(content)
+            atomic_write(folder / file, content)
         with self._writing():
-            if self._get(name).state != "running":  # cancelled meanwhile, or ended by another
-                shutil.rmtree(draft, ignore_errors=True)
+            if self._get(name).state != "running":
+                shutil.rmtree(folder, ignore_errors=True)
                 return self._get(name)
-            shutil.rmtree(folder, ignore_errors=True)
-            draft.rename(folder)
             size = sum(len(content) for _, content in files)
             kept = json.dumps({**result, "files": [file for file, _ in files]})
             self._end(name, "done", result=kept, size=size)

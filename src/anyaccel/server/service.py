@@ -26,6 +26,7 @@ from anyaccel.server.settings import Settings
 from anyaccel.server.spans import Spans
 from anyaccel.server.work import Work
 from anyaccel.server.workplace import WorkerProcess, Workplace
+from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]
 
@@ -200,8 +201,5 @@ def _read_secret(folder: Path) -> bytes:
     """What addresses are signed with: made once, and read by this user alone."""
     file = folder / "secret"
     if not file.exists():
-        draft = folder / ".secret"
-        draft.touch(mode=0o600)
-        draft.write_bytes(secrets.token_bytes(32))
-        draft.rename(file)
+        atomic_write(file, secrets.token_bytes(32), mode=0o600)
     return file.read_bytes()

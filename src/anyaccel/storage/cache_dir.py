@@ -1,4 +1,4 @@
-"""The folder for what is kept between runs, and small facts in it that were measured once on this machine."""
+"""The cache directory, and measurements of this machine that are kept in it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = [
     "CACHE_VARIABLE",
@@ -22,11 +24,11 @@ __all__ = [
 CACHE_VARIABLE = "ANYACCEL_CACHE"
 _LOG = logging.getLogger("anyaccel")
 _TOLD: set[Path] = set()
-"""The folders of which it was said that they cannot be written."""
+"""The directories that a warning was logged for."""
 
 
 def find_cache_folder() -> Path:
-    """The folder for what is kept between runs: `ANYACCEL_CACHE`, or one in the user's own cache folder."""
+    """Return the cache directory: `ANYACCEL_CACHE`, or `anyaccel` in the user's cache directory."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -35,12 +37,12 @@ def find_cache_folder() -> Path:
 
 
 def find_graphs_folder() -> Path:
-    """Where compilers write what they keep themselves: a folder for each backend."""
+    """Return the directory of the compilers' own caches, one directory per backend."""
     return find_cache_folder() / "graphs"
 
 
 def find_write_fault(folder: Path) -> str:
-    """Why nothing can be written into a folder, which is made if it is not there; empty where it can."""
+    """Return why a directory, which is created if necessary, cannot be written; an empty string where it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -53,7 +55,7 @@ def find_write_fault(folder: Path) -> str:
 
 
 def tell_write_fault(fault: str) -> None:
-    """Warn, once for each cache folder, that what is compiled is not kept."""
+    """Warn, once per cache directory, that compiled code is not cached."""
     folder = find_cache_folder()
     if folder not in _TOLD:
         _TOLD.add(folder)
@@ -61,18 +63,16 @@ def tell_write_fault(fault: str) -> None:
 
 
 def read_fact(file: str, key: str) -> Any:
-    """What was measured before under a key; None where nothing was, or it cannot be read."""
+    """Return a measurement by its key; None where there is none, or it cannot be read."""
     return _read(find_cache_folder() / file).get(key)
 
 
 def keep_fact(file: str, key: str, fact: Any) -> None:
-    """Keep what was measured, whole or not at all; a folder that cannot be written costs it at the next start."""
+    """Keep a measurement; where the directory cannot be written, the next process measures again."""
     path = find_cache_folder() / file
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({**_read(path), key: fact}, indent=1) + "\n")
-        draft.replace(path)
+        atomic_write(path, json.dumps({**_read(path), key: fact}, indent=1) + "\n")
     except OSError:
         return
 

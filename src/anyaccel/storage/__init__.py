@@ -1,0 +1,1 @@
+"""Atomic file writes, the cache directory and file locks."""

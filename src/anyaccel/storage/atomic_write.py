@@ -1,0 +1,112 @@
+"""Atomic file writes: after a crash, and for every reader, a file has its old content or its new content, never a part.
+
+The content goes to a temporary file in the same directory, which is flushed to the disk and then renamed. A process
+that is killed in between leaves the temporary file; `atomic_write` removes those that are older than a day.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+__all__ = ["atomic_write", "atomic_writer", "is_temporary_file", "remove_temporary_files"]
+
+_TEMPORARY_NAME = re.compile(r"\.anyaccel-[0-9a-f]{16}\.tmp")
+_DAY_S = 86400
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+"""The errors of a file system without hard links."""
+
+
+def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mode: int = 0o666) -> None:
+    """Write a file atomically; text is written as UTF-8. See `atomic_writer` for the options."""
+    with atomic_writer(path, overwrite=overwrite, mode=mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """Open a file that gets its name when the block ends, and is removed if the block raises.
+
+    A new file gets `mode` less the umask, and a replaced one keeps its permissions. With `overwrite=False`, raise
+    FileExistsError if the name is taken at the end of the block: two processes never overwrite each other.
+    """
+    _remove_stale_files(path.parent, int(time.time() // _DAY_S))
+    temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
+    kept_mode = _read_permissions(path) if overwrite else None
+    opened_mode = mode if kept_mode is None else kept_mode
+    try:
+        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, opened_mode), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if kept_mode is not None:
+            temporary.chmod(kept_mode)  # the umask does not apply to permissions that somebody chose
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            _rename_to_free_name(temporary, path)
+        _sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_temporary_file(path: Path) -> bool:
+    """Return whether a path has the name of a file that `atomic_write` has not renamed yet."""
+    return _TEMPORARY_NAME.fullmatch(path.name) is not None
+
+
+def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
+    """Remove the temporary files of killed processes; age 0 is safe only where no other process writes."""
+    latest = time.time() - older_than_s
+    with suppress(OSError):  # the directory cannot be listed, or another process removes the same files
+        for path in directory.iterdir():
+            if is_temporary_file(path) and path.lstat().st_mtime <= latest:
+                path.unlink(missing_ok=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _remove_stale_files(directory: Path, day: int) -> None:
+    """Remove stale temporary files, once per directory and day: listing a large directory takes long."""
+    remove_temporary_files(directory)
+
+
+def _read_permissions(path: Path) -> int | None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    return mode & 0o777 if stat.S_ISREG(mode) else None
+
+
+def _rename_to_free_name(temporary: Path, path: Path) -> None:
+    """Rename a file; raise FileExistsError if the name is taken."""
+    try:
+        os.link(temporary, path)  # unlike a rename, this fails if the name is taken
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _sync_directory(directory: Path) -> None:
+    """Flush a rename to the disk; some file systems and Windows cannot, and the file is complete without it."""
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,43 @@
+"""Locks on files, which the operating system releases when their process ends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import IO
+
+from anyaccel.errors import UsageError
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["LOCKS_ARE_SUPPORTED", "lock_file", "try_lock_file"]
+
+LOCKS_ARE_SUPPORTED = sys.platform != "win32"
+"""Where they are not, every attempt to lock a file succeeds."""
+
+
+def try_lock_file(path: Path) -> IO[bytes] | None:
+    """Lock a file, which is created if necessary, until the returned handle is closed; None if it is locked already."""
+    file = path.open("ab")
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:  # the file system has no locks
+            file.close()
+            raise
+    return file
+
+
+def lock_file(path: Path, message: str, hint: str) -> IO[bytes]:
+    """Lock a file until the returned handle is closed; raise a UsageError with this message if it is locked already."""
+    try:
+        file = try_lock_file(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be locked: {error.strerror or error}", hint="use a local disk") from error
+    if file is None:
+        raise UsageError(message, hint=hint)
+    return file

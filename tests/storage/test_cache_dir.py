@@ -1,0 +1,59 @@
+"""The cache directory: where it is, whether it can be written, and measurements that are kept in it."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from anyaccel.storage.cache_dir import (
+    find_cache_folder,
+    find_graphs_folder,
+    find_write_fault,
+    keep_fact,
+    read_fact,
+    tell_write_fault,
+)
+
+
+def test_the_variable_comes_before_the_users_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ANYACCEL_CACHE", raising=False)
+    assert find_cache_folder() == tmp_path / "anyaccel"
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "own"))
+    assert find_cache_folder() == tmp_path / "own"
+    assert find_graphs_folder() == tmp_path / "own" / "graphs"
+    monkeypatch.delenv("ANYACCEL_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_cache_folder() == tmp_path / ".cache" / "anyaccel"
+
+
+def test_measurements_are_kept_beside_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "cache"))
+    assert read_fact("facts.json", "a") is None
+    keep_fact("facts.json", "a", 1.5)
+    keep_fact("facts.json", "b", [2])
+    assert (read_fact("facts.json", "a"), read_fact("facts.json", "b")) == (1.5, [2])
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["facts.json"]
+    for damaged in ("{", "[]"):
+        (tmp_path / "cache" / "facts.json").write_text(damaged)
+        assert read_fact("facts.json", "a") is None
+    keep_fact("facts.json", "a", 3)
+    assert json.loads((tmp_path / "cache" / "facts.json").read_text()) == {"a": 3}
+
+
+def test_a_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "file"))
+    keep_fact("facts.json", "a", 1)
+    assert read_fact("facts.json", "a") is None
+    assert find_write_fault(tmp_path / "new") == ""
+    assert (tmp_path / "new").is_dir()
+    assert str(tmp_path / "file") in find_write_fault(tmp_path / "file" / "below")
+    with caplog.at_level(logging.WARNING, "anyaccel"):
+        tell_write_fault("the disk is full")
+        tell_write_fault("the disk is full")
+    assert caplog.text.count("the disk is full") == 1
