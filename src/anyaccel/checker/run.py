@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import linecache
 import logging
 import os
@@ -118,7 +117,6 @@ def _in_its_own_process() -> Iterator[None]:
     sys.stdout = sys.stderr  # what a pipeline prints is no part of a report
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
-    gc.freeze()  # what was imported stays; looking through it again and again is a twentieth of the time
     logging.disable(logging.WARNING)
     with quiet_libraries(everything=True), no_progress_bars():
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import typer
 
 from anyaccel.call_limits import check_batch, parse_image_size
 from anyaccel.cli.progress import Display
+from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
 
 if TYPE_CHECKING:
     from anyaccel.planning.plan import Plan
@@ -48,26 +48,26 @@ def explain_model(
     Config files alone are read; of a hub's model only those are fetched. Exit status 1 where it cannot fit at all.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and finds none
     width, height = (None, None) if size is None else parse_image_size(size)
     check_batch(batch, hint="--batch 1")
     display = Display()
     display.begin(f"explaining {model}")
     try:
-        from anyaccel.explanation.described_model import find_model
-        from anyaccel.explanation.explain import explain
+        with gc_paused():
+            from anyaccel.explanation.described_model import find_model
+            from anyaccel.explanation.explain import explain
 
-        asked = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
-        plan = explain(model, device, width=width, height=height, batch=batch, revision=revision, **asked)
-        assert plan.forecast is not None
-        missing = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
+            asked = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
+            plan = explain(model, device, width=width, height=height, batch=batch, revision=revision, **asked)
+            assert plan.forecast is not None
+            missing = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
     finally:
         display.clear()
     if as_json:
         print(json.dumps({"model": model, **plan.to_dict(), "download_bytes": missing}, indent=2))
     else:
         _show(plan, model, missing)
-    gc.freeze()  # nor is there any to look for as the process ends
+    ignore_existing_objects()  # else the interpreter collects once more before it exits
     if not plan.forecast.fits:
         raise typer.Exit(1)
 

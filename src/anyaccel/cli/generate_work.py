@@ -16,7 +16,7 @@ from anyaccel.cli.interruption import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display
 from anyaccel.cli.show_picture import show_picture
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.garbage import without_collecting
+from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class GenerateWork(ProgressListener):
                 f'note: this makes {self.total} pictures; for one of several words, quote them: "{quoted}"'
             )
         self.display.begin("starting")
-        with without_collecting():
+        with gc_paused():
             from anyaccel.cli.generate_jobs import make_jobs
 
             jobs = make_jobs(options, prompts, origins)
@@ -104,7 +104,7 @@ class GenerateWork(ProgressListener):
                 self._write_sheet()
 
     def _load(self, job: Job) -> LoadedModel:
-        with without_collecting():
+        with gc_paused():
             from anyaccel.pictures.kept_model import load_model
 
         model = job.order.model

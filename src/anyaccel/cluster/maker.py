@@ -73,11 +73,11 @@ class Maker:
 
     def __init__(self, settings: Settings) -> None:
         """Load the model; this is where torch is imported."""
-        from anyaccel.garbage import without_collecting
         from anyaccel.library_logging import use_process_local_tqdm_lock
+        from anyaccel.processes.gc_control import gc_paused
 
         use_process_local_tqdm_lock()
-        with without_collecting():
+        with gc_paused():
             import torch
 
             from anyaccel.pictures.call import list_parameters

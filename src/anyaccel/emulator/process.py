@@ -5,7 +5,6 @@ The caller imports what it needs once and stays without a virtual device; each c
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import pickle
 import traceback
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.activation import virtual
 from anyaccel.errors import VirtualDeviceError
+from anyaccel.processes.gc_control import ignore_existing_objects
 
 __all__ = ["fork", "run_forked"]
 
@@ -35,7 +35,6 @@ def run_forked(
     """Call `function(accelerator)` in a process of its own that has the virtual device, and give its result."""
 
     def use() -> T:
-        gc.freeze()  # what was there before stays: looking for garbage among it is up to a quarter of the time
         with virtual(device, count=count, memory=memory, strict=strict) as accelerator:
             return function(accelerator)
 
@@ -76,6 +75,7 @@ def fork(function: Callable[[], T], *, name: str = "it", timeout_s: float = 600.
 
 
 def _work(sender: Connection, function: Callable[[], Any]) -> None:
+    ignore_existing_objects()  # collections among what the parent imported took up to a quarter of the time
     try:
         message = pickle.dumps((True, function()))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller's process raises it again

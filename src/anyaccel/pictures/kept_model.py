@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.half_precision import measure_half_precision
-from anyaccel.garbage import without_collecting
 from anyaccel.pictures.named_model import NamedModel, find_revision
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.wishes import Wishes
+from anyaccel.processes.gc_control import gc_paused, release_unreachable
 from anyaccel.runtime.place import resolve_device
 from anyaccel.runtime.placement import remember_wishes
 
@@ -82,7 +81,7 @@ def release_model() -> None:
     with LOCK:
         if _KEPT:
             _KEPT.clear()
-            gc.collect()  # hooks and their models hold one another
+            release_unreachable()  # hooks and their models hold one another
 
 
 def _spare_host(opened: OpenDevice, asked: str | None) -> Decision[str] | None:
@@ -109,7 +108,7 @@ def _load(
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
-    with without_collecting():
+    with gc_paused():
         from anyaccel.pictures.progress import counting_components
         from anyaccel.runtime.loading import DiffusionPipeline
 

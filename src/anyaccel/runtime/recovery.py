@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.repair import choose_repairs
+from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.boundary import set_boundaries
 from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call
@@ -200,7 +200,7 @@ def let_go_of_frames(error: BaseException) -> None:
 
 def free(placement: Placement) -> None:
     """Let go of what a failed run left behind."""
-    gc.collect()
+    release_unreachable()
     try:
         placement.opened.driver.empty_cache()
     except (AnyaccelError, RuntimeError):

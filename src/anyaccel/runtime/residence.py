@@ -6,7 +6,6 @@ accelerate's, for devices that share the host's memory, where moving to the host
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Collection
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from anyaccel.planning.memory import Residence
+from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.placement import being_offloaded, find_components, read_facts
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
 
@@ -69,7 +69,7 @@ def bring_home(pipe: Any) -> None:
         room.remove_files()
     with being_offloaded(pipe):
         pipe.to("cpu", silence_dtype_warnings=True)
-    gc.collect()
+    release_unreachable()
 
 
 def _keep_on_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
@@ -101,7 +101,7 @@ class _Room:
         for other in list(self.inside):
             if (other in self.denoisers) != (name in self.denoisers):
                 self.inside.pop(other).let_go()
-        gc.collect()
+        release_unreachable()
         self.inside[name] = shelf  # before it is read: what is cut short is let go of too
         shelf.read(self.device)
 

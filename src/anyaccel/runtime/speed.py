@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import logging
 import time
@@ -17,10 +16,10 @@ import torch
 
 from anyaccel.backends.size import readable
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
-from anyaccel.garbage import without_collecting
 from anyaccel.library_logging import drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed import is_worth_compiling
+from anyaccel.processes.gc_control import gc_paused
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload
 from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder, has_foreign_forward
@@ -78,12 +77,12 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
 @contextmanager
 def _collect_later(later: bool) -> Iterator[None]:
     """Pause the garbage collector while a call compiles: it would take a fifth of the time and free next to nothing."""
-    if not later or not gc.isenabled():
+    if not later:
         yield
         return
     dynamo: Any = importlib.import_module("torch._dynamo.config")  # which collects by itself after each graph
     by_itself = dynamo.patch(run_gc_after_compile=False) if hasattr(dynamo, "run_gc_after_compile") else nullcontext()
-    with without_collecting(), by_itself:
+    with gc_paused(), by_itself:
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from anyaccel.backends.device import OpenDevice
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.pictures.named_model import name_model
+from anyaccel.processes.gc_control import ignore_existing_objects, release_unreachable
 from anyaccel.runtime.placement import find_models, find_placement
 from anyaccel.server.denoising import StoppedError
 from anyaccel.server.served_model import ServedModel
@@ -74,8 +74,8 @@ class Shelf:
             self.making_room = True
             self._make_room(served, is_stopped)
             model = self.load(served)
-            gc.collect()
-            gc.freeze()  # looking for garbage among all that is there now would hold every call up, each time
+            release_unreachable()
+            ignore_existing_objects()  # a collection among them would delay every request
         with self.lock:
             self.models[name] = model
             self.users[name] = self.users.get(name, 0) + 1
@@ -96,8 +96,7 @@ class Shelf:
             if oldest is None:  # all are in use: whoever ends first makes room
                 time.sleep(_LOOK_S)
                 continue
-            gc.unfreeze()  # the model's own objects, some of which hold one another
-            gc.collect()
+            release_unreachable(also_ignored=True)
             if self.opened is not None:
                 try:
                     self.opened.driver.empty_cache()

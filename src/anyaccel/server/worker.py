@@ -107,11 +107,11 @@ class Worker:
 
     def load(self) -> tuple[ModelFacts, ...]:
         """Load all models once, as far as they fit, and make their sizes warm."""
-        from anyaccel.garbage import without_collecting
         from anyaccel.library_logging import use_process_local_tqdm_lock
+        from anyaccel.processes.gc_control import gc_paused
 
         use_process_local_tqdm_lock()
-        with without_collecting():
+        with gc_paused():
             from anyaccel.server.served_model import ServedModel
             from anyaccel.server.shelf import Shelf
 
