@@ -17,7 +17,7 @@ from anyaccel.cli.main import app
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.artefact_key import find_versions
-from anyaccel.runtime.artefacts import name_key, save_payload
+from anyaccel.runtime.artefacts import find_path, save_payload
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +57,11 @@ def test_a_cache_is_listed_exported_imported_and_pruned(own_cache: Path, monkeyp
 def test_an_entry_that_cannot_be_read_is_listed_and_stops_nothing(own_cache: Path) -> None:
     save_payload({**KEY, **find_versions()}, b"graphs", 23.0)
     save_payload({**KEY, **find_versions(), "shape": "x"}, b"12345", 23.0)
-    folder = own_cache / "cache" / "compiled" / name_key({**KEY, **find_versions(), "shape": "x"})
-    about = json.loads((folder / "entry.json").read_text())
-    (folder / "entry.json").write_text(json.dumps({**about, "made": 1e300}))
+    path = find_path({**KEY, **find_versions(), "shape": "x"})
+    assert path.parent == own_cache / "cache" / "compiled"
+    path.write_bytes(path.read_bytes().replace(b'"took_s": 23.0', b'"took_s": 1e300'))
     listed = call("cache", "list")
-    assert f"{folder.name[:12]}  what it is for cannot be read" in listed
+    assert f"{path.name[:12]}  what it is for cannot be read" in listed
     assert "FluxPipeline, 512" in listed
     assert "2 kept" in listed
     assert "1 of them damaged" in listed
@@ -78,7 +78,7 @@ def test_an_import_of_which_nothing_is_here_afterwards_fails(own_cache: Path, mo
     call("cache", "export", str(file))
     assert "0 entries taken in, 1 here already" in call("cache", "import", str(file))
     with tarfile.open(wrong, "w:gz") as archive:
-        member = tarfile.TarInfo("a" * 32 + "/entry.json")
+        member = tarfile.TarInfo("a" * 32 + ".compiled")
         archive.addfile(member, io.BytesIO(b""))
     with pytest.raises(UsageError, match=r"nothing of .* was taken in"):
         call("cache", "import", str(wrong))

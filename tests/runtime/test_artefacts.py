@@ -1,9 +1,8 @@
 """What was compiled is kept: found by its key, refused if damaged, passed on to other machines, and pruned."""
 
-import hashlib
 import io
-import json
 import os
+import re
 import shutil
 import tarfile
 import threading
@@ -25,6 +24,7 @@ from anyaccel.runtime.speed import Speed, _load_compiled, _save_compiled
 from tests.conftest import NEEDS_RECIPES
 
 KEY = {"model": "M", "shape": "512 x 512", "torch": "2.13"}
+NAME = "a" * 32 + ".compiled"
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +42,40 @@ def test_what_is_kept_is_found_by_its_key_alone() -> None:
     assert (entry.key, entry.payload_bytes, entry.took_s) == (KEY, 5, 12.0)
 
 
-@pytest.mark.parametrize("damage", ["payload", "about", "other key", "empty"])
-def test_a_damaged_entry_is_said_so_and_made_anew(damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def damage(path: Path, kind: str) -> None:
+    """Damage an entry's file."""
+    content = path.read_bytes()
+    magic, _, payload = content.split(b"\n", 2)
+    path.write_bytes(
+        {
+            "payload": content.replace(b"graph", b"grapf"),
+            "header": b"\n".join([magic, b"{", payload]),
+            "other key": content.replace(b'"model": "M"', b'"model": "N"'),
+            "cut off": content[:-1],
+            "empty": b"",
+        }[kind]
+    )
+    assert path.read_bytes() != content
+
+
+@pytest.mark.parametrize("kind", ["payload", "header", "other key", "cut off", "empty"])
+def test_a_damaged_entry_is_said_so_and_made_anew(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     artefacts.save_payload(KEY, b"graph", 1.0)
-    folder = artefacts.list_entries()[0].folder
-    if damage == "payload":
-        (folder / "payload.bin").write_bytes(b"grapf")
-    elif damage == "about":
-        (folder / "entry.json").write_text("{")
-    elif damage == "other key":
-        about = json.loads((folder / "entry.json").read_text())
-        (folder / "entry.json").write_text(json.dumps({**about, "key": {"model": "another"}}))
-    else:
-        (folder / "payload.bin").unlink()
+    damage(artefacts.find_path(KEY), kind)
     assert artefacts.load_payload(KEY) is None
     assert "damaged" in caplog.text
+    assert not artefacts.find_path(KEY).exists()
     assert artefacts.save_payload(KEY, b"graph", 1.0)
     assert artefacts.load_payload(KEY) == b"graph"
+
+
+def test_a_payload_may_be_empty_or_look_like_an_entry() -> None:
+    for payload in (b"", b"\n", b"\n\n{}"):
+        artefacts.save_payload(KEY, payload, 1.0)
+        assert artefacts.load_payload(KEY) == payload
+    whole = artefacts.find_path(KEY).read_bytes()
+    artefacts.save_payload(KEY, whole, 1.0)
+    assert artefacts.load_payload(KEY) == whole
 
 
 def test_two_at_once_leave_one_whole_entry() -> None:
@@ -68,7 +85,7 @@ def test_two_at_once_leave_one_whole_entry() -> None:
     for thread in threads:
         thread.join()
     assert artefacts.load_payload(KEY) == b"x" * 10**6
-    assert [path.name for path in artefacts.find_folder().iterdir()] == [artefacts.name_key(KEY)]
+    assert [path.name for path in artefacts.find_folder().iterdir()] == [artefacts.find_path(KEY).name]
 
 
 def test_a_folder_that_cannot_be_written_costs_the_cache_alone(own_cache: Path) -> None:
@@ -93,9 +110,8 @@ def test_an_import_mends_a_damaged_entry(own_cache: Path) -> None:
     artefacts.save_payload(KEY, b"graph", 3.0)
     file = own_cache / "export.tar.gz"
     artefacts.export_entries(file, artefacts.list_entries())
-    folder = artefacts.find_folder() / artefacts.name_key(KEY)
-    for name, content in (("payload.bin", b"grapf"), ("entry.json", b"{")):
-        (folder / name).write_bytes(content)
+    for kind in ("payload", "header", "empty"):
+        damage(artefacts.find_path(KEY), kind)
         assert artefacts.import_entries(file) == (1, 0, [])
         assert artefacts.load_payload(KEY) == b"graph"
 
@@ -109,7 +125,7 @@ def write_archive(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["../entry.json", "/etc/passwd", "a/b/entry.json", "a/evil.sh"])
+@pytest.mark.parametrize("name", [f"../{NAME}", f"/etc/{NAME}", f"a/{NAME}", "evil.sh", f"{NAME}.sh", f"{NAME}\n"])
 def test_paths_that_lead_elsewhere_are_refused(own_cache: Path, name: str) -> None:
     with pytest.raises(UsageError, match="holds no entries"):
         artefacts.import_entries(write_archive(own_cache / "evil.tar.gz", {name: b"x"}))
@@ -119,43 +135,50 @@ def test_paths_that_lead_elsewhere_are_refused(own_cache: Path, name: str) -> No
 
 
 def test_imported_entries_are_held_against_their_key_and_checksum(own_cache: Path) -> None:
-    name = artefacts.name_key(KEY)
-    about = json.dumps({"key": KEY, "sha256": "0" * 64, "made": 0, "took_s": 1}).encode()
-    wrong = write_archive(own_cache / "a.tar.gz", {f"{name}/entry.json": about, f"{name}/payload.bin": b"graph"})
-    assert artefacts.import_entries(wrong) == (0, 0, [f"{name}: its checksum is wrong"])
-    other = "a" * 32
-    renamed = write_archive(own_cache / "b.tar.gz", {f"{other}/entry.json": about, f"{other}/payload.bin": b"graph"})
-    assert artefacts.import_entries(renamed) == (0, 0, [f"{other}: its name is not that of its key"])
-    half = write_archive(own_cache / "c.tar.gz", {f"{name}/entry.json": about})
-    assert artefacts.import_entries(half) == (0, 0, [f"{name}: a part is missing"])
+    path = artefacts.find_path(KEY)
+    artefacts.save_payload(KEY, b"graph", 1.0)
+    content = path.read_bytes()
+    path.unlink()
+    wrong = write_archive(own_cache / "a.tar.gz", {path.name: content.replace(b"graph", b"grapf")})
+    assert artefacts.import_entries(wrong) == (0, 0, [f"{path.stem}: its checksum is wrong"])
+    renamed = write_archive(own_cache / "b.tar.gz", {NAME: content})
+    assert artefacts.import_entries(renamed) == (0, 0, ["a" * 32 + ": its name is not that of its key"])
+    half = write_archive(own_cache / "c.tar.gz", {path.name: content[:40]})
+    assert artefacts.import_entries(half) == (0, 0, [f"{path.stem}: its header cannot be read"])
+    other = write_archive(own_cache / "d.tar.gz", {path.name: content[1:]})
+    assert artefacts.import_entries(other) == (0, 0, [f"{path.stem}: its header cannot be read"])
+    whole = write_archive(own_cache / "e.tar.gz", {path.name: content})
+    assert artefacts.import_entries(whole) == (1, 0, [])
+    assert artefacts.load_payload(KEY) == b"graph"
 
 
 WRONG_NUMBERS = ["1" + "0" * 400, "NaN", "Infinity", "1e300", "-1e18", '"12"', "true", "null", "[1]"]
 
 
-@pytest.mark.parametrize("field", ["made", "took_s"])
+@pytest.mark.parametrize("field", ["created", "took_s"])
 @pytest.mark.parametrize("number", WRONG_NUMBERS, ids=[number[:9] for number in WRONG_NUMBERS])
 def test_an_entry_with_a_number_that_is_none_is_damaged(own_cache: Path, field: str, number: str) -> None:
-    name, digest = artefacts.name_key(KEY), hashlib.sha256(b"graph").hexdigest()
-    numbers = ", ".join(f'"{one}": {number if one == field else 1}' for one in ("made", "took_s"))
-    about = f'{{"key": {json.dumps(KEY)}, "sha256": "{digest}", {numbers}}}'.encode()
-    file = write_archive(own_cache / "a.tar.gz", {f"{name}/entry.json": about, f"{name}/payload.bin": b"graph"})
-    assert artefacts.import_entries(file) == (0, 0, [f"{name}: what it is for cannot be read"])
+    path, other = artefacts.find_path(KEY), {**KEY, "shape": "other"}
     artefacts.save_payload(KEY, b"graph", 1.0)
-    artefacts.save_payload({**KEY, "shape": "other"}, b"other", 1.0)
-    (artefacts.find_folder() / name / "entry.json").write_bytes(about)
-    states = {entry.name: (bool(entry.key), entry.is_sound()) for entry in artefacts.list_entries()}
-    assert states == {name: (False, False), artefacts.name_key({**KEY, "shape": "other"}): (True, True)}
-    assert artefacts.prune_entries(versions={}).removed == 1
+    artefacts.save_payload(other, b"other", 1.0)
+    content = re.sub(rf'("{field}": )[0-9.]+'.encode(), lambda found: found[1] + number.encode(), path.read_bytes())
+    path.unlink()
+    file = write_archive(own_cache / "a.tar.gz", {path.name: content})
+    assert artefacts.import_entries(file) == (0, 0, [f"{path.stem}: its header cannot be read"])
+    path.write_bytes(content)
+    states = {entry.name: (bool(entry.key), bool(entry.fault)) for entry in artefacts.list_entries()}
+    assert states == {path.stem: (False, True), artefacts.find_path(other).stem: (True, False)}
+    assert artefacts.prune_entries(versions={})[0] == 1
     assert [entry.key["shape"] for entry in artefacts.list_entries()] == ["other"]
 
 
 def test_an_entry_that_cannot_be_read_is_listed_with_its_size() -> None:
     artefacts.save_payload(KEY, b"graph", 1.0)
-    folder = artefacts.list_entries()[0].folder
-    (folder / "entry.json").write_text("{")
+    path = artefacts.find_path(KEY)
+    damage(path, "header")
     [entry] = artefacts.list_entries()
-    assert (entry.name, entry.key, entry.payload_bytes, entry.is_sound()) == (folder.name, {}, 6, False)
+    assert (entry.name, entry.key, entry.payload_bytes) == (path.stem, {}, path.stat().st_size)
+    assert entry.fault
 
 
 @pytest.mark.parametrize("everything", [True, False])
@@ -163,6 +186,7 @@ def test_pruning_leaves_alone_what_others_wrote(own_cache: Path, everything: boo
     artefacts.save_payload({**KEY, "torch": "2.0"}, b"graph", 1.0)
     root = artefacts.find_folder()
     (root / "README.txt").write_text("mine")
+    (root / NAME).write_text("mine")
     foreign = [root / "myfolder" / "x", root / ("a" * 32) / "x", own_cache / "target"]
     for folder in foreign:
         folder.mkdir(parents=True)
@@ -170,17 +194,34 @@ def test_pruning_leaves_alone_what_others_wrote(own_cache: Path, everything: boo
     link = root / ("b" * 32)
     link.symlink_to(own_cache / "target")
     for removed in (1, 0):
-        pruned = artefacts.prune_entries(versions=None if everything else {"torch": "2.13"})
-        assert pruned.removed == removed
-        left = {str(root / "README.txt"), str(root / "myfolder"), str(root / ("a" * 32)), str(link)}
-        assert set(pruned.foreign) == left
+        count, _, left = artefacts.prune_entries(versions=None if everything else {"torch": "2.13"})
+        assert count == removed
+        assert set(left) == {str(root / name) for name in ("README.txt", NAME, "myfolder", "a" * 32, link.name)}
     assert all((folder / "precious").read_text() == "mine" for folder in foreign)
-    assert (root / "README.txt").is_file()
+    assert (root / "README.txt").read_text() == (root / NAME).read_text() == "mine"
     assert link.is_symlink()
 
 
-def test_a_damaged_entry_with_other_things_in_it_is_not_said_to_be_kept(caplog: pytest.LogCaptureFixture) -> None:
-    folder = artefacts.find_folder() / artefacts.name_key(KEY)
+@pytest.mark.parametrize("everything", [True, False])
+def test_entries_of_version_0_1_are_not_loaded_and_are_pruned(everything: bool) -> None:
+    root = artefacts.find_folder()
+    folders = [root / ("c" * 32), root / ".making-x"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "entry.json").write_text('{"key": {}}')
+        (folder / "payload.bin").write_text("graph")
+    mixed = root / ("d" * 32)
+    mixed.mkdir()
+    (mixed / "payload.bin").mkdir()
+    (mixed / "payload.bin" / "precious").write_text("mine")
+    assert artefacts.list_entries() == []
+    assert artefacts.prune_entries(versions=None if everything else {}) == (2, 32, [])
+    assert [path.name for path in root.iterdir()] == [mixed.name]
+    assert (mixed / "payload.bin" / "precious").read_text() == "mine"
+
+
+def test_a_folder_in_the_place_of_an_entry_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    folder = artefacts.find_path(KEY)
     folder.mkdir(parents=True)
     (folder / "precious").write_text("mine")
     assert artefacts.load_payload(KEY) is None
@@ -191,14 +232,13 @@ def test_a_damaged_entry_with_other_things_in_it_is_not_said_to_be_kept(caplog: 
 
 def test_what_a_killed_process_left_goes_after_a_day() -> None:
     artefacts.save_payload(KEY, b"graph", 1.0)
-    new, old = (artefacts.find_folder() / f".making-{name}" for name in ("new", "old"))
-    for folder in (new, old):
-        folder.mkdir()
-        (folder / "payload.bin").write_bytes(b"half")
+    new, old = (artefacts.find_folder() / f".anyaccel-{letter * 16}.tmp" for letter in "ab")
+    for path in (new, old):
+        path.write_bytes(b"half")
     os.utime(old, (1e9, 1e9))
     assert artefacts.prune_entries(versions={}) == (1, 4, [])
-    assert new.is_dir()
-    assert artefacts.prune_entries().removed == 2
+    assert new.is_file()
+    assert artefacts.prune_entries()[0] == 2
 
 
 def test_what_compilers_keep_is_measured_and_removed_and_nothing_beside_it(own_cache: Path) -> None:
@@ -220,15 +260,14 @@ def test_pruning_takes_what_is_stale_damaged_or_old() -> None:
     artefacts.save_payload(KEY, b"graph", 1.0)
     artefacts.save_payload({**KEY, "torch": "2.0"}, b"old torch", 1.0)
     artefacts.save_payload({**KEY, "shape": "damaged"}, b"damaged", 1.0)
-    damaged = next(entry for entry in artefacts.list_entries() if entry.key["shape"] == "damaged")
-    (damaged.folder / "payload.bin").write_bytes(b"")
+    damage(artefacts.find_path({**KEY, "shape": "damaged"}), "cut off")
     count, _, _ = artefacts.prune_entries(versions={"torch": "2.13"})
     assert count == 2
     assert [entry.key for entry in artefacts.list_entries()] == [KEY]
     assert artefacts.prune_entries(older_than_days=1, versions={})[0] == 0
     count, freed, _ = artefacts.prune_entries()
     assert count == 1
-    assert 5 + 55 <= freed <= 5 + 350, "the payload, and the small file beside it"
+    assert 5 + 55 <= freed <= 5 + 350, "the payload and the header"
     assert artefacts.list_entries() == []
 
 

@@ -25,7 +25,7 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as
     from anyaccel.storage.cache_dir import find_graphs_folder
 
     entries, here, graphs = list_entries(), find_versions(), measure_graphs()
-    states = {one.name: _state(one.is_sound(), {n: one.key.get(n, "") for n in here} == here) for one in entries}
+    states = {one.name: _state(not one.fault, {n: one.key.get(n, "") for n in here} == here) for one in entries}
     if as_json:
         rows = [
             {
@@ -44,7 +44,7 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as
         if not one.key:
             print(f"{one.name[:12]}  what it is for cannot be read; {size}: damaged")
             continue
-        made = datetime.fromtimestamp(one.made).strftime("%Y-%m-%d %H:%M")
+        made = datetime.fromtimestamp(one.created).strftime("%Y-%m-%d %H:%M")
         print(
             f"{one.name[:12]}  {one.key.get('pipeline', '?')}, {one.key.get('shape', '?')}, {one.key.get('dtype', '?')}"
         )
@@ -69,7 +69,7 @@ def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: g
 
     if file.is_dir():
         raise UsageError(f"{file} is a folder", hint=f"name the file to write: {file / 'graphs.tar.gz'}")
-    entries = [entry for entry in list_entries() if entry.is_sound()]
+    entries = [entry for entry in list_entries() if not entry.fault]
     if not entries:
         raise UsageError("nothing is kept that could be exported", hint="anyaccel warm MODEL --size 512x512 fills it")
     if not file.parent.is_dir():
@@ -120,10 +120,12 @@ def prune_cache(
 
     if older is not None and not older >= 0:  # nan is none either
         raise UsageError(f"an age is a number of days from 0 up, not {older:g}", hint="--older 30")
-    pruned = prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
+    removed, freed_bytes, foreign = (
+        prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
+    )
     graphs, others = remove_graphs() if everything else (0, [])
-    for path in (*pruned.foreign, *others):
+    for path in (*foreign, *others):
         print(f"left alone, since anyaccel did not write it: {path}")
-    print(f"{pruned.removed} removed, {readable(pruned.freed_bytes)}")
+    print(f"{removed} removed, {readable(freed_bytes)}")
     if graphs:
         print(f"what compilers kept themselves removed, {readable(graphs)}")

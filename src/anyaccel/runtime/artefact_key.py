@@ -34,7 +34,7 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
 def find_versions() -> dict[str, str]:
     """The versions that compiled things hold for; empty where a library is not there."""
     found = {}
-    for name in ("torch", "triton", "diffusers", "transformers"):
+    for name in ("anyaccel", "torch", "triton", "diffusers", "transformers"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

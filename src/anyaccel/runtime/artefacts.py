@@ -1,8 +1,8 @@
-"""What was compiled, kept under `ANYACCEL_CACHE`: an entry for each model structure, shape, type, device and versions.
+"""The compile cache under `ANYACCEL_CACHE`: one entry per model structure, shape, dtype, device and versions.
 
-An entry is a folder with a payload and a small file that says what it is for and what its checksum is. It is written
-aside and renamed, so that two processes that make the same one do not harm each other. One that is damaged is said so,
-removed, and made anew; one of other versions or of another device has another name, and is never loaded.
+An entry is one file, named by the digest of its key: a line that names the format, a line of JSON (key, checksum,
+creation time, compile time) and the payload. A damaged entry is logged, removed and compiled again. An entry of other
+versions or of another device has another key, so that it is never loaded.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import os
 import re
 import shutil
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from anyaccel.errors import UsageError
+from anyaccel.storage.atomic_write import atomic_writer, is_temporary_file
 from anyaccel.storage.cache_dir import find_cache_folder, find_graphs_folder, tell_write_fault
 
 __all__ = [
     "Entry",
-    "Imported",
-    "Pruned",
     "export_entries",
     "find_folder",
+    "find_path",
     "import_entries",
     "list_entries",
     "load_payload",
@@ -41,299 +40,260 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("anyaccel")
-_ABOUT, _PAYLOAD = "entry.json", "payload.bin"
-_MOST_BYTES = 4 * 2**30
-_NAME = re.compile(r"[0-9a-f]{32}")
-_MAKING = ".making-"
-_LATEST = 253_370_764_800
-"""Seconds since 1970 at the begin of the year 9999."""
-_LONGEST_S = 10**9
+_MAGIC = b"anyaccel compile cache 1\n"
+_MEMBER = re.compile(r"[0-9a-f]{32}\.compiled")
+_MAX_IMPORT_BYTES = 4 * 2**30
+_MAX_CREATED = 253_370_764_800
+"""Seconds since 1970 at the start of the year 9999."""
+_MAX_TOOK_S = 10**9
 _DAY_S = 86400
+_OLD_NAME = re.compile(r"[0-9a-f]{32}|\.making-.*")
+_OLD_FILES = ("entry.json", "payload.bin")
+"""The files of an entry of version 0.1, which was a directory. They are not loaded, only pruned."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One kept thing; one whose description cannot be read has no key, and is not sound."""
+    """A file of the cache, without its payload."""
 
-    name: str
-    """The digest of its key, and the name of its folder."""
+    path: Path
     key: dict[str, str]
+    """Empty if the header cannot be read."""
     payload_bytes: int
-    sha256: str
-    made: float
+    """The size of the whole file if the header cannot be read."""
+    created: float
     """Seconds since 1970."""
     took_s: float
-    """What it took to make."""
-    folder: Path
+    """The time that compilation took."""
+    fault: str = ""
+    """Why the entry cannot be used; empty if it can."""
 
-    def is_sound(self) -> bool:
-        """Whether its payload is the one that was written."""
-        try:
-            return _digest_file(self.folder / _PAYLOAD) == self.sha256
-        except OSError:
-            return False
-
-
-class Imported(NamedTuple):
-    """What came of a file's entries."""
-
-    taken: int
-    here: int
-    """How many were here before, and sound."""
-    refused: list[str]
-    """What was left out, and why."""
-
-
-class Pruned(NamedTuple):
-    """What was removed."""
-
-    removed: int
-    freed_bytes: int
-    foreign: list[str]
-    """What lies there that is no entry, and was left alone."""
+    @property
+    def name(self) -> str:
+        """The digest of the key."""
+        return self.path.stem
 
 
 def find_folder() -> Path:
-    """Where entries are."""
+    """Return the directory of the entries."""
     return find_cache_folder() / "compiled"
 
 
-def name_key(key: dict[str, str]) -> str:
-    """The name of the entry for a key."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+def find_path(key: dict[str, str]) -> Path:
+    """Return the path of the entry for a key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return find_folder() / f"{digest}.compiled"
 
 
 def load_payload(key: dict[str, str]) -> bytes | None:
-    """What is kept for a key; None where nothing is, or nothing sound."""
-    folder = find_folder() / name_key(key)
-    if not os.path.isdir(folder):
-        return None
-    entry = _read(folder)
+    """Return the payload for a key; None if there is no entry, or it is damaged, in which case it is removed."""
+    path = find_path(key)
     try:
-        if entry is not None and entry.key == key and entry.is_sound():
-            return (folder / _PAYLOAD).read_bytes()
-    except OSError:  # another process removed it
+        content = path.read_bytes()
+    except OSError:  # there is none, or it cannot be read
         return None
-    _LOG.warning("anyaccel: what was kept in %s is damaged, and is made anew", folder)
-    _remove(folder)
+    entry, payload = _parse(path, content)
+    if not entry.fault:
+        return payload
+    _LOG.warning("anyaccel: the cache entry %s is damaged (%s), and is compiled again", path, entry.fault)
+    remove_payload(key)
     return None
 
 
 def remove_payload(key: dict[str, str]) -> None:
-    """Forget what is kept for a key."""
-    _remove(find_folder() / name_key(key))
+    """Remove the entry for a key."""
+    find_path(key).unlink(missing_ok=True)
 
 
 def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
-    """Keep a payload; whether it is kept. Where another process was first, its entry stays; a damaged one does not."""
-    root = find_folder()
-    folder = root / name_key(key)
-    about = {"key": key, "sha256": hashlib.sha256(payload).hexdigest(), "made": time.time(), "took_s": round(took_s, 2)}
+    """Write an entry; return whether that succeeded. An entry that exists is replaced."""
+    path = find_path(key)
+    checksum = hashlib.sha256(payload).hexdigest()
+    header = {"key": key, "sha256": checksum, "created": time.time(), "took_s": round(took_s, 2)}
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=_MAKING, dir=root))
-        try:
-            (aside / _PAYLOAD).write_bytes(payload)
-            (aside / _ABOUT).write_text(json.dumps(about, indent=1))
-            if os.path.isdir(folder) and not _is_sound(folder):
-                _remove(folder)
-            os.rename(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(path) as file:
+            file.write(_MAGIC + json.dumps(header).encode() + b"\n")
+            file.write(payload)
     except OSError as error:
-        if _is_sound(folder):
-            return True
-        tell_write_fault(f"{folder} cannot be written: {error.strerror or error}")
+        tell_write_fault(f"{path} cannot be written: {error.strerror or error}")
         return False
     return True
 
 
 def list_entries() -> list[Entry]:
-    """All entries, the newest first; those that cannot be read are among them, without a key."""
-    folders = [path for path in _folders() if _NAME.fullmatch(path.name) and os.path.isdir(path)]
-    found = [_read(folder) or _describe_damaged(folder) for folder in folders]
-    return sorted(found, key=lambda entry: -entry.made)
+    """Return all entries, the newest first, those with a fault included."""
+    entries = [entry for path in _list_paths() if (entry := _read(path)) is not None]
+    return sorted(entries, key=lambda entry: -entry.created)
 
 
-def _folders() -> list[Path]:
-    """All that lies where entries are."""
+def _list_paths() -> list[Path]:
     root = find_folder()
-    return sorted(root.iterdir()) if os.path.isdir(root) else []
+    return sorted(root.iterdir()) if root.is_dir() else []
 
 
-def _is_ours(folder: Path) -> bool:
-    """Whether something has the shape of an entry, or of one that is being made: its name, and no files but two."""
-    if not (_NAME.fullmatch(folder.name) or folder.name.startswith(_MAKING)):
-        return False
+def _read(path: Path) -> Entry | None:
+    """Read an entry; None for anything that does not begin as an entry does."""
     try:
-        if folder.is_symlink() or not folder.is_dir():
-            return False
-        return all(file.name in (_ABOUT, _PAYLOAD) and _is_plain(file) for file in folder.iterdir())
-    except OSError:
-        return False
+        if path.is_symlink() or not path.is_file():
+            return None
+        with path.open("rb") as file:
+            begin = file.read(len(_MAGIC))
+            return _parse(path, begin + file.read())[0] if begin == _MAGIC else None
+    except OSError:  # another process removed it
+        return None
 
 
-def _is_plain(file: Path) -> bool:
-    return file.is_symlink() or not file.is_dir()
-
-
-def _remove(folder: Path) -> bool:
-    """Remove an entry; whether it is gone. What has another shape was not written here, and stays."""
-    if _is_ours(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    return not os.path.lexists(folder)
-
-
-def _measure(folder: Path) -> int:
-    """The bytes of all files in a folder; links are not followed."""
-    total = 0
-    for where, _, files in os.walk(folder):
-        for file in files:
-            try:
-                total += os.lstat(os.path.join(where, file)).st_size
-            except OSError:  # removed meanwhile
-                continue
-    return total
-
-
-def _read_about(content: bytes) -> tuple[dict[str, str], str, float, float]:
-    """An entry's key, its checksum, when it was made and what it took; a ValueError where that is none."""
+def _parse(path: Path, content: bytes) -> tuple[Entry, bytes]:
+    """Split the content of a file into an entry, which has a fault if it is damaged, and its payload."""
+    header, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
     try:
-        about: dict[str, Any] = json.loads(content)
-        key, sha256, made, took_s = about["key"], about["sha256"], about["made"], about["took_s"]
+        if not content.startswith(_MAGIC):
+            raise ValueError("the format is not known")
+        key, sha256, created, took_s = _parse_header(header)
+    except ValueError:
+        return Entry(path, {}, len(content), 0.0, 0.0, "its header cannot be read"), b""
+    if find_path(key).name != path.name:
+        return Entry(path, {}, len(content), created, took_s, "its name is not that of its key"), b""
+    fault = "" if hashlib.sha256(payload).hexdigest() == sha256 else "its checksum is wrong"
+    return Entry(path, key, len(payload), created, took_s, fault), payload
+
+
+def _parse_header(content: bytes) -> tuple[dict[str, str], str, float, float]:
+    """Return key, checksum, creation time and compile time; raise ValueError if one of them is not valid."""
+    try:
+        header: dict[str, Any] = json.loads(content)
+        key, sha256, created, took_s = header["key"], header["sha256"], header["created"], header["took_s"]
         if not isinstance(sha256, str) or not all(isinstance(part, str) for pair in key.items() for part in pair):
-            raise ValueError("its key or checksum is no text")
-        "".join(part for pair in key.items() for part in pair).encode()  # half characters cannot be shown
+            raise ValueError("the key and the checksum must be strings")
+        json.dumps(key, ensure_ascii=False).encode()  # lone surrogates cannot be printed
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("it is no description of an entry") from error
-    return key, sha256, _read_number(made, _LATEST), _read_number(took_s, _LONGEST_S)
+        raise ValueError("not the header of an entry") from error
+    return key, sha256, _parse_number(created, _MAX_CREATED), _parse_number(took_s, _MAX_TOOK_S)
 
 
-def _read_number(value: Any, most: int) -> float:
-    """A number from 0 to the largest that makes sense; what is not finite is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise ValueError(f"{value!r:.40} is no number from 0 to {most}")
+def _parse_number(value: Any, maximum: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
+        raise ValueError(f"{value!r:.40} is not a number from 0 to {maximum}")
     return float(value)
 
 
-def _read(folder: Path) -> Entry | None:
-    try:
-        key, sha256, made, took_s = _read_about((folder / _ABOUT).read_bytes())
-        size = (folder / _PAYLOAD).stat().st_size
-    except (OSError, ValueError):
-        return None
-    return Entry(folder.name, key, size, sha256, made, took_s, folder) if name_key(key) == folder.name else None
-
-
-def _is_sound(folder: Path) -> bool:
-    entry = _read(folder)
-    return entry is not None and entry.is_sound()
-
-
-def _describe_damaged(folder: Path) -> Entry:
-    """An entry whose description cannot be read: its size, and when it was written."""
-    try:
-        made = min(max(0.0, folder.stat().st_mtime), float(_LATEST))
-    except OSError:
-        made = 0.0
-    return Entry(folder.name, {}, _measure(folder), "", made, 0.0, folder)
-
-
 def export_entries(path: Path, entries: list[Entry]) -> int:
-    """Write entries into one file for another machine of the same kind; how many."""
-    sound = [entry for entry in entries if entry.is_sound()]
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with tarfile.open(draft, "w:gz") as archive:
-            for entry in sound:
-                for name in (_ABOUT, _PAYLOAD):
-                    archive.add(entry.folder / name, f"{entry.name}/{name}", recursive=False)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    """Write entries into one file for another machine of the same kind; return how many."""
+    sound = [entry for entry in entries if not entry.fault]
+    with atomic_writer(path) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for entry in sound:
+            archive.add(entry.path, entry.path.name, recursive=False)
     return len(sound)
 
 
-def import_entries(path: Path) -> Imported:
-    """Take entries in from a file that `export_entries` wrote. One that is here and damaged is replaced."""
-    taken, here, refused = 0, 0, []
-    parts: dict[str, dict[str, bytes]] = {}
+def import_entries(path: Path) -> tuple[int, int, list[str]]:
+    """Import the entries of a file that `export_entries` wrote, also over damaged ones.
+
+    Return how many were imported, how many existed before, and which were refused and why.
+    """
     try:
         with tarfile.open(path, "r:gz") as archive:
-            for name, file, content in _members(archive):
-                parts.setdefault(name, {})[file] = content
+            contents = dict(_read_members(archive))
     except (tarfile.TarError, EOFError, OSError) as error:
         raise UsageError(
-            f"{path} holds no entries: {error}", hint="give a file that `anyaccel cache export` wrote"
+            f"{path} holds no entries: {error}", hint="give a file that `anyaccel cache export` of this version wrote"
         ) from error
-    for name, files in parts.items():
-        words = _find_import_fault(name, files)
-        if words:
-            refused.append(f"{name}: {words}")
-        elif _is_sound(find_folder() / name):
-            here += 1
+    imported, existing, refused = 0, 0, []
+    for name, content in contents.items():
+        entry, payload = _parse(find_folder() / name, content)
+        before = _read(entry.path)
+        if entry.fault:
+            refused.append(f"{entry.name}: {entry.fault}")
+        elif before is not None and not before.fault:
+            existing += 1
+        elif save_payload(entry.key, payload, entry.took_s):
+            imported += 1
         else:
-            key, _, _, took_s = _read_about(files[_ABOUT])
-            kept = save_payload(key, files[_PAYLOAD], took_s)
-            taken += kept
-            refused += [] if kept else [f"{name}: it cannot be written"]
-    return Imported(taken, here, refused)
+            refused.append(f"{entry.name}: it cannot be written")
+    return imported, existing, refused
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
-    """The plain files of an archive that are where an entry has them; nothing is ever written by its own path."""
+def _read_members(archive: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of an archive's entries; nothing is ever written to a path of the archive."""
     total = 0
     for member in archive:
-        where = PurePosixPath(member.name)
-        is_part = len(where.parts) == 2 and _NAME.fullmatch(where.parts[0]) and where.name in (_ABOUT, _PAYLOAD)
-        if not member.isfile() or not is_part:
-            raise tarfile.TarError(f"{member.name!r} is no part of an entry")
+        if not member.isfile() or not _MEMBER.fullmatch(member.name):
+            raise tarfile.TarError(f"{member.name!r} is not an entry")
         total += member.size
-        if total > _MOST_BYTES:
-            raise tarfile.TarError("it is larger than any cache")
+        if total > _MAX_IMPORT_BYTES:
+            raise tarfile.TarError(f"it is larger than {_MAX_IMPORT_BYTES} bytes")
         content = archive.extractfile(member)
-        yield where.parts[0], where.name, b"" if content is None else content.read()
+        yield member.name, b"" if content is None else content.read()
 
 
-def _find_import_fault(name: str, files: dict[str, bytes]) -> str:
-    """Why an entry of a file is not taken in; empty where it can be."""
-    if set(files) != {_ABOUT, _PAYLOAD}:
-        return "a part is missing"
-    try:
-        key, sha256, _, _ = _read_about(files[_ABOUT])
-    except ValueError:
-        return "what it is for cannot be read"
-    if name_key(key) != name:
-        return "its name is not that of its key"
-    return "" if hashlib.sha256(files[_PAYLOAD]).hexdigest() == sha256 else "its checksum is wrong"
+def prune_entries(
+    *, older_than_days: float | None = None, versions: dict[str, str] | None = None
+) -> tuple[int, int, list[str]]:
+    """Remove entries that are damaged, of other versions or old; with neither versions nor an age, all.
 
-
-def prune_entries(*, older_than_days: float | None = None, versions: dict[str, str] | None = None) -> Pruned:
-    """Remove what is damaged, what is of other versions, and what is old; with neither versions nor an age, all.
-
-    What has not the shape of an entry was written by somebody else, and is left alone.
+    Return how many were removed, their bytes, and the paths that are not entries, which stay.
     """
-    count, freed, foreign = 0, 0, []
+    removed, freed_bytes, foreign = 0, 0, []
     everything = older_than_days is None and versions is None
-    for folder in _folders():
-        if not _is_ours(folder):
-            foreign.append(str(folder))
-        elif everything or _is_past(folder, older_than_days, versions or {}):
-            size = _measure(folder)
-            if _remove(folder):
-                count, freed = count + 1, freed + size
-    return Pruned(count, freed, foreign)
+    for path in _list_paths():
+        try:
+            past = _is_past(path, older_than_days, versions or {})
+        except OSError:  # it cannot be read, or another process removed it
+            past = None
+        if past is None:
+            foreign.append(str(path))
+        elif everything or past:
+            size = _measure(path)
+            if _remove(path):
+                removed, freed_bytes = removed + 1, freed_bytes + size
+    return removed, freed_bytes, foreign
 
 
-def _is_past(folder: Path, older_than_days: float | None, versions: dict[str, str]) -> bool:
-    """Whether an entry is damaged, of other versions or too old; one that is being made, if nobody can be at it."""
-    if folder.name.startswith(_MAKING):
-        return _describe_damaged(folder).made < time.time() - _DAY_S
-    entry = _read(folder)
-    if entry is None or any(entry.key.get(name) != version for name, version in versions.items()):
+def _is_past(path: Path, older_than_days: float | None, versions: dict[str, str]) -> bool | None:
+    """Return whether a path is to be pruned; None if it is not part of the cache."""
+    if is_temporary_file(path):
+        return path.lstat().st_mtime < time.time() - _DAY_S  # a younger one may still be written
+    if _is_old_entry(path):
         return True
-    old = older_than_days is not None and entry.made < time.time() - older_than_days * _DAY_S
-    return old or not entry.is_sound()
+    entry = _read(path)
+    if entry is None:
+        return None
+    is_old = older_than_days is not None and entry.created < time.time() - older_than_days * _DAY_S
+    return bool(entry.fault) or is_old or any(entry.key.get(name) != version for name, version in versions.items())
+
+
+def _is_old_entry(path: Path) -> bool:
+    """Return whether a path is an entry of version 0.1: a directory with nothing but its two files."""
+    if not _OLD_NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    return all(file.name in _OLD_FILES for file in path.iterdir())
+
+
+def _remove(path: Path) -> bool:
+    """Remove an entry; return whether that succeeded."""
+    try:
+        if path.is_dir():
+            for name in _OLD_FILES:
+                (path / name).unlink(missing_ok=True)
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _measure(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a directory; links are not followed."""
+    files = [path] if not path.is_dir() else [Path(where, name) for where, _, names in os.walk(path) for name in names]
+    total = 0
+    for file in files:
+        try:
+            total += file.lstat().st_size
+        except OSError:  # removed meanwhile
+            continue
+    return total
 
 
 def measure_graphs() -> int:
@@ -365,11 +325,3 @@ def _graph_folders() -> list[Path]:
     paths = sorted(root.iterdir()) if os.path.isdir(root) else []
     known = set(load_registry().names())
     return [path for path in paths if path.name in known and path.is_dir() and not path.is_symlink()]
-
-
-def _digest_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""One mechanism per job: functions that only one module or package may call."""
+
+import ast
+from pathlib import Path
+
+from tests.conftest import SOURCE
+
+GC_MODULE = Path("processes/gc_control.py")
+STORAGE = Path("storage")
+WRITES = {
+    "os.link",
+    "os.rename",
+    "os.renames",
+    "os.replace",
+    "shutil.move",
+    "tempfile.NamedTemporaryFile",
+    "tempfile.mkstemp",
+    "tempfile.mktemp",
+}
+ONE_ARGUMENT_RENAMES = {"rename", "replace"}
+"""Methods of a path. `str.replace` has two positional arguments, `replace` of a date none."""
+
+
+def find_calls(source: str) -> list[str]:
+    """List calls as `module.function`, by the names that the module imports; a rename of a path as `Path.rename`."""
+    tree = ast.parse(source)
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update({one.asname or one.name: one.name for one in node.names})
+        elif isinstance(node, ast.ImportFrom):
+            imported.update({one.asname or one.name: f"{node.module}.{one.name}" for one in node.names})
+    calls = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name):
+            calls.append(imported.get(node.func.id, node.func.id))
+        elif isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            module = imported.get(owner.id) if isinstance(owner, ast.Name) else None
+            if module is not None:
+                calls.append(f"{module}.{node.func.attr}")
+            elif node.func.attr in ONE_ARGUMENT_RENAMES and len(node.args) == 1 and not node.keywords:
+                calls.append(f"Path.{node.func.attr}")
+    return calls
+
+
+def is_write(call: str) -> bool:
+    return call in WRITES or call.startswith("Path.")
+
+
+def list_offenders() -> dict[str, list[str]]:
+    """List calls of the collector and of renames by file, without those of the modules that own them."""
+    offenders = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        file = path.relative_to(SOURCE)
+        calls = find_calls(path.read_text())
+        found = [call for call in calls if call.startswith("gc.") and file != GC_MODULE]
+        found += [call for call in calls if is_write(call) and STORAGE not in file.parents]
+        if found:
+            offenders[str(file)] = found
+    return offenders
+
+
+def test_only_gc_control_calls_the_collector_and_only_storage_renames_files() -> None:
+    assert list_offenders() == {}, "use processes/gc_control.py, or storage/atomic_write.py"
+
+
+def test_the_modules_that_own_the_calls_are_seen() -> None:
+    collector = find_calls((SOURCE / GC_MODULE).read_text())
+    assert {"gc.disable", "gc.enable", "gc.freeze", "gc.collect"} <= set(collector)
+    writes = find_calls((SOURCE / STORAGE / "atomic_write.py").read_text())
+    assert {"os.replace", "os.link"} <= set(filter(is_write, writes))
+
+
+def test_every_spelling_is_seen() -> None:
+    source = """
+import gc, gc as g, os
+from gc import collect
+from os import replace as swap
+from tempfile import NamedTemporaryFile
+from dataclasses import replace
+gc.collect()
+g.freeze()
+collect()
+swap(a, b)
+os.rename(a, b)
+NamedTemporaryFile(delete=False)
+draft.replace(path)
+Path("x").rename(path)
+replace(plan, dtype=1)
+"text".replace("a", "b")
+date.replace(year=1)
+"""
+    calls = [call for call in find_calls(source) if call.startswith("gc.") or is_write(call)]
+    assert sorted(calls) == [
+        "Path.rename",
+        "Path.replace",
+        "gc.collect",
+        "gc.collect",
+        "gc.freeze",
+        "os.rename",
+        "os.replace",
+        "tempfile.NamedTemporaryFile",
+    ]
