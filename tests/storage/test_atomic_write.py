@@ -130,8 +130,8 @@ def test_a_taken_name_is_an_error_and_a_free_one_is_not(tmp_path: Path) -> None:
 
 
 def test_permissions_follow_the_umask_and_the_file_that_is_replaced(tmp_path: Path) -> None:
-    def write(name: str, **options: int) -> int:
-        atomic_write(tmp_path / name, b"x", **options)
+    def write(name: str, *, overwrite: bool = True, mode: int = 0o666) -> int:
+        atomic_write(tmp_path / name, b"x", overwrite=overwrite, mode=mode)
         return stat.S_IMODE((tmp_path / name).stat().st_mode)
 
     before = os.umask(0o027)
