@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from anyaccel.planning.memory import Residence
-from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.placement import being_offloaded, find_components, read_facts
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
 
@@ -69,7 +68,6 @@ def bring_home(pipe: Any) -> None:
         room.remove_files()
     with being_offloaded(pipe):
         pipe.to("cpu", silence_dtype_warnings=True)
-    release_unreachable()
 
 
 def _keep_on_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
@@ -101,7 +99,6 @@ class _Room:
         for other in list(self.inside):
             if (other in self.denoisers) != (name in self.denoisers):
                 self.inside.pop(other).let_go()
-        release_unreachable()
         self.inside[name] = shelf  # before it is read: what is cut short is let go of too
         shelf.read(self.device)
 

@@ -30,7 +30,7 @@ from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.runtime.step_reuse import Steps, counting_steps
 
-__all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "remove_speedups"]
+__all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "load_compiled", "remove_speedups", "save_compiled"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -62,7 +62,7 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
     if placement.plan.capture.value and _has_room(placement):
         _set_capture(pipe, placement, speed)
     new = speed.compiled and bucket_of(part) not in speed.shapes
-    key = _load_compiled(pipe, placement, speed, bucket_of(part)) if new else None
+    key = load_compiled(pipe, placement, speed, bucket_of(part)) if new else None
     start = time.perf_counter()
     with _reuse_steps(pipe, placement), _collect_later(new):
         yield
@@ -70,7 +70,7 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
     speed.images += part.images
     speed.seconds += seconds
     if key is not None:
-        _save_compiled(speed, key, seconds)
+        save_compiled(speed, key, seconds)
     _report(pipe, placement)
 
 
@@ -112,7 +112,7 @@ def _answer(
     return steps.answer(number, forward, args, kwargs)
 
 
-def _load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
+def load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
     """Load what the compile cache has for a shape, before it is first run; return its key if nothing was loaded."""
     speed.shapes.add(shape)
     key = describe_key(pipe, placement, shape)
@@ -134,7 +134,7 @@ def _load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) ->
     return key
 
 
-def _save_compiled(speed: Speed, key: dict[str, str], seconds: float) -> None:
+def save_compiled(speed: Speed, key: dict[str, str], seconds: float) -> None:
     """Save what was compiled, where torch hands it out."""
     made = torch.compiler.save_cache_artifacts()
     written = made is not None and save_payload(key, made[0], seconds)
