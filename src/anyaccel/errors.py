@@ -15,6 +15,7 @@
     ├── DoesNotFitError           exit status 1: more memory is needed than there is (also a RuntimeError)
     ├── NotFiniteError            exit status 1: the picture is not finite, in float32 neither (also an ArithmeticError)
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
+    ├── ProcessDiedError          a child process ended before it answered (also a RuntimeError)
     ├── UnmappedError             exit status 1: a script asks for what CUDA alone has (also an AttributeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
@@ -37,6 +38,7 @@ __all__ = [
     "NotFiniteError",
     "NotMeasurableError",
     "PluginError",
+    "ProcessDiedError",
     "RealDeviceError",
     "UnknownComponentError",
     "UnknownDeviceError",
@@ -139,6 +141,10 @@ class NotMeasurableError(AnyaccelError, RuntimeError):
     """The device keeps no such figure, so that none is made up."""
 
     exit_status = 1
+
+
+class ProcessDiedError(AnyaccelError, RuntimeError):
+    """A child process ended before it answered."""
 
 
 class UnmappedError(AnyaccelError, AttributeError):

@@ -32,7 +32,7 @@ job = json.loads(sys.stdin.readline())
 name = job["variant"]
 does = json.loads(os.environ["BENCH_TEST"]).get(name, {{}})
 for line in sys.stdin:
-    word = line.strip()
+    word = json.loads(line)
     doing = does.get(word)
     if doing == "raise":
         failed = {{"error": name + " failed: ValueError: 7", "hint": "take 8", "details": ["Traceback", "7"]}}
@@ -43,6 +43,7 @@ for line in sys.stdin:
     if doing == "mute":
         sys.exit("the last word")
     if doing == "wait":
+        open(os.path.join(job["folder"], "waiting"), "w").close()
         time.sleep(60)
     if word == "warm":
         made = numpy.full((1, 3, 4, 4), float(does.get("picture", 0.5)), dtype="float32")
@@ -176,7 +177,7 @@ def test_where_nothing_could_be_measured_the_command_still_tells_json(monkeypatc
 
 def _wait_for_worker(folder: Path) -> Iterator[Path]:
     for _ in range(1200):
-        yield from folder.glob("anyaccel-bench-*/0/*.log")
+        yield from folder.glob("anyaccel-bench-*/0/waiting")
         time.sleep(0.05)
 
 

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
 
 import pytest
 import typer
 
-from anyaccel.cli.interruption import EndedError, clearing_up, raising_at_the_end
+from anyaccel.cli.interruption import clearing_up
 
 
 def end_this_process() -> None:
@@ -32,29 +31,3 @@ def test_the_end_is_said_and_has_its_status(capsys: pytest.CaptureFixture[str]) 
     assert cleared == [True]
     assert "ended" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_process_that_ignores_the_signal_goes_on_ignoring_it() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with raising_at_the_end():
-            end_this_process()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_in_another_thread_no_handler_is_changed() -> None:
-    seen: list[object] = []
-
-    def work() -> None:
-        with raising_at_the_end():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [before]
-    with pytest.raises(EndedError), raising_at_the_end():
-        end_this_process()

@@ -10,10 +10,10 @@ from PIL import Image
 
 from anyaccel.cluster.manifest import Folder
 from anyaccel.cluster.rows import Row, check_parameters, read_rows
-from anyaccel.emulator.process import fork
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.pictures.format import encode_picture
 from anyaccel.pictures.origin import Origin
+from anyaccel.processes.forked_call import call_in_fork
 
 RUN = {"input": "abc", "model": "embedded"}
 
@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) ->
             Folder(out, RUN)
         return raised.value.hint
 
-    assert "make room and start again" in fork(fill)
+    assert "make room and start again" in call_in_fork(fill)
     assert sorted(path.name for path in out.iterdir()) == [".lock", "pictures"]
 
     def fill_later() -> str:
@@ -210,6 +210,6 @@ def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) ->
             return error.message
         return ""
 
-    assert "manifest.jsonl could not be written" in fork(fill_later), "and not what closing the file met"
+    assert "manifest.jsonl could not be written" in call_in_fork(fill_later), "and not what closing the file met"
     with Folder(out, RUN) as folder:
         assert folder.find_open([row(1)]) == [row(1)]

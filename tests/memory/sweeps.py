@@ -22,8 +22,9 @@ import torch
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.memory import MemoryBook
-from anyaccel.emulator.process import fork, run_forked
+from anyaccel.emulator.process import run_forked
 from anyaccel.errors import DoesNotFitError
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import remembered
 from anyaccel.runtime.pipeline import place
@@ -54,7 +55,7 @@ def measure_full(name: str, device: str) -> tuple[int, Any]:
         use_quietly()
         return run(recipes()[name], recipes()[name].make())
 
-    return run_forked(device, use), fork(on_the_host)
+    return run_forked(device, use), call_in_fork(on_the_host)
 
 
 def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[str, Any]:

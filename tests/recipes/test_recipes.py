@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from anyaccel.emulator.process import fork
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import NOT_COVERED, Recipe, recipes, run
 from tests.conftest import NEEDS_RECIPES, Kept
 
@@ -66,7 +66,7 @@ def make_picture(recipe: Recipe, pipe: Any) -> Any:
         assert torch.equal(before, torch.get_rng_state())
         return made
 
-    return fork(make) if recipe.name == "attend-and-excite" else make()
+    return call_in_fork(make) if recipe.name == "attend-and-excite" else make()
 
 
 def check_pipeline(pipe: Any, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from anyaccel.embedded.judge import open_judge
 from anyaccel.embedded.model import find_embedded_model
-from anyaccel.emulator.process import fork
+from anyaccel.processes.forked_call import call_in_fork
 from training.__main__ import main
 from training.autoencoder import standardize
 from training.prepare import load_things
@@ -104,10 +104,10 @@ def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
     (data / "tokenizer").symlink_to(find_embedded_model() / "tokenizer")
     words = ["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "2", "--workers", "0"]
     words += ["--autoencoder-minutes", "0.01", "--denoiser-minutes", "0.01"]
-    assert fork(lambda: main([*words, "--stop-after-minutes", "0.0001"])) == 1
+    assert call_in_fork(lambda: main([*words, "--stop-after-minutes", "0.0001"])) == 1
     assert (out / "autoencoder.pt").is_file()
     assert not (out / "model").exists()
-    assert fork(lambda: main(words)) == 0
+    assert call_in_fork(lambda: main(words)) == 0
     pipe = diffusers.DiffusionPipeline.from_pretrained(out / "model")
     assert type(pipe) is diffusers.StableDiffusionPipeline
     stages = [json.loads(line)["stage"] for line in (out / "log.jsonl").read_text().splitlines()]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,13 +13,13 @@ from anyaccel.bench.failure import describe_death
 from anyaccel.bench.work import FAST, OURS, STOCK, VARIANTS, Work
 from anyaccel.errors import NotMeasurableError, UsageError
 from anyaccel.pictures.likeness import measure_psnr
+from anyaccel.processes.json_line_worker import JsonLineWorker
 
 __all__ = ["liken_files", "run_bench", "run_together"]
 
 Tell = Callable[[str], None]
 _WARM = 3
 """Pictures before any is measured: the first compiles, the next are recorded."""
-_LAST_WORDS_S = 10.0
 
 
 class _Variant:
@@ -31,27 +27,22 @@ class _Variant:
 
     def __init__(self, name: str, work: Work, folder: Path, warm: int) -> None:
         self.name, self.seconds = name, list[float]()
-        self.log = (folder / f"{name}.log").open("w+")
         self.row: dict[str, Any] = {}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "anyaccel.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-        self._say(json.dumps({"work": work.to_dict(), "variant": name, "folder": str(folder), "warm": warm}))
+        self.worker = JsonLineWorker("anyaccel.bench.worker")
+        self.worker.send({"work": work.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
 
     def ask(self, word: str) -> dict[str, Any]:
         """Say a word, and wait for the answer."""
-        self._say(word)
+        self.worker.send(word)
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
         """The answer to what was said; one with an `error` where the variant failed, which is kept in its row."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else self._describe_death()
+        try:
+            answer: dict[str, Any] = self.worker.receive()
+        except EOFError:
+            status = self.worker.close()
+            answer = describe_death(self.name, status, self.worker.stderr)
         if "error" in answer:
             self.row = answer
         return answer
@@ -60,31 +51,6 @@ class _Variant:
     def failed(self) -> bool:
         """Whether it failed, and is asked no more."""
         return "error" in self.row
-
-    def _describe_death(self) -> dict[str, Any]:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_LAST_WORDS_S)
-        self.log.seek(0)
-        return describe_death(self.name, self.process.poll(), self.log.read())
-
-    def begin(self) -> None:
-        """Say that it is to warm up, and do not wait."""
-        self._say("warm")
-
-    def _say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # whoever hears the answer is told why
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.wait()
-        for file in (self.process.stdin, self.process.stdout, self.log):
-            if file is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    file.close()
 
 
 def run_bench(work: Work, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
@@ -118,8 +84,8 @@ def run_together(
             made = []
             for name in work.variants:
                 variant = _Variant(name, work, own, _WARM)
-                stack.callback(variant.close)
-                variant.begin()
+                stack.callback(variant.worker.kill)
+                variant.worker.send("warm")
                 made.append(variant)
                 if not at_once:
                     _hear(variant, work, tell)
@@ -131,7 +97,7 @@ def run_together(
         for work, made, own in started:
             yield _measure(work, made, own, rounds, tell)
             for variant in made:
-                variant.close()
+                variant.worker.kill()
 
 
 def _hear(variant: _Variant, work: Work, tell: Tell) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from anyaccel.processes.json_line_worker import connecting_to_parent
 
 __all__ = ["main"]
 
@@ -102,23 +102,19 @@ def _read_compile_times() -> dict[str, float]:
 
 
 def main() -> None:
-    """Read a job, and then a word a line; answer each with a line of JSON, the last one where it fails."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    job = json.loads(sys.stdin.readline())
-    try:
-        worker = _Worker(job)
-        for line in sys.stdin:
-            word = line.strip()
-            if word == "end":
-                return
+    """Take a job, and then a word at a time; answer each, the last one where it fails."""
+    with connecting_to_parent() as (requests, answer):
+        job = next(requests)
+        try:
+            worker = _Worker(job)
             does = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}
-            print(json.dumps(does[word]()), file=answers, flush=True)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other process tells it
-        from anyaccel.bench.failure import describe_failure
+            for word in requests:
+                answer(does[word]())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other process tells it
+            from anyaccel.bench.failure import describe_failure
 
-        print(json.dumps(describe_failure(job["variant"], error)), file=answers, flush=True)
-        sys.exit(1)
+            answer(describe_failure(job["variant"], error))
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
 
 if TYPE_CHECKING:
     from anyaccel.checker.report import Report
@@ -48,35 +46,36 @@ def check_afresh(task: Task) -> Report:
             hint="give a function of a module that makes it: check('package.module:make', …)",
         ) from error
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        command = [sys.executable, "-m", __name__, str(answer)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, input=content, env=environment, stderr=subprocess.PIPE, check=False)
-        if not answer.is_file():
-            words = done.stderr.decode(errors="replace").strip().splitlines()
-            raise AnyaccelError(
-                f"the process of the check died with status {done.returncode}: {words[-1] if words else 'no word'}",
-                hint="run `anyaccel check` for the same, which shows what it prints",
-            )
-        succeeded, value = pickle.loads(answer.read_bytes())
+        path = Path(folder) / "check"
+        path.write_bytes(content)
+        with JsonLineWorker(__name__, env={"OMP_NUM_THREADS": "1"}) as worker:
+            try:
+                worker.request(str(path))
+            except EOFError:
+                status, words = worker.close(), worker.stderr.strip().splitlines()
+                raise AnyaccelError(
+                    f"the process of the check died with status {status}: {words[-1] if words else 'no word'}",
+                    hint="run `anyaccel check` for the same, which shows what it prints",
+                ) from None
+        succeeded, value = pickle.loads(path.read_bytes())
     if not succeeded:
         raise value
     report: Report = value
     return report
 
 
-def _work(answer: Path) -> None:
+def _work(path: Path) -> None:
+    """Replace the task in a file by what became of it."""
     from anyaccel.checker.check import check
 
-    content = sys.stdin.buffer.read()
     try:
-        task: Task = pickle.loads(content)
+        task: Task = pickle.loads(path.read_bytes())
         sys.path[:] = task.path
         message = pickle.dumps((True, check(task.subject, task.devices, **task.options, **task.call)))
     except (AnyaccelError, AttributeError, ImportError) as error:
         known = error if isinstance(error, AnyaccelError) else _not_found(error)
         message = pickle.dumps((False, known))
-    atomic_write(answer, message)
+    path.write_bytes(message)
 
 
 def _not_found(error: Exception) -> UsageError:
@@ -90,4 +89,7 @@ if __name__ == "__main__":
     # Under its own name, so that what is pickled here is found there.
     from anyaccel.checker.fresh_process import _work as work
 
-    work(Path(sys.argv[1]))
+    with connecting_to_parent() as (paths, answer):
+        for path in paths:
+            work(Path(path))
+            answer(None)

@@ -14,10 +14,7 @@ collected the same tests and computed nothing: a fork of the first one would wai
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -25,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--accelerator", metavar="NAME", help="run the whole suite with this virtual accelerator")
     group.addoption("--accelerator-strict", action="store_true", help="raise where the device would")
     group.addoption("--accelerator-real", action="store_true", help="run the marked tests on real devices")
-    group.addoption("--accelerator-second", metavar="IN,OUT", help="used by the plugin itself")
+    group.addoption("--accelerator-second", action="store_true", help="used by the plugin itself")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -225,66 +224,41 @@ class _SecondPytest:
     """The other process, as the first one sees it: it is asked for a test and answers with reports."""
 
     def __init__(self, config: pytest.Config) -> None:
-        questions, self._ask = os.pipe()
-        self._hear, answers = os.pipe()
         without_xdist = ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
-        words = [
-            *map(str, config.invocation_params.args),
-            *without_xdist,
-            f"--accelerator-second={questions},{answers}",
-        ]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *words],
-            cwd=config.invocation_params.dir,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            pass_fds=(questions, answers),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(questions)
-        os.close(answers)
-        self._answers = os.fdopen(self._hear, encoding="utf-8")
+        words = [*map(str, config.invocation_params.args), *without_xdist, "--accelerator-second"]
+        folder = config.invocation_params.dir
+        self._worker = JsonLineWorker("pytest", *words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
 
     def run(self, nodeid: str) -> list[dict[str, Any]]:
         """The reports of one test."""
         try:
-            os.write(self._ask, f"{json.dumps(nodeid)}\n".encode())
-            line = self._answers.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
+            answer: list[dict[str, Any]] = self._worker.request(nodeid)
+        except EOFError:
             raise pytest.UsageError(
-                f"the second pytest, which runs {nodeid}, ended with status {self._process.wait()}; "
+                f"the second pytest, which runs {nodeid}, ended with status {self._worker.close()}; "
                 "see what `pytest --collect-only` says with OMP_NUM_THREADS=1"
-            )
-        answer: list[dict[str, Any]] = json.loads(line)
+            ) from None
         return answer
 
     def close(self) -> None:
         """Let it end: it reads until there is nothing more to be read."""
-        os.close(self._ask)
-        self._answers.close()
-        self._process.wait()
+        self._worker.close()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """In the second pytest: run the tests that are asked for, each in a fork."""
-    pipe = session.config.getoption("--accelerator-second")
-    if not pipe:
+    if not session.config.getoption("--accelerator-second"):
         return None
-    questions, answers = (int(number) for number in pipe.split(","))
     items = {item.nodeid: item for item in session.items}
-    with os.fdopen(questions, encoding="utf-8") as asked, os.fdopen(answers, "w", encoding="utf-8") as told:
-        for line in asked:
-            told.write(json.dumps(_run_forked(items[json.loads(line)])) + "\n")
-            told.flush()
+    with connecting_to_parent() as (nodeids, answer):
+        for nodeid in nodeids:
+            answer(_run_forked(items[nodeid]))
     return True
 
 
 def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
-    from anyaccel.emulator.process import fork
+    from anyaccel.processes.forked_call import call_in_fork
 
     name = _name_of(item)
     marker = item.get_closest_marker(_MARKER)
@@ -297,7 +271,7 @@ def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
         return list(_serialize(item))
 
     try:
-        return fork(run, name=item.nodeid, timeout_s=_TIMEOUT_S)
+        return call_in_fork(run, name=item.nodeid, timeout_s=_TIMEOUT_S)
     except Exception as error:  # noqa: BLE001 - whatever ended the process is the test's report
         return [_describe_end(item, error)]
 

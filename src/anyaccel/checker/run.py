@@ -70,14 +70,14 @@ def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | 
 
 def run_on_host(recipes: Sequence[Recipe]) -> dict[str, Any]:
     """What each pipeline gives on the CPU, by the recipe's name, in a process of its own."""
-    from anyaccel.emulator.process import fork
+    from anyaccel.processes.forked_call import call_in_fork
 
     def use() -> dict[str, Any]:
         with _in_its_own_process():
             return {recipe.name: _run_reference(recipe) for recipe in recipes}
 
     # Nothing runs in this process: threads that torch started here would be missing in those that are forked from it.
-    return fork(use, name="the run on the CPU", timeout_s=_TIMEOUT_S)
+    return call_in_fork(use, name="the run on the CPU", timeout_s=_TIMEOUT_S)
 
 
 def _run_reference(recipe: Recipe) -> Any:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anyaccel.cli.interruption import ENDED, INTERRUPTED, EndedError, raising_at_the_end
+from anyaccel.cli.interruption import ENDED, INTERRUPTED
 from anyaccel.cli.progress import Display
+from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
 
 if TYPE_CHECKING:
     pass
@@ -48,18 +49,18 @@ def make_batch(
     display = Display()
     display.begin("starting")
     try:
-        with raising_at_the_end(), redirect_stdout(sys.stderr):  # stdout is for the summary, and Ray tells of workers
+        with raising_on_sigterm(), redirect_stdout(sys.stderr):  # stdout is for the summary, and Ray tells of workers
             job = Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
             summary = run_job(job, display)
             if ray is not None:
                 leave()
-    except (KeyboardInterrupt, EndedError) as error:
+    except (KeyboardInterrupt, TerminatedError) as error:
         told = (
             f": {display.done} of {display.total} rows are over; the same command goes on from there"
             if display.total
             else ""
         )
-        word, status = ("ended", ENDED) if isinstance(error, EndedError) else ("interrupted", INTERRUPTED)
+        word, status = ("ended", ENDED) if isinstance(error, TerminatedError) else ("interrupted", INTERRUPTED)
         display.say(f"{word}{told}")
         raise typer.Exit(status) from None
     finally:

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import NoReturn
 
 import typer
 
 from anyaccel.cli.progress import Display
+from anyaccel.processes.signals import TerminatedError, handling_signals, raising_on_sigterm
 
-__all__ = ["ENDED", "INTERRUPTED", "EndedError", "Interruption", "clearing_up", "raising_at_the_end"]
+__all__ = ["ENDED", "INTERRUPTED", "Interruption", "clearing_up"]
 
 INTERRUPTED, ENDED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """What a process that Ctrl-C or another process ended exits with."""
-
-
-class EndedError(BaseException):
-    """Another process asked for the end."""
-
-
-def raising_at_the_end() -> AbstractContextManager[None]:
-    """While the block runs, SIGTERM raises `EndedError`, for work that clears up after itself as Ctrl-C lets it."""
-    return _handling(_raise_ended, signal.SIGTERM)
 
 
 @contextmanager
@@ -34,31 +24,13 @@ def clearing_up() -> Iterator[Display]:
     """A display while the block runs. SIGTERM ends the block as Ctrl-C does: its processes and its files go."""
     display = Display()
     try:
-        with raising_at_the_end():
+        with raising_on_sigterm():
             yield display
-    except EndedError:
+    except TerminatedError:
         display.say("ended")
         raise typer.Exit(ENDED) from None
     finally:
         display.clear()
-
-
-def _raise_ended(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # what is under way from now on is the clearing up
-    raise EndedError
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals while the block runs; one that the process was started to ignore stays ignored."""
-    here = threading.current_thread() is threading.main_thread()  # no other thread may change a handler
-    heeded = [number for number in numbers if here and signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 class Interruption:
@@ -79,7 +51,7 @@ class Interruption:
 
     def handling(self) -> AbstractContextManager[None]:
         """Handle the signals while the block runs."""
-        return _handling(self._on_signal, signal.SIGINT, signal.SIGTERM)
+        return handling_signals(self._on_signal, signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
 import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeAlias
 
 from anyaccel.cluster.maker import Facts, Made, Maker, Refused, Settings
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError
 from anyaccel.library_logging import quiet_libraries
+from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker, wait_for_messages
 
 __all__ = ["Broken", "Crew", "Event", "Finished", "LocalCrew", "Lost", "Ready"]
 
@@ -78,53 +73,38 @@ class LocalCrew:
     """A process a worker, each at the end of a pipe."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
+        self._workers: dict[int, PipeWorker] = {}
 
     def start(self, worker: int, settings: Settings) -> None:
         """Start a process."""
-        here, there = self._context.Pipe()
-        process = self._context.Process(
-            target=run_worker, args=(settings, there), name=f"anyaccel-batch-{worker}", daemon=True
-        )
-        with _with_threads(settings.threads):
-            process.start()
-        there.close()
-        self._workers[worker] = (process, here)
+        threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
+        process = PipeWorker(run_worker, settings, name=f"anyaccel-batch-{worker}", env=threads)
+        process.start()
+        self._workers[worker] = process
 
     def give(self, worker: int, rows: Sequence[Row]) -> None:
         """Send rows; that a worker is gone is told by `wait`."""
-        try:
-            self._workers[worker][1].send(list(rows))
-        except (BrokenPipeError, OSError):
-            return
+        self._workers[worker].send(list(rows))
 
     def wait(self, seconds: float) -> list[Event]:
         """Read what workers say; what one said before it died is read before its death is told."""
-        pipes = {pipe: worker for worker, (_, pipe) in self._workers.items()}
-        events = []
-        for pipe in wait(list(pipes), seconds):
-            assert isinstance(pipe, Connection)
-            events.append(self._read(pipes[pipe], pipe))
-        return events
+        ready = wait_for_messages(self._workers.values(), seconds)
+        return [self._read(worker, process) for worker, process in list(self._workers.items()) if process in ready]
 
     def stop(self) -> None:
         """Kill all: nothing of theirs is on disk."""
-        for process, pipe in self._workers.values():
-            pipe.close()
+        for process in self._workers.values():
             process.kill()
-        for process, _ in self._workers.values():
-            process.join(_END_S)
+        for process in self._workers.values():
+            process.wait(_END_S)
         self._workers.clear()
 
-    def _read(self, worker: int, pipe: Connection) -> Event:
+    def _read(self, worker: int, process: PipeWorker) -> Event:
         try:
-            said = pipe.recv()
-        except (EOFError, OSError):
-            process, _ = self._workers.pop(worker)
-            pipe.close()
-            process.join(_END_S)
-            return Lost(worker, _describe_end(process.exitcode))
+            said = process.receive()
+        except EOFError:
+            del self._workers[worker]
+            return Lost(worker, _describe_end(process.wait(_END_S)))
         if isinstance(said, Facts):
             return Ready(worker, said)
         return Broken(worker, said) if isinstance(said, AnyaccelError) else Finished(worker, said)
@@ -136,44 +116,13 @@ def _describe_end(code: int | None) -> str:
     return f"it ended with status {code}"
 
 
-class _with_threads:  # noqa: N801 - read as `with _with_threads(1):`
-    """A process that is started here finds so many threads in its environment, before it imports anything."""
-
-    def __init__(self, threads: int | None) -> None:
-        self.wanted = None if threads is None else str(threads)
-
-    def __enter__(self) -> None:
-        self.before = os.environ.get("OMP_NUM_THREADS")
-        if self.wanted is not None:
-            os.environ["OMP_NUM_THREADS"] = self.wanted
-
-    def __exit__(self, *_: object) -> None:
-        if self.wanted is None:
-            return
-        if self.before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = self.before
-
-
-def run_worker(settings: Settings, pipe: Connection) -> None:
-    """The entry of a worker's process: it ends when the pipe does, whatever it is doing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the leader decides
-    asked: queue.SimpleQueue[list[Row]] = queue.SimpleQueue()
-
-    def read() -> None:
-        while True:
-            try:
-                asked.put(pipe.recv())
-            except (EOFError, OSError):
-                os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
+def run_worker(pipe: ParentPipe, settings: Settings) -> None:
+    """The entry of a worker's process."""
     with quiet_libraries():
-        _serve(settings, pipe, asked)
+        _serve(pipe, settings)
 
 
-def _serve(settings: Settings, pipe: Connection, asked: queue.SimpleQueue[list[Row]]) -> None:
+def _serve(pipe: ParentPipe, settings: Settings) -> None:
     said: Any
     try:
         maker = Maker(settings)
@@ -185,4 +134,4 @@ def _serve(settings: Settings, pipe: Connection, asked: queue.SimpleQueue[list[R
         said = maker.facts
     pipe.send(said)
     while not isinstance(said, AnyaccelError):
-        pipe.send(maker.make(asked.get()))
+        pipe.send(maker.make(pipe.receive()))

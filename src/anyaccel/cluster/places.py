@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import tempfile
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 from anyaccel.errors import AnyaccelError, DeviceUnavailableError, UsageError
 from anyaccel.storage.file_lock import lock_file
+from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker
 
 __all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
 
@@ -44,28 +42,19 @@ def find_places(device: str) -> Places:
         return find_named(device)
     if spec.name != AUTO and spec.index is None and sheet(spec).is_host:
         return Places(device=spec.name, name=spec.name, count=_count_cores(), on_host=True)
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_look, args=(device, there), daemon=True)
-    process.start()
-    there.close()
-    try:
-        found: Places | Exception = here.recv()
-    except EOFError as error:
-        raise AnyaccelError(
-            "the devices could not be looked at: the process that did is gone", hint="does `anyaccel devices` work?"
-        ) from error
-    finally:
-        process.kill()
-        process.join()
-        here.close()
+    with PipeWorker(_look, device, name="anyaccel-devices") as process:
+        try:
+            found: Places | Exception = process.receive()
+        except EOFError as error:
+            raise AnyaccelError(
+                "the devices could not be looked at: the process that did is gone", hint="does `anyaccel devices` work?"
+            ) from error
     if isinstance(found, Exception):
         raise found
     return found
 
 
-def _look(device: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked ends it
+def _look(pipe: ParentPipe, device: str) -> None:
     try:
         pipe.send(_find_places(device))
     except Exception as error:  # noqa: BLE001 - it crosses to the process that asked, and is raised there

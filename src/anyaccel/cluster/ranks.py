@@ -50,12 +50,11 @@ class _Rank:
 
     def run(self, rank: int, command: list[str], folder: str, environment: dict[str, str]) -> Ended:
         """Run it to its end; it ends with this actor."""
-        process = subprocess.Popen(
+        done = subprocess.run(
             command, env={**os.environ, **environment}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, preexec_fn=_die_with_parent,
+            text=True, check=False, preexec_fn=_die_with_parent,
         )  # fmt: skip
-        output, _ = process.communicate()
-        return Ended(rank, process.returncode, output[-_MOST_TOLD:])
+        return Ended(rank, done.returncode, done.stdout[-_MOST_TOLD:])
 
 
 def _die_with_parent() -> None:

@@ -15,10 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any
 
 from anyaccel.library_logging import quiet_libraries
+from anyaccel.processes.pipe_worker import ParentPipe
 from anyaccel.progress import ProgressListener
 from anyaccel.server.host_memory import share_one_heap
 from anyaccel.server.messages import (
@@ -44,55 +44,28 @@ _BEAT_S = 1.0
 _PREVIEW_QUALITY = 80
 
 
-def run_worker(settings: Settings, pipe: Connection) -> None:
-    """Serve until the pipe is closed; the entry of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the service decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def run_worker(pipe: ParentPipe, settings: Settings) -> None:
+    """Serve until the service is gone; the entry of the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a service: the service decides
     share_one_heap()
     with quiet_libraries():
-        _Line(settings, pipe).run()
+        _serve(pipe, Worker(settings, pipe.send))
 
 
-class _Line:
-    """A worker at the end of a pipe."""
-
-    def __init__(self, settings: Settings, pipe: Connection) -> None:
-        self.pipe = pipe
-        self.sending = threading.Lock()
-        self.worker = Worker(settings, self._send)
-
-    def run(self) -> None:
-        reader = threading.Thread(target=self._read, daemon=True)
-        reader.start()
-        threading.Thread(target=self.worker.beat, daemon=True).start()
-        try:
-            self._send(Ready(self.worker.load()))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
-            self._send(describe_start(error))
-            _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
-            os._exit(1)
-        reader.join()
-
-    def _read(self) -> None:
-        """Take what the service says; where it is gone, so is the worker, whatever it was doing."""
-        while True:
-            try:
-                said = self.pipe.recv()
-            except (EOFError, OSError):
-                os._exit(0)
-            if isinstance(said, Run):
-                self.worker.begin(said)
-            elif isinstance(said, Cancel):
-                self.worker.cancel(said.job)
-            else:
-                os._exit(0)
-
-    def _send(self, message: Any) -> None:
-        with self.sending:
-            try:
-                self.pipe.send(message)
-            except (BrokenPipeError, OSError):
-                os._exit(0)
+def _serve(pipe: ParentPipe, worker: Worker) -> None:
+    threading.Thread(target=worker.beat, daemon=True).start()
+    try:
+        pipe.send(Ready(worker.load()))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
+        pipe.send(describe_start(error))
+        _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
+        os._exit(1)
+    while True:
+        said: Run | Cancel = pipe.receive()
+        if isinstance(said, Run):
+            worker.begin(said)
+        else:
+            worker.cancel(said.job)
 
 
 class Worker:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
-import threading
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from anyaccel.processes.pipe_worker import PipeWorker
 from anyaccel.server.messages import Cancel, Run
 from anyaccel.server.settings import Settings
 from anyaccel.server.worker import run_worker
@@ -40,38 +37,18 @@ class Workplace(Protocol):
         """How it ended: `with status -9`."""
 
 
-class WorkerProcess:
+class WorkerProcess(PipeWorker):
     """One worker in a process of its own, at the other end of a pipe."""
 
     heals = False
 
     def __init__(self, settings: Settings) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, self._there = context.Pipe()
-        self._process = context.Process(
-            target=run_worker, args=(settings, self._there), name="anyaccel-worker", daemon=False
-        )
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        super().__init__(run_worker, settings, name="anyaccel-worker")
         self._most = settings.in_hand
-        self._ending = threading.Lock()
-        self._ended = False
-
-    def start(self) -> None:
-        """Start the process."""
-        self._process.start()
-        self._there.close()
-        threading.Thread(target=_send_all, args=(self._outbox, self._pipe), daemon=True).start()
-
-    def send(self, message: Run | Cancel) -> None:
-        """Put it into the pipe, as soon as that takes it."""
-        self._outbox.put(message)
 
     def hear(self, timeout_s: float) -> Any:
         """What comes out of the pipe."""
-        try:
-            return self._pipe.recv() if self._pipe.poll(timeout_s) else None
-        except OSError as error:
-            raise EOFError from error
+        return self.receive(timeout_s)
 
     def has_room(self, busy: int, pictures: int) -> bool:
         """As many as one device has in hand; a job that is larger than that comes when nothing else runs."""
@@ -79,23 +56,9 @@ class WorkerProcess:
 
     def end(self) -> None:
         """Kill it."""
-        with self._ending:
-            if self._ended or self._process.pid is None:
-                return
-            self._ended = True
-            self._process.kill()
-            self._process.join()
-            self._outbox.put(None)
+        self.kill()
+        self.wait()
 
     def describe_end(self) -> str:
         """Its exit status."""
-        return f"with status {self._process.exitcode}"
-
-
-def _send_all(outbox: queue.SimpleQueue[Any], pipe: Connection) -> None:
-    """A thread of its own: a worker that hangs does not read, and nobody else must wait for it."""
-    while (message := outbox.get()) is not None:
-        try:
-            pipe.send(message)
-        except OSError:
-            return
+        return f"with status {self.wait()}"

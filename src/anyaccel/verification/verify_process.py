@@ -6,22 +6,18 @@ It is started afresh, since a driver that has begun does not survive a fork, and
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from anyaccel.backends.device import open_device, sheet, this_machine
 from anyaccel.backends.evidence import Finding, PipelineFinding
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
+from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
 from anyaccel.verification.bench import Bench, describe_error
 from anyaccel.verification.probe_pipeline import probe_pipeline, settle_process
 from anyaccel.verification.probes import probe
@@ -40,10 +36,6 @@ class ProberKilledError(ProberDiedError):
     """It was killed from outside: for memory, or since it took too long. That says nothing of the device."""
 
 
-def _open_words() -> IO[str]:
-    return tempfile.TemporaryFile("w+", errors="replace")
-
-
 @dataclass
 class Prober:
     """One process that answers about one device; it is started when it is first asked, and again after it died.
@@ -53,8 +45,7 @@ class Prober:
 
     device: str
     quick: bool
-    _process: subprocess.Popen[str] | None = None
-    _words: IO[str] = field(default_factory=_open_words)
+    _worker: JsonLineWorker | None = None
 
     def probe_claim(self, name: str) -> Finding:
         """What the device does about one claim."""
@@ -73,51 +64,31 @@ class Prober:
 
     def __exit__(self, *error: object) -> None:
         self._stop()
-        self._words.close()
 
     def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
 
     def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(_TIMEOUT_S, process.kill)
-        timer.start()
+        worker = self._worker = self._worker or self._start()
         try:
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            timer.cancel()
-        if not line:
-            status = process.wait()
-            self._stop()
-            hint = "the next one has a process of its own"
+            answer: dict[str, Any] = worker.request(task, _TIMEOUT_S)
+        except EOFError:
+            status, hint = worker.close(), "the next one has a process of its own"
+            lines = [line.strip() for line in worker.stderr.splitlines() if line.strip()]
+            self._worker = None
             if status == -signal.SIGKILL:
-                raise ProberKilledError(f"killed: for memory, or after {_TIMEOUT_S:.0f} s", hint=hint)
-            raise ProberDiedError(f"the process died with status {status}: {self._last_words()}", hint=hint)
-        answer: dict[str, Any] = json.loads(line)
+                raise ProberKilledError(f"killed: for memory, or after {_TIMEOUT_S:.0f} s", hint=hint) from None
+            words = describe_error(RuntimeError(lines[-1])) if lines else "it left no word"
+            raise ProberDiedError(f"the process died with status {status}: {words}", hint=hint) from None
         if answer.pop("spoilt"):
             self._stop()
         return answer
 
-    def _start(self) -> subprocess.Popen[str]:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", __name__, self.device, str(int(self.quick))]
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True
-        )
-
-    def _last_words(self) -> str:
-        self._words.seek(0)
-        lines = [line.strip() for line in self._words if line.strip()]
-        return describe_error(RuntimeError(lines[-1])) if lines else "it left no word"
+    def _start(self) -> JsonLineWorker:
+        path = os.pathsep.join(filter(None, sys.path))
+        return JsonLineWorker(__name__, self.device, str(int(self.quick)), env={"PYTHONPATH": path})
 
 
 def make_bench(device: str, quick: bool) -> Bench:
@@ -159,22 +130,14 @@ def _is_spoilt(bench: Bench) -> bool:
         return True
 
 
-def _read_tasks() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
 def main() -> None:
-    """Answer one task a line; what vendors print goes to stderr, so that the answers stay alone on stdout."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    device, quick = sys.argv[1:]
-    settle_process(os.cpu_count() or 1)
-    bench = make_bench(device, quick == "1")
-    for task in _read_tasks():
-        answer = _answer(bench, task)
-        answers.write(json.dumps(answer | {"spoilt": _is_spoilt(bench)}) + "\n")
-        answers.flush()
+    """Answer one task after the other."""
+    with connecting_to_parent() as (tasks, answer):
+        device, quick = sys.argv[1:]
+        settle_process(os.cpu_count() or 1)
+        bench = make_bench(device, quick == "1")
+        for task in tasks:
+            answer(_answer(bench, task) | {"spoilt": _is_spoilt(bench)})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""A long-lived child process that exchanges pickled messages with its parent."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["ParentPipe", "PipeWorker", "wait_for_messages"]
+
+
+class PipeWorker:
+    """A spawned process that runs `target(pipe, *arguments)` with a `ParentPipe`.
+
+    The process ends when `target` returns, when it is killed, and when this process ends, whatever it is doing then.
+    A context manager: the process runs from the block's beginning to its end.
+    """
+
+    def __init__(
+        self, target: Callable[..., None], *arguments: Any, name: str, env: Mapping[str, str] | None = None
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, self._child_end = context.Pipe()
+        self._process = context.Process(target=_run, args=(self._child_end, target, arguments), name=name)
+        self._env = env or {}
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting = threading.Lock()
+
+    def start(self) -> None:
+        """Start the process."""
+        with _environment(self._env):
+            self._process.start()
+        self._child_end.close()
+        atexit.register(self.kill)  # multiprocessing waits for children that still run when this process exits
+        threading.Thread(target=self._send_all, name=f"{self._process.name}-sender", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Send a message without waiting; `receive` reports that the process has ended."""
+        self._outbox.put(message)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the next message, or None after `timeout_s` seconds; raise EOFError if the process has ended."""
+        try:
+            return self._connection.recv() if self._connection.poll(timeout_s) else None
+        except OSError as error:
+            raise EOFError from error
+
+    def kill(self) -> None:
+        """Kill the process without waiting; from any thread, and more than once."""
+        if self._process.pid is not None:
+            self._process.kill()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for the end of the process and return its exit status, or None if it has not ended in time."""
+        with self._waiting:  # two threads that wait for one process would miss its status
+            if self._process.pid is not None:
+                self._process.join(timeout_s)
+            if self._process.exitcode is not None:
+                self._outbox.put(None)
+                atexit.unregister(self.kill)
+            return self._process.exitcode
+
+    def __enter__(self) -> PipeWorker:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self.wait()
+
+    def _send_all(self) -> None:
+        """Send in a thread of its own: a process that hangs does not read, and blocks whoever sends."""
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send(message)
+            except OSError:
+                return
+
+
+def wait_for_messages(workers: Collection[PipeWorker], timeout_s: float) -> list[PipeWorker]:
+    """Return the workers whose `receive` does not block: they sent a message or have ended."""
+    ready = wait([worker._connection for worker in workers], timeout_s)
+    return [worker for worker in workers if worker._connection in ready]
+
+
+class ParentPipe:
+    """The child's end of the pipe. The child exits as soon as the parent is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._receive_all, name="parent-reader", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Send a message to the parent, from any thread."""
+        with self._sending:
+            try:
+                self._connection.send(message)
+            except OSError:
+                os._exit(0)
+
+    def receive(self) -> Any:
+        """Wait for the next message of the parent."""
+        return self._inbox.get()
+
+    def _receive_all(self) -> None:
+        while True:
+            try:
+                self._inbox.put(self._connection.recv())
+            except (EOFError, OSError):
+                os._exit(0)
+
+
+def _run(connection: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all processes: the parent decides
+    target(ParentPipe(connection), *arguments)
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Change environment variables while the block runs: a spawned process reads them before it imports anything."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

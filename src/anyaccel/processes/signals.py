@@ -1,0 +1,43 @@
+"""Signal handlers that are installed for the length of a block."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["TerminatedError", "handling_signals", "raising_on_sigterm"]
+
+
+class TerminatedError(BaseException):
+    """SIGTERM arrived. Like KeyboardInterrupt it is not an `Exception`."""
+
+
+@contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals while the block runs and restore the earlier handlers at its end.
+
+    A signal that the process ignores stays ignored. Outside the main thread, where Python allows no handlers, nothing
+    is installed.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def raising_on_sigterm() -> AbstractContextManager[None]:
+    """Raise `TerminatedError` on SIGTERM while the block runs, so that its work cleans up as it does after Ctrl-C."""
+    return handling_signals(_raise_terminated, signal.SIGTERM)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
+    raise TerminatedError
