@@ -220,29 +220,24 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[_WHOLE].absorb([Row(**row) for row in rows])
 
 
-class _SecondPytest:
+class _SecondPytest(JsonLineWorker):
     """The other process, as the first one sees it: it is asked for a test and answers with reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         without_xdist = ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
         words = [*map(str, config.invocation_params.args), *without_xdist, "--accelerator-second"]
-        folder = config.invocation_params.dir
-        self._worker = JsonLineWorker("pytest", *words, cwd=folder, env={"OMP_NUM_THREADS": "1"})
+        super().__init__("pytest", *words, cwd=config.invocation_params.dir, env={"OMP_NUM_THREADS": "1"})
 
     def run(self, nodeid: str) -> list[dict[str, Any]]:
         """The reports of one test."""
         try:
-            answer: list[dict[str, Any]] = self._worker.request(nodeid)
+            answer: list[dict[str, Any]] = self.request(nodeid)
         except EOFError:
             raise pytest.UsageError(
-                f"the second pytest, which runs {nodeid}, ended with status {self._worker.close()}; "
+                f"the second pytest, which runs {nodeid}, ended with status {self.close()}; "
                 "see what `pytest --collect-only` says with OMP_NUM_THREADS=1"
             ) from None
         return answer
-
-    def close(self) -> None:
-        """Let it end: it reads until there is nothing more to be read."""
-        self._worker.close()
 
 
 @pytest.hookimpl(tryfirst=True)

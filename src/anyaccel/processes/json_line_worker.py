@@ -70,7 +70,6 @@ class JsonLineWorker:
         Raises EOFError if the process ends first. A process that does not answer in time is killed.
         """
         timer = threading.Timer(timeout_s, self._process.kill)
-        timer.daemon = True
         timer.start()
         try:
             line = self._answers.readline()

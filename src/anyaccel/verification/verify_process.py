@@ -71,7 +71,10 @@ class Prober:
             self._worker = None
 
     def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
-        worker = self._worker = self._worker or self._start()
+        if self._worker is None:
+            path = os.pathsep.join(filter(None, sys.path))
+            self._worker = JsonLineWorker(__name__, self.device, str(int(self.quick)), env={"PYTHONPATH": path})
+        worker = self._worker
         try:
             answer: dict[str, Any] = worker.request(task, _TIMEOUT_S)
         except EOFError:
@@ -85,10 +88,6 @@ class Prober:
         if answer.pop("spoilt"):
             self._stop()
         return answer
-
-    def _start(self) -> JsonLineWorker:
-        path = os.pathsep.join(filter(None, sys.path))
-        return JsonLineWorker(__name__, self.device, str(int(self.quick)), env={"PYTHONPATH": path})
 
 
 def make_bench(device: str, quick: bool) -> Bench:
