@@ -127,13 +127,11 @@ def _run(connection: Connection, target: Callable[..., None], arguments: tuple[A
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Change environment variables while the block runs: a spawned process reads them before it imports anything."""
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)

@@ -62,10 +62,7 @@ def _serve(pipe: ParentPipe, worker: Worker) -> None:
         os._exit(1)
     while True:
         said: Run | Cancel = pipe.receive()
-        if isinstance(said, Run):
-            worker.begin(said)
-        else:
-            worker.cancel(said.job)
+        worker.begin(said) if isinstance(said, Run) else worker.cancel(said.job)
 
 
 class Worker:
