@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import SOURCE
 
-STARTING = {
+STARTING: dict[str, set[str] | None] = {
     "subprocess": None,
     "multiprocessing": {"Process", "Pool", "get_context"},
     "multiprocessing.context": None,
@@ -35,7 +35,7 @@ def find_starts(code: str) -> Iterator[str]:
         else:
             continue
         for module, name in used:
-            names = STARTING.get(module, frozenset())
+            names = STARTING.get(module, set())
             if names is None or name in names:
                 yield f"{module}.{name}"
 

@@ -68,6 +68,7 @@ def test_ctrl_c_in_the_parent_kills_the_child() -> None:
 
     def hang() -> None:
         os.write(writer, str(os.getpid()).encode())
+        time.sleep(1)  # the parent waits for the answer
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
 

@@ -26,12 +26,12 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(sender, function), daemon=True)
-    with warnings.catch_warnings():
-        # Python warns about a fork beside threads; torch starts its own at the first large operation, not earlier.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child.start()
-    sender.close()
     try:
+        with warnings.catch_warnings():
+            # Python warns about a fork beside threads; torch starts its own at the first large operation, not earlier.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child.start()
+        sender.close()
         if not receiver.poll(timeout_s):
             raise TimeoutError(f"{name} gave no answer in {timeout_s:.0f} s")
         succeeded, value = pickle.loads(receiver.recv_bytes())
@@ -41,8 +41,9 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
             f"the process of {name} died with status {child.exitcode}", hint="see what it printed to stderr"
         ) from None
     finally:
-        child.kill()
-        child.join()
+        if child.pid is not None:
+            child.kill()
+            child.join()
         receiver.close()
     if succeeded:
         result: T = value
