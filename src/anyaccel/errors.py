@@ -17,6 +17,7 @@
     ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
     ├── ProcessDiedError          a child process ended before it answered (also a RuntimeError)
     ├── UnmappedError             exit status 1: a script asks for what CUDA alone has (also an AttributeError)
+    ├── UpstreamError             torch or a library lacks what anyaccel relies on (also a RuntimeError)
     └── PluginError               a backend plugin is broken, or two claim one name
 
 A message says the limit and what was asked; `hint` says a way out and is printed on a line of its own.
@@ -45,6 +46,7 @@ __all__ = [
     "UnknownDtypeError",
     "UnknownProductError",
     "UnmappedError",
+    "UpstreamError",
     "UsageError",
     "VirtualDeviceError",
     "first_line",
@@ -151,6 +153,10 @@ class UnmappedError(AnyaccelError, AttributeError):
     """A script that was written for CUDA asks for what no other device has; `hasattr` is answered with no."""
 
     exit_status = 1
+
+
+class UpstreamError(AnyaccelError, RuntimeError):
+    """The installed torch, or another library, lacks an attribute that anyaccel relies on."""
 
 
 class PluginError(AnyaccelError):

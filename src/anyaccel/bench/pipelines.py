@@ -12,6 +12,7 @@ import torch
 
 from anyaccel.backends.device import open_device
 from anyaccel.bench.work import FAST, OURS, Work
+from anyaccel.emulator.torch_patches import patched
 from anyaccel.explanation.described_model import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.build import build_components
@@ -96,15 +97,14 @@ def drawing_alike() -> Iterator[None]:
 
     In half precision torch draws other numbers from the same seed, and pictures could not be compared.
     """
-    real = torch.randn
 
-    def randn(*size: Any, dtype: torch.dtype | None = None, generator: Any = None, **options: Any) -> Any:
-        if dtype not in (torch.float16, torch.bfloat16) or generator is None:
-            return real(*size, dtype=dtype, generator=generator, **options)
-        return real(*size, dtype=torch.float32, generator=generator, **options).to(dtype)
+    def draw_in_float32(real: Any) -> Any:
+        def randn(*size: Any, dtype: torch.dtype | None = None, generator: Any = None, **options: Any) -> Any:
+            if dtype not in (torch.float16, torch.bfloat16) or generator is None:
+                return real(*size, dtype=dtype, generator=generator, **options)
+            return real(*size, dtype=torch.float32, generator=generator, **options).to(dtype)
 
-    torch.randn = randn
-    try:
+        return randn
+
+    with patched("torch.randn", draw_in_float32, "bench"):
         yield
-    finally:
-        torch.randn = real

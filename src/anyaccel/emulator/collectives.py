@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.backends.sheet import Distributed
+from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.emulator.vendor import install_package
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def _stand_in(name: str) -> None:
     """Torch knows some vendors' backends by name, and asks whether it was built with one before it makes it."""
     module = torch.distributed.distributed_c10d
     if not getattr(module, f"is_{name}_available", lambda: True)():
-        vars(module)[f"is_{name}_available"] = lambda: True
-        vars(module)[f"ProcessGroup{name.upper()}"] = _BuiltIn
+        apply_patch(f"{module.__name__}.is_{name}_available", replace_by(lambda: True), "emulator")
+        apply_patch(f"{module.__name__}.ProcessGroup{name.upper()}", replace_by(_BuiltIn), "emulator")
 
 
 class _BuiltIn:

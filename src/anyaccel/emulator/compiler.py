@@ -22,6 +22,7 @@ import torch._dynamo
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Compiler
+from anyaccel.emulator.torch_patches import apply_patch
 from anyaccel.errors import LimitError, VirtualDeviceError
 from anyaccel.storage.atomic_write import atomic_write
 
@@ -91,7 +92,7 @@ def install_compiler(accelerator: VirtualAccelerator) -> None:
         return forward
 
     torch._dynamo.register_backend(compile_graph, name=compiler.backend)
-    vars(torch)["compile"] = _hold_to_sheet(torch.compile, accelerator, compiler)
+    apply_patch("torch.compile", lambda compile_any: _hold_to_sheet(compile_any, accelerator, compiler), "emulator")
     _listen_for_breaks(accelerator.compiler)
 
 

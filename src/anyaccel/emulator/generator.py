@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copyreg
 import weakref
 from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.torch_patches import apply_patch, replace_class
 
 __all__ = ["install_generator", "place_of"]
 
@@ -59,37 +58,21 @@ def _make_generator(place: torch.device, state: torch.Tensor | None = None) -> V
 
 def _rebuild_generator(place: str, state: torch.Tensor) -> torch.Generator:
     """A generator that was pickled, with the state that it had."""
-    device = torch.device(place)
-    generator = _CpuGenerator() if is_host(device) else _make_generator(device)
-    generator.set_state(state)
-    return generator
-
-
-def _reduce_host_generator(generator: torch.Generator) -> Any:
-    return _rebuild_generator, ("cpu", generator.get_state())
+    return _make_generator(torch.device(place), state)
 
 
 def install_generator(accelerator: VirtualAccelerator) -> None:
     """Let `torch.Generator("hpu")` give a generator of the virtual device; every other call is as before."""
 
-    class _AnyGenerator(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, _CpuGenerator)
-
-        def __subclasscheck__(cls, kind: type) -> bool:
-            return issubclass(kind, _CpuGenerator)
-
-        def __call__(cls, device: Any = "cpu") -> Any:
+    def replace(original: Any) -> Any:
+        def build(device: Any = "cpu") -> Any:
             place = torch.device(device)
             if place.type != accelerator.name:
-                return _CpuGenerator(place)
+                return original(place)
             if accelerator.enforcing and accelerator.limits.random is not None:
                 accelerator.meet("random_numbers", accelerator.limits.random, "torch.Generator")
             return _make_generator(place if place.index is not None else accelerator.device())
 
-    class Generator(metaclass=_AnyGenerator):
-        """torch.Generator, and the virtual device's."""
+        return replace_class(original, build)
 
-    vars(torch)["Generator"] = Generator
-    # pickle finds a class by its name, which now leads to another one.
-    copyreg.pickle(_CpuGenerator, _reduce_host_generator)
+    apply_patch("torch.Generator", replace, "emulator")

@@ -19,6 +19,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from anyaccel.backends.host import is_host
 from anyaccel.emulator.dispatch import dispatch
+from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.errors import RealDeviceError, VirtualDeviceError
 
 __all__ = ["register_device"]
@@ -136,7 +137,7 @@ def _attach_module(name: str, module: ModuleType) -> None:
     for attribute, value in vars(module).items():
         # A module of torch's own knows whether it was compiled, and what else in torch was left out if it was not.
         if not attribute.startswith("__") and attribute != "_is_compiled":
-            setattr(existing, attribute, value)
+            apply_patch(f"torch.{name}.{attribute}", replace_by(value), "emulator")
 
 
 def _make_importable(name: str, module: ModuleType) -> None:

@@ -13,26 +13,27 @@ from torch.utils._device import DeviceContext
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
+from anyaccel.emulator.torch_patches import apply_patch, replace_by
 
 __all__ = ["install_seams"]
 
 
 def install_seams(accelerator: VirtualAccelerator) -> None:
-    """Put every seam in place; they stay until the process ends and leave other devices alone."""
+    """Apply the emulator's patches; they leave other devices alone."""
     # A cached set of functions: filled anew, since transformers replaces torch.linspace while it loads and torch may
     # have listed that one; and filled before some are replaced here.
     torch.utils._device._device_constructors.cache_clear()
     torch.utils._device._device_constructors()
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
-        setattr(torch, name, _build_on_host(getattr(torch, name), accelerator))
-    for place in (torch, torch.random):
-        vars(place)["manual_seed"] = _seed_too(torch.random.manual_seed, accelerator)
-    _build_from_device_numbers()
-    torch.nn.Module._apply = _move_modules(torch.nn.Module._apply)  # type: ignore[method-assign]
-    torch.Tensor.data = _replace_data()  # type: ignore[assignment]
-    _load_to_device(accelerator)
-    _answer_for_accelerator(accelerator)
-    _load_safetensors(accelerator)
+        apply_patch(f"torch.{name}", lambda build: _build_on_host(build, accelerator), "emulator")
+    apply_patch("torch.random.manual_seed", lambda seed: _seed_too(seed, accelerator), "emulator")
+    apply_patch("torch.Tensor.__new__", _build_from_device_numbers, "emulator")
+    apply_patch("torch.nn.Module._apply", _move_modules, "emulator")
+    apply_patch("torch.Tensor.data", _replace_data, "emulator")
+    apply_patch("torch.load", lambda load: _load_to_device(load, accelerator), "emulator")
+    apply_patch("safetensors.safe_open", lambda safe_open: _load_safetensors(safe_open, accelerator), "emulator")
+    for name, answer in _answer_for_accelerator(accelerator).items():
+        apply_patch(f"torch.accelerator.{name}", replace_by(answer), "emulator")
 
 
 def _is_ours(device: Any, accelerator: VirtualAccelerator) -> bool:
@@ -82,16 +83,15 @@ def _read_numbers(data: Any) -> Any:
     return [_read_numbers(item) for item in data] if isinstance(data, list | tuple) else data
 
 
-def _build_from_device_numbers() -> None:
+def _build_from_device_numbers(build: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.Tensor([x, y])` with numbers of the device in the list: each is read by the host, as on hardware."""
-    build = torch._C.TensorBase.__new__
 
     def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
         if kind is torch.Tensor and args and isinstance(args[0], list | tuple):
             args = (_read_numbers(args[0]), *args[1:])
         return build(kind, *args, **kwargs)
 
-    torch.Tensor.__new__ = new  # type: ignore[method-assign,assignment]
+    return new
 
 
 def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,9 +135,8 @@ def _seed_too(seed_host: Callable[[Any], Any], accelerator: VirtualAccelerator) 
     return seed_all
 
 
-def _replace_data() -> property:
+def _replace_data(plain: Any) -> property:
     """`parameter.data = …` gives a virtual tensor other data inside, and takes a tensor of the host to the device."""
-    plain: Any = torch._C.TensorBase.data
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
         here, there = isinstance(self, VirtualTensor), isinstance(value, VirtualTensor)
@@ -155,9 +154,8 @@ def _replace_data() -> property:
     return property(plain.__get__, write)
 
 
-def _load_to_device(accelerator: VirtualAccelerator) -> None:
+def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:
     """`torch.load(…, map_location=device)`: there is no storage on such a device, so read to the host and move."""
-    original = torch.load
 
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -176,13 +174,13 @@ def _load_to_device(accelerator: VirtualAccelerator) -> None:
         loaded = original(f, "cpu", *args, **kwargs)
         return torch.utils._pytree.tree_map_only((torch.Tensor, torch.nn.Module), move, loaded)
 
-    torch.load = torch.serialization.load = load
+    return load
 
 
-def _answer_for_accelerator(accelerator: VirtualAccelerator) -> None:
+def _answer_for_accelerator(accelerator: VirtualAccelerator) -> dict[str, Any]:
     """`torch.accelerator` speaks of the virtual device."""
     module = torch.get_device_module(accelerator.name)
-    answers: dict[str, Any] = {
+    return {
         "current_accelerator": lambda check_available=False: torch.device(accelerator.name),
         "is_available": lambda: True,
         "device_count": lambda: accelerator.count,
@@ -200,16 +198,10 @@ def _answer_for_accelerator(accelerator: VirtualAccelerator) -> None:
         "memory_stats": module.memory_stats,
         "reset_peak_memory_stats": module.reset_peak_memory_stats,
     }
-    for name, answer in answers.items():
-        setattr(torch.accelerator, name, answer)
 
 
-def _load_safetensors(accelerator: VirtualAccelerator) -> None:
+def _load_safetensors(original: Any, accelerator: VirtualAccelerator) -> type:
     """The library safetensors knows a fixed list of devices: read to the host, then move."""
-    import safetensors
-    import safetensors.torch
-
-    original = safetensors.safe_open
 
     class SafeOpen:
         """safetensors.safe_open, which reads to the host where the device is virtual."""
@@ -235,5 +227,4 @@ def _load_safetensors(accelerator: VirtualAccelerator) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
-    for module in (safetensors, safetensors.torch):
-        vars(module)["safe_open"] = SafeOpen
+    return SafeOpen

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.emulator.ascend import ASCEND_KERNELS
+from anyaccel.emulator.streams import make_stream_classes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,48 +30,6 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
 
 UNLIMITED_BYTES = 64 * 2**30
 """What a device without a named capacity says that it has."""
-
-
-class _Stream:
-    """Work is done when it is asked for, so that there is nothing to order."""
-
-    def __init__(self, device: Any = None, **options: Any) -> None:
-        self.device = device
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class _Event:
-    """A moment that has always passed."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
 
 
 def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
@@ -110,6 +69,7 @@ def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
         """Nothing to wait for, to start or to release."""
 
     name = f"virtual {accelerator.sheet.title}"
+    stream, event = make_stream_classes(nothing)
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -128,10 +88,10 @@ def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(name=name, total_memory=_capacity(accelerator)),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": lambda device=None: _Stream(accelerator.device(_index_of(accelerator, device))),
-        "default_stream": lambda device=None: _Stream(accelerator.device(_index_of(accelerator, device))),
+        "Stream": stream,
+        "Event": event,
+        "current_stream": lambda device=None: stream(accelerator.device(_index_of(accelerator, device))),
+        "default_stream": lambda device=None: stream(accelerator.device(_index_of(accelerator, device))),
         "stream": lambda stream: stream,
     }
 

@@ -17,6 +17,7 @@ import torch
 
 from anyaccel.backends.host import is_host, is_on
 from anyaccel.backends.portable import adjust_dtype, dtype_name
+from anyaccel.emulator.torch_patches import apply_patch
 from anyaccel.planning.wishes import Wishes
 from anyaccel.scripts.migration import Migration
 
@@ -143,7 +144,7 @@ def _change_safetensors(module: ModuleType, migration: Migration) -> None:
         return load
 
     if not migration.is_native:
-        vars(module)["load_file"] = loading(module.load_file)
+        apply_patch(f"{module.__name__}.load_file", loading, "scripts")
 
 
 def _spell(device: Any) -> Any:

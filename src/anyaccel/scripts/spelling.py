@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
 
 from anyaccel.backends.device import find_device
 from anyaccel.backends.portable import adjust_dtype
+from anyaccel.emulator.torch_patches import apply_patch, replace_class
 from anyaccel.scripts.migration import Migration
 
 __all__ = ["install_spellings"]
@@ -19,55 +19,45 @@ _FOR_ANY_DEVICE = ("inductor", "cudagraphs", None)
 
 
 def install_spellings(migration: Migration) -> None:
-    """Change what torch has of these; it stays changed until the process ends."""
-    _draw_on_host(migration)
-    _change_first_argument(torch.amp.autocast_mode.autocast, "device_type", migration)
-    _change_first_argument(torch.amp.GradScaler, "device", migration)
-    _change_first_argument(DeviceContext, "device", migration, whole=True)
-    _change_loading(migration)
-    _change_compiling(migration)
+    """Apply the patches of these; they stay until the process ends."""
+    apply_patch("torch.Generator", lambda original: _draw_on_host(original, migration), "scripts")
+    _change_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
+    _change_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)
+    _change_first_argument("torch.utils._device.DeviceContext", "device", migration, whole=True)
+    apply_patch("torch.load", lambda load: _change_loading(load, migration), "scripts")
+    apply_patch("torch.compile", lambda compile_there: _change_compiling(compile_there, migration), "scripts")
 
 
-def _draw_on_host(migration: Migration) -> None:
+def _draw_on_host(original: Any, migration: Migration) -> Any:
     """`torch.Generator("cuda")` is a generator of the host: one seed gives one noise on every device."""
-    original: Any = torch.Generator
 
-    class _AnyGenerator(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, original)
+    def build(device: Any = "cpu") -> Any:
+        migration.translate(device, "Generator")
+        return original("cpu")
 
-        def __subclasscheck__(cls, kind: type) -> bool:
-            return issubclass(kind, original)
-
-        def __call__(cls, device: Any = "cpu") -> Any:
-            migration.translate(device, "Generator")
-            return original("cpu")
-
-    class Generator(metaclass=_AnyGenerator):
-        """torch.Generator, on the host."""
-
-    vars(torch)["Generator"] = Generator
+    return replace_class(original, build)
 
 
-def _change_first_argument(kind: Any, name: str, migration: Migration, whole: bool = False) -> None:
+def _change_first_argument(kind: str, name: str, migration: Migration, whole: bool = False) -> None:
     """A class whose first argument is a device, or the kind of one, and perhaps a number type."""
-    make = kind.__init__
-    asked = kind.__name__
+    asked = kind.rpartition(".")[2]
 
-    @functools.wraps(make)
-    def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = args[0] if args else kwargs.pop(name, migration.foreign)
-        meant = migration.translate(given, asked)
-        if meant is not given and isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = adjust_dtype(kwargs["dtype"], str(meant))
-        make(self, meant.type if isinstance(meant, torch.device) and not whole else meant, *args[1:], **kwargs)
+    def change(make: Any) -> Any:
+        @functools.wraps(make)
+        def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = args[0] if args else kwargs.pop(name, migration.foreign)
+            meant = migration.translate(given, asked)
+            if meant is not given and isinstance(kwargs.get("dtype"), torch.dtype):
+                kwargs["dtype"] = adjust_dtype(kwargs["dtype"], str(meant))
+            make(self, meant.type if isinstance(meant, torch.device) and not whole else meant, *args[1:], **kwargs)
 
-    kind.__init__ = make_here
+        return make_here
+
+    apply_patch(f"{kind}.__init__", change, "scripts")
 
 
-def _change_loading(migration: Migration) -> None:
+def _change_loading(load: Any, migration: Migration) -> Any:
     """`torch.load(…, map_location=…)`; what was saved on CUDA and says nothing goes to the device too."""
-    load = torch.load
 
     @functools.wraps(load)
     def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -77,12 +67,12 @@ def _change_loading(migration: Migration) -> None:
             map_location = migration.translate(map_location, "load")
         return load(f, map_location, *args, **kwargs)
 
-    torch.load = torch.serialization.load = load_here
+    return load_here
 
 
-def _change_compiling(migration: Migration) -> None:
+def _change_compiling(compile_there: Any, migration: Migration) -> Any:
     """`torch.compile`: with the device's own compiler, as its sheet says."""
-    rule, compile_there = migration.make_plan().compile.value, torch.compile
+    rule = migration.make_plan().compile.value
 
     @functools.wraps(compile_there)
     def compile_here(model: Any = None, **options: Any) -> Any:
@@ -100,7 +90,7 @@ def _change_compiling(migration: Migration) -> None:
         migration.record(f"compile, by {rule.backend}")
         return compile_there(model, backend=rule.backend, **changed)
 
-    torch.compile = compile_here
+    return compile_here
 
 
 def _refuse_compiling(backend: str, migration: Migration) -> str:

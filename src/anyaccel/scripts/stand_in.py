@@ -6,8 +6,7 @@ Libraries that know of devices themselves still meet the module as it is: what i
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.host import is_host
+from anyaccel.emulator.streams import make_stream_classes
+from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.errors import NotMeasurableError, UnmappedError
 from anyaccel.scripts.migration import Migration, is_devices_own, read_site
 
@@ -39,65 +40,6 @@ _REASONS = {
 _NO_FIGURE = float("nan")
 
 
-class Stream:
-    """Work is done in the order in which it is asked for, so that a stream has nothing to order."""
-
-    wait_for_device: Callable[[], None]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        type(self).wait_for_device()
-
-    def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """The event, which has passed."""
-        return event
-
-    def query(self) -> bool:
-        """All of it is done."""
-        return True
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class Event:
-    """A moment on the host's clock, when the device had done all that was asked of it."""
-
-    wait_for_device: Callable[[], None]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.moment_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        """Wait for the device, and read the clock."""
-        type(self).wait_for_device()
-        self.moment_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """It has passed."""
-
-    def synchronize(self) -> None:
-        """It has passed."""
-
-    def query(self) -> bool:
-        """It has passed."""
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        """Milliseconds from this moment to another."""
-        return (other.moment_s - self.moment_s) * 1000.0
-
-
 class Answers:
     """Every name of the module that a script may use, answered for the device; methods are called as in torch."""
 
@@ -106,8 +48,7 @@ class Answers:
         self.amp = vars(module)["amp"]
         self.OutOfMemoryError = torch.OutOfMemoryError
         self.AcceleratorError = RuntimeError
-        wait = {"wait_for_device": staticmethod(lambda: self.synchronize())}
-        self.Stream, self.Event = type("Stream", (Stream,), wait), type("Event", (Event,), wait)
+        self.Stream, self.Event = make_stream_classes(lambda: self.synchronize())
         self.memory = self.random = self
         nothing = self._do_nothing
         self.ipc_collect = self.init = nothing
@@ -293,7 +234,7 @@ def install_stand_in(migration: Migration) -> None:
             return getattr(answers, name)
 
     module_name = module.__name__
-    module.__class__ = StandIn
+    apply_patch(f"{module_name}.__class__", replace_by(StandIn), "scripts")
 
 
 def _make_refusal(migration: Migration, spelled: str, name: str) -> UnmappedError:

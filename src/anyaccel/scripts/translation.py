@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.host import is_host, is_on
+from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.runtime import noise
 from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam
 from anyaccel.scripts.migration import Migration, is_devices_own
@@ -102,23 +103,24 @@ def install_seam(migration: Migration) -> ScriptSeam:
     """Enter the seam for this thread, and for every thread that is started from now on."""
     seam = make_glue_seam(migration.make_plan(), migration.device)
     for name in _BUILDERS:
-        if hasattr(torch, name):
-            setattr(torch, name, _build(getattr(torch, name), migration))
-    Tensor.record_stream = _stay_on_stream  # type: ignore[assignment,method-assign]
-    start = threading.Thread.start
+        apply_patch(f"torch.{name}", lambda build: _build(build, migration), "scripts")
+    apply_patch("torch.Tensor.record_stream", replace_by(_stay_on_stream), "scripts")
 
-    @functools.wraps(start)
-    def start_inside(self: threading.Thread) -> None:
-        run = self.run
+    def start_with_seam(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+        @functools.wraps(start)
+        def start_inside(self: threading.Thread) -> None:
+            run = self.run
 
-        def run_inside() -> None:
-            with ScriptSeam(migration, seam):
-                run()
+            def run_inside() -> None:
+                with ScriptSeam(migration, seam):
+                    run()
 
-        self.run = run_inside  # type: ignore[method-assign]
-        start(self)
+            self.run = run_inside  # type: ignore[method-assign]
+            start(self)
 
-    threading.Thread.start = start_inside  # type: ignore[method-assign]
+        return start_inside
+
+    apply_patch("threading.Thread.start", start_with_seam, "scripts")
     entered = ScriptSeam(migration, seam)
     entered.__enter__()
     return entered

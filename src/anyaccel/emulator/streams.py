@@ -1,0 +1,77 @@
+"""Streams and events of a device whose work is complete when the call that requested it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Event", "Stream", "make_stream_classes"]
+
+
+class Stream:
+    """A stream with nothing to order."""
+
+    event: type[Event]
+
+    def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self.event.wait_for_device()
+
+    def wait_stream(self, other: Any) -> None:
+        """Return: the other stream's work is complete."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return: the event is complete."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record an event, a new one unless it is given, and return it."""
+        event = event or self.event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Return whether the work is complete."""
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Event:
+    """A time on the CPU's clock, read when the device has completed its work."""
+
+    wait_for_device: Callable[[], None]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        """Wait for the device and read the clock."""
+        type(self).wait_for_device()
+        self.time_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Return: the event is complete."""
+
+    def synchronize(self) -> None:
+        """Return: the event is complete."""
+
+    def query(self) -> bool:
+        """Return whether the event is complete."""
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Return the milliseconds from this event to another."""
+        return (other.time_s - self.time_s) * 1000.0
+
+
+def make_stream_classes(wait_for_device: Callable[[], None]) -> tuple[type[Stream], type[Event]]:
+    """Return the classes `Stream` and `Event` of a device."""
+    event = type("Event", (Event,), {"wait_for_device": staticmethod(wait_for_device)})
+    return type("Stream", (Stream,), {"event": event}), event
