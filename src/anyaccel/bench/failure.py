@@ -20,10 +20,10 @@ def describe_failure(variant: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, AnyaccelError):
         cause, hint = error.message, error.hint
     else:
+        from anyaccel.upstream.torch_internals import is_compiler_error
+
         cause = _name_cause(error)
-        hint = _find_hint(
-            variant, cause, compiling=type(error).__module__.startswith(("torch._inductor", "torch._dyn"))
-        )
+        hint = _find_hint(variant, cause, compiling=is_compiler_error(error))
     details = "".join(traceback.format_exception(error)).splitlines()
     return {"error": f"{variant} failed: {cause}", "hint": hint, "details": details[-_MOST_LINES:]}
 

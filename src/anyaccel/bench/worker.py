@@ -96,8 +96,9 @@ class _Worker:
 
 def _read_compile_times() -> dict[str, float]:
     """What torch's compiler says of its own time, the longest first; one part may be inside another."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    found = {name: round(sum(times), 2) for name, times in getattr(utils, "compilation_time_metrics", {}).items()}
+    from anyaccel.upstream.torch_internals import read_compile_times_s
+
+    found = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}
     return dict(sorted(found.items(), key=lambda item: -item[1])[:12])
 
 

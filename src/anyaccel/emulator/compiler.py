@@ -11,20 +11,25 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Compiler
 from anyaccel.emulator.torch_patches import apply_patch
 from anyaccel.errors import LimitError, VirtualDeviceError
 from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.upstream.torch_internals import (
+    GRAPH_BREAK_LOGGER,
+    is_recompiling,
+    parse_graph_break,
+    register_compiler,
+    skip_in_graphs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["CompilerBook", "Graph", "GraphBreak", "install_compiler"]
 
 COMPILER_VERSION = "1"
-_BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
-_REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class CompilerBook:
 
 def install_compiler(accelerator: VirtualAccelerator) -> None:
     """Register the vendor's backend with torch.compile, where the sheet names one that torch does not have."""
-    torch._dynamo.trace_rules.add(__package__)  # what runs an operation here is never part of a program's graph
+    skip_in_graphs(__package__)  # what runs an operation here is never part of a program's graph
     compiler = accelerator.sheet.compiler
     if not isinstance(compiler, Compiler) or compiler.backend == "inductor":
         return
@@ -91,7 +94,7 @@ def install_compiler(accelerator: VirtualAccelerator) -> None:
         forward: Callable[..., Any] = module.forward
         return forward
 
-    torch._dynamo.register_backend(compile_graph, name=compiler.backend)
+    register_compiler(compile_graph, compiler.backend)
     apply_patch("torch.compile", lambda compile_any: _hold_to_sheet(compile_any, accelerator, compiler), "emulator")
     _listen_for_breaks(accelerator.compiler)
 
@@ -120,8 +123,7 @@ def _take_graph(
 ) -> None:
     inputs = tuple(_describe(value) for value in example_inputs)
     digest = hashlib.sha256("\n".join([module.code, *inputs]).encode()).hexdigest()[:32]
-    compile_id = torch._guards.CompileContext.current_compile_id()
-    recompiles = bool(compile_id is not None and compile_id.frame_compile_id)
+    recompiles = is_recompiling()
     graph = Graph(digest, inputs, _find_or_keep(compiler, digest, inputs), recompiles)
     with accelerator.compiler.lock:
         accelerator.compiler.graphs.append(graph)
@@ -178,14 +180,12 @@ def _listen_for_breaks(book: CompilerBook) -> None:
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found = _BREAK.search(text := record.getMessage())
+            found = parse_graph_break(record.getMessage())
             if found is not None:
-                reason = _REASON.search(text)
-                words = reason["reason"].strip() if reason else ""
                 with book.lock:
-                    book.breaks.append(GraphBreak(found["file"].strip(), int(found["line"]), words))
+                    book.breaks.append(GraphBreak(*found))
 
-    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    logger = logging.getLogger(GRAPH_BREAK_LOGGER)
     logger.addHandler(Listener())
     logger.setLevel(logging.DEBUG)
     logger.propagate = False

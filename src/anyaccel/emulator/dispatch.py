@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.host import is_host
@@ -16,6 +15,7 @@ from anyaccel.emulator.cells import SUBSTITUTES
 from anyaccel.emulator.generator import place_of
 from anyaccel.emulator.limits import LimitBook, OperationFacts, read_operation
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
+from anyaccel.upstream.torch_internals import FakeTensor
 
 __all__ = ["dispatch"]
 

@@ -12,7 +12,7 @@ from anyaccel.emulator.torch_patches import apply_patch, replace_class
 
 __all__ = ["install_generator", "place_of"]
 
-_CpuGenerator = torch._C.Generator
+_CpuGenerator = torch.Generator  # before it is replaced
 
 
 _PLACES: dict[int, torch.device] = {}

@@ -5,29 +5,27 @@ One row a site: the limit, its effect, the operation, the line of the pipeline's
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import os
 import sys
 import sysconfig
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 from anyaccel.backends.claim import Effect
 from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.upstream.diffusers_internals import find_denoising_step
 
 __all__ = ["Ledger", "Row"]
 
 _TYPED_IN = ("<stdin>", "<string>")
 """What Python calls a program that was typed in or given by `-c`."""
-_MACHINERY = ("emulator", "pictures", "runtime", "scripts")
+_MACHINERY = ("emulator", "pictures", "runtime", "scripts", "upstream")
 _OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in _MACHINERY)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
@@ -130,41 +128,11 @@ def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
         if site is None and not _is_machinery(code.co_filename):
             site = (_shorten(code.co_filename), frame.f_lineno)
         if code.co_name == "__call__":
-            step = _read_step(frame)
+            step = find_denoising_step(frame)
             if step is not None:
                 return (*(site or ("", 0)), step)
         frame = frame.f_back
     return (*(site or ("", 0)), None)
-
-
-def _read_step(frame: FrameType) -> int | None:
-    """The number of the step, if the frame is inside its denoising loop now: `for i, t in enumerate(timesteps)`.
-
-    Every pipeline of diffusers counts in `i`; one that does not count is at step 0 as long as it loops.
-    """
-    if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
-        return None
-    loops = _find_loops(frame.f_code)
-    if not any(first <= frame.f_lineno <= last for first, last in loops):
-        return None
-    step = frame.f_locals.get("i")
-    return step if isinstance(step, int) else 0
-
-
-@lru_cache(maxsize=1024)
-def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """The first and the last line of each body that loops over `t` in a function; none if its source is not there."""
-    try:
-        lines, start = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError, IndentationError):
-        return ()
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and "t" in _names(node.target)]
-    return tuple((loop.body[0].lineno + start - 1, (loop.end_lineno or 0) + start - 1) for loop in loops)
-
-
-def _names(target: ast.expr) -> set[str]:
-    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
 @lru_cache(maxsize=4096)

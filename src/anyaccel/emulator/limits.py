@@ -40,7 +40,7 @@ class OperationFacts:
     reads_on_host: bool
 
 
-def read_operation(func: torch._ops.OpOverload) -> OperationFacts:
+def read_operation(func: Any) -> OperationFacts:
     """The facts of one operation."""
     name = func._schema.name.split("::")[-1]
     by_counts = name != "repeat_interleave" or func._overloadname == "Tensor"

@@ -6,26 +6,33 @@ a build without it: a guard written in Python is put in its slot of libc10's tab
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from anyaccel.backends.host import is_host
 from anyaccel.emulator.dispatch import dispatch
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.errors import RealDeviceError, VirtualDeviceError
+from anyaccel.upstream.torch_internals import (
+    claim_private_use,
+    exclude_dispatch_key,
+    find_guard_table,
+    has_fallback,
+    is_decomposed,
+    make_guard,
+    read_device_kind,
+    read_private_use_name,
+    register_device_module,
+)
 
 __all__ = ["register_device"]
 
 _FREE = "privateuseone"
-_GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
 _BY_DEVICE = ("scaled_dot_product_attention", "group_norm")
 """Operations that torch prepares by device before it dispatches: attention picks a kernel, group_norm a layout."""
 _KEPT: list[object] = []
@@ -37,7 +44,7 @@ def register_device(name: str, module: ModuleType, whole: Iterable[str] = ()) ->
 
     Operations in `whole` arrive as they were called, where torch would take them apart before.
     """
-    if torch._C._get_privateuse1_backend_name() == name:
+    if read_private_use_name() == name:
         raise RealDeviceError(
             f"the software of real {name} devices is loaded already", hint=f"use {name}, or an environment without it"
         )
@@ -60,15 +67,11 @@ def _run_factory(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _keep_whole(key: str, names: set[str]) -> torch.library.Library:
     """Give operations that torch takes apart a kernel here, so that they arrive as they were called."""
     library = torch.library.Library("aten", "IMPL")
-    known = set(torch._C._dispatch_get_all_op_names())  # TorchScript's own overloads are not among them
     for name in sorted(names):
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             func = getattr(packet, overload)
-            whole = func.name() in known and torch._C._dispatch_has_kernel_for_dispatch_key(
-                func.name(), "CompositeImplicitAutograd"
-            )
-            if whole:
+            if is_decomposed(func):
                 library.impl(func, functools.partial(_run_factory, func), key)
     return library
 
@@ -83,7 +86,7 @@ _LOWERED = (
 
 def _pass_autocast(key: str) -> list[torch.library.Library]:
     """`torch.autocast` on the device: products are cast, everything else goes through."""
-    if torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, f"Autocast{key}")):
+    if has_fallback(f"Autocast{key}"):
         return []
     through = torch.library.Library("_", "IMPL")
     through.fallback(torch.library.fallthrough_kernel, f"Autocast{key}")
@@ -96,15 +99,13 @@ def _pass_autocast(key: str) -> list[torch.library.Library]:
 
 
 def _make_cast(func: Any, key: str) -> Any:
-    excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and not is_host(value.device):
             return value.to(torch.get_autocast_dtype(value.device.type))
         return value
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
+        with exclude_dispatch_key(key):
             return func(*[cast(value) for value in args], **{name: cast(value) for name, value in kwargs.items()})
 
     return run
@@ -112,18 +113,17 @@ def _make_cast(func: Any, key: str) -> Any:
 
 def _is_known(name: str) -> bool:
     """Whether this torch has the name of its own, as a device type that is not the free one."""
-    kinds: Any = torch._C._autograd.DeviceType
-    return hasattr(kinds, name.upper())
+    return read_device_kind(name.upper()) is not None
 
 
 def _claim_private_use(name: str, module: ModuleType) -> None:
-    taken = torch._C._get_privateuse1_backend_name()
+    taken = read_private_use_name()
     if taken != _FREE:
         raise VirtualDeviceError(
             f"torch has one free slot for a device's name, and {taken!r} holds it already",
             hint=f"use an environment without the package that brings {taken!r}, or a process of its own",
         )
-    _setup_privateuseone_for_python_backend(rename=name, backend_module=module)
+    claim_private_use(name, module)
     _make_importable(name, module)
 
 
@@ -131,7 +131,7 @@ def _attach_module(name: str, module: ModuleType) -> None:
     """Put the stand-in's functions into `torch.NAME`, which torch may have already."""
     existing = getattr(torch, name, None)
     if existing is None:
-        torch._register_device_module(name, module)
+        register_device_module(name, module)
         _make_importable(name, module)
         return
     for attribute, value in vars(module).items():
@@ -146,34 +146,16 @@ def _make_importable(name: str, module: ModuleType) -> None:
 
 def _fill_guard_slot(name: str) -> None:
     """Copy a guard written in Python to the device's slot: C++ asks that table before it touches a device."""
-    kinds: Any = torch._C._autograd.DeviceType
-    kind = getattr(kinds, name.upper())
-
-    class Guard(torch._C._acc.DeviceGuard):
-        def type_(self) -> Any:
-            return kind
-
-    table = _find_guard_table(int(kinds.PrivateUse1) + 1)
-    slot, private_use = int(kind), int(kinds.PrivateUse1)
+    kind = read_device_kind(name.upper())
+    slot, private_use = int(kind), int(read_device_kind("PrivateUse1"))
+    table = find_guard_table(private_use + 1)
     if table[slot] is not None:
         raise RealDeviceError(
             f"this torch drives real {name} devices, and a virtual one cannot stand beside them",
             hint=f"use {name} itself, or a build of torch without it",
         )
     before = table[private_use]
-    guard = Guard()
-    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    guard = make_guard(kind)
     table[slot] = table[private_use]
     table[private_use] = before
     _KEPT.append(guard)
-
-
-def _find_guard_table(length: int) -> Any:
-    library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    try:
-        return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
-    except (OSError, ValueError) as error:
-        raise VirtualDeviceError(
-            f"this build of torch ({torch.__version__}) does not show its table of device guards: {error}",
-            hint="virtual mps, hpu and xpu need torch for Linux; neuron, npu and mlu work everywhere",
-        ) from error

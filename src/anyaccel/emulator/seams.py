@@ -7,23 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
+from anyaccel.upstream.torch_internals import FakeTensor, find_default_device, refresh_factories, tree_map_only
 
 __all__ = ["install_seams"]
 
 
 def install_seams(accelerator: VirtualAccelerator) -> None:
     """Apply the emulator's patches; they leave other devices alone."""
-    # A cached set of functions: filled anew, since transformers replaces torch.linspace while it loads and torch may
-    # have listed that one; and filled before some are replaced here.
-    torch.utils._device._device_constructors.cache_clear()
-    torch.utils._device._device_constructors()
+    refresh_factories()  # before some of them are replaced here
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
         apply_patch(f"torch.{name}", lambda build: _build_on_host(build, accelerator), "emulator")
     apply_patch("torch.random.manual_seed", lambda seed: _seed_too(seed, accelerator), "emulator")
@@ -53,7 +48,7 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
         if args and isinstance(data, list | tuple):
             args = (_read_numbers(data), *args[1:])
         if device is None:
-            device = _find_default_device()
+            device = find_default_device()
         if not _is_ours(device, accelerator):
             return build(*args, **kwargs)
         wants_gradient = kwargs.pop("requires_grad", False)
@@ -65,15 +60,6 @@ def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccel
         return moved.requires_grad_() if wants_gradient else moved
 
     return build_and_move
-
-
-def _find_default_device() -> torch.device | None:
-    """What `with torch.device(…)` or `torch.set_default_device` set; torch itself would build a tensor to find out."""
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
 
 
 def _read_numbers(data: Any) -> Any:
@@ -172,7 +158,7 @@ def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerato
             return moved[id(value)]
 
         loaded = original(f, "cpu", *args, **kwargs)
-        return torch.utils._pytree.tree_map_only((torch.Tensor, torch.nn.Module), move, loaded)
+        return tree_map_only((torch.Tensor, torch.nn.Module), move, loaded)
 
     return load
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.upstream.torch_internals import disable_torch_function, find_rebuild, is_tracing
 
 __all__ = ["VirtualTensor", "activate", "active", "wrap"]
 
@@ -30,7 +31,7 @@ class VirtualTensor(torch.Tensor):
 
     _inner: torch.Tensor
     # What a real device's tensor does before dispatch, by type alone, is answered below; the rest needs no seam.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disable_torch_function
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
@@ -116,18 +117,17 @@ class VirtualTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage; tensors that share memory share it. A tracer gets the wrapper's own, which is empty."""
-        if torch._guards.TracingContext.try_get() is not None:
+        if is_tracing():
             return super().untyped_storage()
         return self._inner.untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as torch pickles other devices' tensors: the data on the host, and where it belongs."""
         values = (self._inner.detach(), self.dtype, str(self.device), self.requires_grad)
-        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
         if isinstance(self, torch.nn.Parameter):
             plain = VirtualTensor(self._inner.detach(), self.device)
-            return torch._utils._rebuild_parameter, (plain, self.requires_grad, OrderedDict())
-        return rebuild, values
+            return find_rebuild(is_parameter=True), (plain, self.requires_grad, OrderedDict())
+        return find_rebuild(is_parameter=False), values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

@@ -14,7 +14,7 @@ from anyaccel.planning.footprint import Footprint, Measure, ModelSize, Way
 from anyaccel.planning.memory import predict
 from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitWay, choose_parallel, weigh_rank
 from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
-from anyaccel.runtime.parallel import tensor_types
+from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 
 __all__ = ["choose_split", "share_out", "tell_gain"]
 
@@ -30,7 +30,7 @@ def choose_split(target: Target, facts: Facts, wishes: Wishes, dtype: str) -> De
         return ALONE
     weights = sum(one.parameters for one in facts.components) * FLOATING_BYTES[dtype]
     fits = weights <= target.capacity_bytes * _FREE_SHARE
-    known = Ranks(count=None, tensor_types=tensor_types(), fits_alone=fits)
+    known = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_alone=fits)
     if wishes.parallel != "auto":
         return choose_parallel(target.sheet, facts, wishes, known)
     found = [
@@ -100,7 +100,7 @@ def _counts(target: Target) -> list[int]:
 
 
 def _refusal(target: Target, facts: Facts, way: SplitWay, count: int) -> str | None:
-    ranks = Ranks(count=count, tensor_types=tensor_types())
+    ranks = Ranks(count=count, tensor_types=read_tensor_parallel_devices())
     try:
         choose_parallel(target.sheet, facts, Wishes(parallel=f"{way}:{count}"), ranks)
     except UsageError as error:

@@ -19,6 +19,7 @@ from anyaccel.runtime.compiled_forward import find_compiled
 from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
+from anyaccel.upstream.torch_internals import is_compiled, unwrap_compiled
 
 __all__ = ["Boundary", "find_boundaries", "set_boundaries"]
 
@@ -111,15 +112,14 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
         if not isinstance(component, torch.nn.Module):
             continue
         for part in _entrances(component):
-            inside = getattr(part, "_orig_mod", None)
-            if isinstance(inside, torch.nn.Module):  # compiled by the user since: the boundary goes around that
-                remove_override(inside, Slot.INPUTS)
+            if is_compiled(part):  # by the user since: the boundary goes around that
+                remove_override(unwrap_compiled(part), Slot.INPUTS)
             earlier = get_override(part, Slot.INPUTS)
             if isinstance(earlier, Boundary) and earlier.serves(part, plan, device):
                 refresh_overrides(part)
                 continue
             seam = seam or make_model_seam(plan, device)
-            boundary = Boundary(name, part, plan, device, None if hasattr(part, "_orig_mod") else seam)
+            boundary = Boundary(name, part, plan, device, None if is_compiled(part) else seam)
             if isinstance(earlier, Boundary):
                 boundary.cast_to = earlier.cast_to
             set_override(part, Slot.INPUTS, boundary)
@@ -140,7 +140,7 @@ def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _find_timestep(module: torch.nn.Module) -> tuple[int | None, str]:
     """Where a model takes its timestep: the position and the name."""
-    names = list(inspect.signature(getattr(module, "_orig_mod", module).forward).parameters)
+    names = list(inspect.signature(unwrap_compiled(module).forward).parameters)
     found = next((name for name in names if name in _TIMESTEPS), "")
     return (names.index(found), found) if found else (None, "")
 

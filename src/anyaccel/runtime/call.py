@@ -29,6 +29,7 @@ from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import apply_speedups
 from anyaccel.runtime.warmup import leaving_no_trace
 from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
+from anyaccel.upstream.diffusers_internals import is_argument_error
 
 __all__ = ["run_call"]
 
@@ -87,14 +88,6 @@ def _label(result: Any, placement: Placement, request: Request) -> None:
     if hasattr(result, "to_tuple"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls do not change this one
         vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
-
-
-def _is_about_arguments(error: ValueError) -> bool:
-    """Whether it was the pipeline's own check of its arguments that raised."""
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    return innermost is not None and innermost.tb_frame.f_code.co_name == "check_inputs"
 
 
 class _Draws:
@@ -187,7 +180,7 @@ class _Run:
             try:
                 return self.call(self.pipe, **part.arguments), outputs
             except ValueError as error:
-                if _is_about_arguments(error):
+                if is_argument_error(error):
                     hint = "change that argument; the pipeline can be called again"
                     raise UsageError(str(error), hint=hint) from error
                 raise

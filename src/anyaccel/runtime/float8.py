@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from anyaccel.upstream.torch_internals import scaled_mm
+
 __all__ = ["Float8Linear", "check_float8"]
 
 FLOAT8 = torch.float8_e4m3fn
@@ -63,7 +65,7 @@ def multiply(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Rows times a weight's rows, both in 8 bits, in the type that is asked for."""
-    return torch._scaled_mm(
+    return scaled_mm(
         rows,
         weight.t(),
         scale_a=row_scales,

@@ -15,6 +15,7 @@ from anyaccel.planning.wishes import Wishes
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
 from anyaccel.runtime.pipeline import Portable, inherit_placement, make_portable, plain_class
 from anyaccel.runtime.placement import remember_wishes
+from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
 
 __all__ = [
     "AutoPipelineForImage2Image",
@@ -23,8 +24,7 @@ __all__ = [
     "DiffusionPipeline",
 ]
 
-# Newer versions of diffusers renamed it, and warn of the old name.
-_DTYPE = "dtype" if hasattr(diffusers.utils.deprecation_utils, "_resolve_dtype") else "torch_dtype"
+_DTYPE = name_dtype_argument()
 
 
 class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
@@ -156,7 +156,7 @@ def _derive(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
     """A pipeline from another's components; their type stays as it is unless another is asked for."""
     options, wishes = _read_options(options)
     del options["use_safetensors"]
-    if _DTYPE not in options and hasattr(kind, "_get_signature_keys"):
+    if _DTYPE not in options and casts_components(kind):
         # diffusers would cast the components, which the other pipeline still uses, to float32.
         options[_DTYPE] = pipeline.dtype
     made = make_portable(kind.from_pipe(pipeline, **options))

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from anyaccel.backends.host import is_host, is_on
 from anyaccel.errors import LimitError
 from anyaccel.runtime.dtypes import FROM_DATA, as_builder, find_place, read_target
+from anyaccel.upstream.torch_internals import pad_sequence, tree_map
 
 __all__ = ["Pair", "make_handlers", "make_pair"]
 
@@ -232,7 +232,7 @@ def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]
     making = _Making(device.type, inner)
 
     handlers = dict(inner)
-    handlers |= {torch._C._nn.pad_sequence: making.pad}
+    handlers |= {pad_sequence: making.pad}
     handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), making.join)
     handlers |= dict.fromkeys((*_FACTORIES, *_ALIKE), making.make)
     handlers |= dict.fromkeys(FROM_DATA, making.build)

@@ -29,6 +29,13 @@ from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 from anyaccel.runtime.guidance import share_guidance
 from anyaccel.runtime.placement import Placement, find_models, read_facts
 from anyaccel.runtime.request import Request
+from anyaccel.upstream.diffusers_internals import (
+    allow_uneven_shares,
+    is_uneven_share,
+    make_tensor_parallel_config,
+    read_tensor_parallel_devices,
+    use_mesh,
+)
 
 __all__ = [
     "check_splits",
@@ -39,14 +46,11 @@ __all__ = [
     "share_noise",
     "split_models",
     "take_own_device",
-    "tensor_types",
 ]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process that it starts."""
 T = TypeVar("T")
-_UNEVEN = "must be divisible by mesh size"
-"""Diffusers' words where a sequence cannot be shared out evenly."""
 _MARK = "_anyaccel_split"
 _FREE_SHARE = 0.8
 """Weights that take more than this of a device leave no room for a picture."""
@@ -60,16 +64,12 @@ def count_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else 1
 
 
-def tensor_types() -> tuple[str, ...]:
-    """The devices on which this diffusers splits weights, as torch names them."""
-    return tuple(importlib.import_module("diffusers.hooks.tensor_parallel")._SUPPORTED_TP_DEVICES)
-
-
 def read_ranks(opened: OpenDevice, facts: Facts, wishes: Wishes) -> Ranks:
     """The processes that there are, as far as a plan depends on them."""
     if wishes.parallel is None:
         return Ranks()
-    return Ranks(count=count_ranks(), tensor_types=tensor_types(), fits_alone=_fits_alone(opened, facts, wishes))
+    types = read_tensor_parallel_devices()
+    return Ranks(count=count_ranks(), tensor_types=types, fits_alone=_fits_alone(opened, facts, wishes))
 
 
 def _fits_alone(opened: OpenDevice, facts: Facts, wishes: Wishes) -> bool | None:
@@ -156,31 +156,14 @@ def _enable(model: Any, split: Split, placement: Placement) -> None:
     if split.way == "context":
         config: Any = ContextParallelConfig(ulysses_degree=split.ranks, mesh=mesh)
     else:
-        parallel = importlib.import_module("diffusers.models._modeling_parallel")
-        config = parallel.TensorParallelConfig(tp_degree=split.ranks, mesh=mesh)
-    # Diffusers asks torch for the accelerator of this build and divides by how many there are: on the host none.
-    vars(model)["_resolve_parallel_config"] = functools.partial(_resolve, model, mesh, placement.device)
+        config = make_tensor_parallel_config(split.ranks, mesh)
     try:
-        with drop_log_records(*EXPERIMENTAL_ADVICE):
+        with drop_log_records(*EXPERIMENTAL_ADVICE), use_mesh(model, mesh, placement.device):
             model.enable_parallelism(config=config)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, AnyaccelError):
             raise
         raise UsageError(f"diffusers refuses parallel='{split}': {error}", hint="leave parallel out") from error
-    finally:
-        del vars(model)["_resolve_parallel_config"]
-
-
-def _resolve(model: Any, mesh: Any, device: torch.device, config: Any) -> Any:
-    """Diffusers' record of who is who, for a mesh of our own."""
-    kinds = importlib.import_module("diffusers.models._modeling_parallel")
-    if isinstance(config, kinds.ContextParallelConfig):
-        config = kinds.ParallelConfig(context_parallel_config=config)
-    else:
-        config = kinds.ParallelConfig(tensor_parallel_config=config)
-    config.setup(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, mesh=mesh)
-    model._parallel_config = config
-    return config
 
 
 @functools.cache
@@ -213,11 +196,11 @@ def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
     try:
         return run()
     except AssertionError as error:
-        if split is None or _UNEVEN not in str(error):
+        if split is None or not is_uneven_share(error):
             raise
     models: dict[str, Any] = dict(find_models(pipe))
     for name in read_facts(pipe).denoisers:
-        models[name]._parallel_config.context_parallel_config.ulysses_anything = True
+        allow_uneven_shares(models[name])
     try:
         return run()
     except AssertionError as error:

@@ -41,6 +41,8 @@ from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import remove_speedups
+from anyaccel.upstream import diffusers_internals, transformers_internals
+from anyaccel.upstream.torch_internals import allow_half_precision_attention
 
 __all__ = [
     "fall_back_in_dtype",
@@ -297,8 +299,8 @@ def place_newcomers(pipe: Any, placement: Placement) -> None:
 
 def _execute(plan: Plan, opened: OpenDevice) -> None:
     """What a plan switches on for the whole process."""
-    if plan.bf16_attention.value and hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
-        torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
+    if plan.bf16_attention.value:
+        allow_half_precision_attention()
     if plan.capture.value:
         opened.driver.recorder(opened.index)  # what it needs is imported now, and not while a picture is waited for
 
@@ -308,17 +310,12 @@ def _keep_float32(pipe: Any, plan: Plan) -> None:
     if plan.dtype.value == "float32":
         return
     for component in find_components(pipe).values():
-        names = getattr(component, "_keep_in_fp32_modules", None)
-        strict = getattr(component, "_keep_in_fp32_modules_strict", None) or ()
-        if isinstance(component, torch.nn.Module) and (names or strict):
-            narrow = (
-                list(strict) if _is_transformers(component) and plan.dtype.value != "float16" else list(names or ())
-            )
-            for path, module in component.named_modules():
-                if any(name in path.split(".") for name in narrow):
-                    module.to(torch.float32)
-
-
-def _is_transformers(component: torch.nn.Module) -> bool:
-    """Transformers keeps most of its own list for float16 alone."""
-    return type(component).__module__.startswith("transformers.")
+        if not isinstance(component, torch.nn.Module):
+            continue
+        if transformers_internals.is_transformers_model(component):
+            narrow = transformers_internals.read_float32_modules(component, plan.dtype.value)
+        else:
+            narrow = diffusers_internals.read_float32_modules(component)
+        for path, module in component.named_modules() if narrow else ():
+            if any(name in path.split(".") for name in narrow):
+                module.to(torch.float32)

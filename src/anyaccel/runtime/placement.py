@@ -20,6 +20,8 @@ from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import NO_MEMORY, Plan
 from anyaccel.planning.run_report import RunReport
 from anyaccel.planning.wishes import Wishes
+from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
+from anyaccel.upstream.torch_internals import unwrap_compiled
 
 if TYPE_CHECKING:
     from anyaccel.runtime.batch import SharedProgress
@@ -171,7 +173,7 @@ def find_components(pipe: Any) -> dict[str, Any]:
 
 def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
     """The models of a pipeline by name, as they are beneath what was compiled."""
-    parts = {name: getattr(part, "_orig_mod", part) for name, part in find_components(pipe).items()}
+    parts = {name: unwrap_compiled(part) for name, part in find_components(pipe).items()}
     return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
 
 
@@ -188,7 +190,7 @@ def read_facts(pipe: Any) -> Facts:
 
 
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
-    plain = getattr(module, "_orig_mod", module)
+    plain = unwrap_compiled(module)
     parameters, layers = list(plain.parameters()), list(plain.modules())
     floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
     dtype = "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
@@ -210,8 +212,7 @@ def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> C
 
 def _find_splits(module: torch.nn.Module) -> tuple[str, ...]:
     """What of a model diffusers has a plan to split over devices."""
-    plans = {"context": getattr(module, "_cp_plan", None), "tensor": getattr(module, "_tp_plan", None)}
-    return tuple(way for way, plan in plans.items() if plan)
+    return tuple(way for way in ("context", "tensor") if read_parallel_plan(module, way))
 
 
 def _count_heads(module: torch.nn.Module) -> int:
@@ -221,7 +222,7 @@ def _count_heads(module: torch.nn.Module) -> int:
 
 def _count_sharded(module: torch.nn.Module) -> int:
     """The parameters of the layers that the model's class names for a tensor split, with a star for any number."""
-    layers = getattr(module, "_tp_plan", None) or {}
+    layers = read_parallel_plan(module, "tensor")
     if not layers:
         return 0
     named = re.compile("|".join(re.escape(layer).replace(r"\*", "[0-9]+") for layer in layers))
@@ -233,5 +234,5 @@ def _count_sharded(module: torch.nn.Module) -> int:
 
 def _count_blocks(module: torch.nn.Module, layers: list[torch.nn.Module]) -> int:
     """The blocks that the model's class says are repeated, for compiling one of them alone."""
-    kinds = set(getattr(module, "_repeated_blocks", None) or ())
+    kinds = read_repeated_blocks(module)
     return sum(type(part).__name__ in kinds for part in layers) if kinds else 0

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from anyaccel.planning.memory import Residence
 from anyaccel.runtime.placement import being_offloaded, find_components, read_facts
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
+from anyaccel.upstream.accelerate_internals import find_hook
 
 __all__ = ["bring_home", "end_phase", "find_lost_change", "set_residence"]
 
@@ -51,7 +52,7 @@ def find_lost_change(pipe: Any) -> str | None:
     for name, part in find_components(pipe).items():
         if not isinstance(part, torch.nn.Module):
             continue
-        hook = getattr(part, "_hf_hook", None)
+        hook = find_hook(part)
         known = {id(_get(places)) for places in hook.shelf.places.values()} if isinstance(hook, _FromDisk) else None
         for one in part.parameters():
             if one.is_meta and (one._version or (known is not None and id(one) not in known)):

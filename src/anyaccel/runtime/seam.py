@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from anyaccel.backends.host import is_host
 from anyaccel.planning.plan import Plan
@@ -19,6 +19,7 @@ from anyaccel.runtime import attention, dtypes, noise, pairs, shapes, unwritten
 from anyaccel.runtime.ferry import Ferry
 from anyaccel.runtime.meeting import Meeting
 from anyaccel.runtime.scheduler import HostNumbers
+from anyaccel.upstream.torch_internals import pop_function_mode, push_function_mode, read_function_modes
 
 __all__ = ["GlueSeam", "ModelSeam", "enter_model", "leave_model", "make_glue_seam", "make_meeting", "make_model_seam"]
 
@@ -174,20 +175,20 @@ def _know_schedules(numbers: HostNumbers, behind: Handler | None) -> Handler:
 
 def enter_model(seam: ModelSeam | None) -> tuple[list[GlueSeam], ModelSeam | None]:
     """Step out of the seams around the models and into the one inside; gives what `leave_model` needs."""
-    stack = _get_current_function_mode_stack()
+    stack = read_function_modes()
     around: list[GlueSeam] = []
     while stack and isinstance(stack[-1], GlueSeam):
-        around.append(_pop_mode())
+        around.append(pop_function_mode())
         stack.pop()
     inside = seam if around or not stack else None
     if inside is not None:
-        _push_mode(inside)
+        push_function_mode(inside)
     return around, inside
 
 
 def leave_model(around: list[GlueSeam], inside: ModelSeam | None) -> None:
     """Step back behind the model."""
     if inside is not None:
-        _pop_mode()
+        pop_function_mode()
     for seam in reversed(around):
-        _push_mode(seam)
+        push_function_mode(seam)

@@ -19,6 +19,7 @@ from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.runtime import noise
 from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam
 from anyaccel.scripts.migration import Migration, is_devices_own
+from anyaccel.upstream.torch_internals import find_property
 
 __all__ = ["ScriptSeam", "install_seam"]
 
@@ -35,7 +36,6 @@ class ScriptSeam(GlueSeam):
         behind = {func: _draw_there(handler) for func, handler in seam.handlers.items() if func in draws}
         super().__init__({**seam.handlers, **behind}, seam.meeting)
         self.migration = migration
-        own = vars(Tensor)
         self.spellings: dict[Any, Callable[[Any, tuple[Any, ...], Named], tuple[Any, tuple[Any, ...], Named]]] = {
             Tensor.to: self._move,
             getattr(Tensor, migration.foreign): self._move_there,
@@ -44,8 +44,7 @@ class ScriptSeam(GlueSeam):
         self.answers: dict[Any, Callable[[Any, tuple[Any, ...], Named], Any]] = {
             Tensor.pin_memory: self._pin,
         }
-        question = getattr(torch._C.TensorBase, f"is_{migration.foreign}", None) or own.get(f"is_{migration.foreign}")
-        self.question = getattr(question, "__get__", None)
+        self.question = find_property(f"is_{migration.foreign}")
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
+
+from anyaccel.upstream.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = ["Ticket", "are_alike", "join", "make_ticket", "split"]
 

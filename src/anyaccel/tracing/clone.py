@@ -9,20 +9,15 @@ from typing import Any
 import torch
 
 from anyaccel.tracing.trace import Traced
+from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
+from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
+from anyaccel.upstream.torch_internals import MODULE_HOOKS, unwrap_compiled
+from anyaccel.upstream.transformers_internals import CAPTURE_MARK
 
 __all__ = ["clone_pipeline"]
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-_ADDED = ("_hf_hook", "_old_forward", "_diffusers_hook", "_anyaccel_overrides", "forward")
+_ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
 """What offloading and placing put on a model that a plain one does not have."""
-_NOTED = ("_output_capturing_hooks_installed",)
-"""What a model notes of hooks that it put on itself: without them it must put them on again."""
 
 
 def clone_pipeline(pipe: Any, kind: Any, traced: Traced) -> Any:
@@ -31,10 +26,10 @@ def clone_pipeline(pipe: Any, kind: Any, traced: Traced) -> Any:
     vars(clone).update(vars(pipe))
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module):
-            vars(clone)[name] = traced.shell(name, copy_without_weights(getattr(part, "_orig_mod", part)))
+            vars(clone)[name] = traced.shell(name, copy_without_weights(unwrap_compiled(part)))
         elif hasattr(part, "set_timesteps"):
             vars(clone)[name] = copy.deepcopy(part)
-    vars(clone)["_all_hooks"] = []
+    vars(clone)[PIPELINE_HOOKS] = []
     clone.set_progress_bar_config(disable=True)
     return clone
 
@@ -47,10 +42,10 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(shape, requires_grad=False) if is_parameter else shape
     for module in model.modules():
-        memo |= {id(vars(module)[name]): OrderedDict() for name in _HOOKS if name in vars(module)}
+        memo |= {id(vars(module)[name]): OrderedDict() for name in MODULE_HOOKS if name in vars(module)}
         memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        for name in (*_ADDED, *_NOTED):
+        for name in (*_ADDED, CAPTURE_MARK):
             vars(module).pop(name, None)
     return copied.eval()

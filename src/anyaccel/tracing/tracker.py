@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
 from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
+from anyaccel.upstream.torch_internals import TorchDispatchMode
 
 __all__ = ["Tracker"]
 

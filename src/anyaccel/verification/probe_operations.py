@@ -84,9 +84,11 @@ def _fill_by_mask(device: torch.device, kind: torch.dtype, in_place: bool) -> to
 def _multiply_integers(device: torch.device, kind: torch.dtype) -> torch.Tensor:
     import torch
 
+    from anyaccel.upstream.torch_internals import int_mm
+
     # 32 on each side: some kernels take no smaller matrices.
     values = (torch.arange(1024) % 7).to(torch.int8).reshape(32, 32).to(device)
-    return torch._int_mm(values, values)
+    return int_mm(values, values)
 
 
 def _pick(device: torch.device, kind: torch.dtype, pick: Callable[[Any, Any], Any]) -> torch.Tensor:

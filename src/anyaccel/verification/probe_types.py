@@ -78,12 +78,12 @@ def _probe_float8(bench: Bench, dtype: str, claim: Claim | Unknown) -> Sight:
 def _multiply_float8(device: torch.device, numbers: torch.Tensor) -> bool:
     import torch
 
+    from anyaccel.upstream.torch_internals import scaled_mm
+
     # The other side is e4m3fn for both: NVIDIA has no product of e5m2 with e5m2.
     other = fill((32, 32), 1).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
-    there = torch._scaled_mm(
-        numbers.to(device), other.to(device).t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
-    )
+    there = scaled_mm(numbers.to(device), other.to(device).t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     return bool(torch.allclose(there.cpu().float(), numbers.float() @ other.float().t(), rtol=0.05, atol=0.1))
 
 

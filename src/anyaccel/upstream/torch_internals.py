@@ -1,0 +1,272 @@
+"""Private details of torch. Seen in torch 2.13. Paths below are relative to the package."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode_stack as read_function_modes
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
+
+from anyaccel.errors import VirtualDeviceError
+
+__all__ = [
+    "GRAPH_BREAK_LOGGER",
+    "MODULE_HOOKS",
+    "DeviceContext",
+    "FakeTensor",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "allow_half_precision_attention",
+    "claim_private_use",
+    "disable_torch_function",
+    "exclude_dispatch_key",
+    "find_default_device",
+    "find_guard_table",
+    "find_property",
+    "find_rebuild",
+    "has_fallback",
+    "int_mm",
+    "is_compiled",
+    "is_compiler_error",
+    "is_decomposed",
+    "is_recompiling",
+    "is_tracing",
+    "make_guard",
+    "pad_sequence",
+    "parse_graph_break",
+    "pop_function_mode",
+    "push_function_mode",
+    "read_compile_times_s",
+    "read_device_kind",
+    "read_function_modes",
+    "read_private_use_name",
+    "refresh_factories",
+    "register_compiler",
+    "register_device_module",
+    "scaled_mm",
+    "skip_in_graphs",
+    "tree_flatten",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "unwrap_compiled",
+]
+
+# Classes and functions that have no public name:
+#   FakeTensor (_subclasses/fake_tensor.py): what a tracer passes in place of a tensor;
+#   TorchDispatchMode (utils/_python_dispatch.py): documented under this private path;
+#   tree_* (utils/_pytree.py): nested arguments; torch.utils.pytree is newer than torch 2.6;
+#   read_function_modes, pop_function_mode, push_function_mode (overrides.py): this thread's stack of function modes;
+#   DeviceContext (utils/_device.py): the mode behind `with torch.device(…)` and set_default_device.
+
+MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Where a module holds the hooks around its forward (nn/modules/module.py)."""
+_GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
+"""The symbol of `c10::impl::device_guard_impl_registry`."""
+GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
+"""The only place where Dynamo reports a graph break (_dynamo/symbolic_convert.py)."""
+_BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
+_REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
+
+
+def parse_graph_break(message: str) -> tuple[str, int, str] | None:
+    """Return file, line and reason of a graph break from the log's message; None if it is another message."""
+    found = _BREAK.search(message)
+    if found is None:
+        return None
+    reason = _REASON.search(message)
+    return found["file"].strip(), int(found["line"]), reason["reason"].strip() if reason else ""
+
+
+def unwrap_compiled(module: Any) -> Any:
+    """Return the module inside of what `torch.compile` made; any other object as it is (_dynamo/eval_frame.py)."""
+    return getattr(module, "_orig_mod", module)
+
+
+def is_compiled(module: Any) -> bool:
+    """Return whether `torch.compile` made the module (_dynamo/eval_frame.py, `OptimizedModule`)."""
+    return hasattr(module, "_orig_mod")
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Return whether Dynamo or Inductor raised the error, by the module of its class."""
+    return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
+
+
+def read_compile_times_s() -> dict[str, list[float]]:
+    """Return the seconds that the compiler's phases took in this process (_dynamo/utils.py)."""
+    return dict(getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}))
+
+
+def scaled_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Multiply 8-bit matrices with scales; torch has no public function for it (`torch._scaled_mm`)."""
+    return torch._scaled_mm(*args, **kwargs)
+
+
+def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply int8 matrices; torch has no public function for it (`torch._int_mm`)."""
+    return torch._int_mm(left, right)
+
+
+pad_sequence: Callable[..., torch.Tensor] = torch._C._nn.pad_sequence
+"""What a function mode sees when `torch.nn.utils.rnn.pad_sequence` is called."""
+
+
+def allow_half_precision_attention() -> None:
+    """Let the plain attention kernel add up in half precision; there is no public switch in every supported torch."""
+    if hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
+
+
+def find_property(name: str) -> Any:
+    """Return the getter of a tensor's property, as a function mode sees it (`torch._C.TensorBase`, _tensor.py)."""
+    found = getattr(torch._C.TensorBase, name, None) or vars(torch.Tensor).get(name)
+    return getattr(found, "__get__", None)
+
+
+def find_default_device() -> torch.device | None:
+    """Return the device of `with torch.device(…)` or `set_default_device`, without building a tensor (__init__.py)."""
+    for mode in reversed(read_function_modes()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def refresh_factories() -> None:
+    """Fill torch's cached set of functions that take a device again (utils/_device.py).
+
+    transformers replaces `torch.linspace` while it loads, and the set may hold that one.
+    """
+    _device_constructors.cache_clear()
+    _device_constructors()
+
+
+# For the emulator: device names, dispatch keys and pickling.
+
+disable_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that is seen in dispatch only (documented under this name)."""
+
+
+def find_rebuild(is_parameter: bool) -> Callable[..., Any]:
+    """Return what unpickles a parameter, or a tensor of a device that has no storages (_utils.py)."""
+    utils: Any = torch._utils
+    name = "_rebuild_parameter" if is_parameter else "_rebuild_device_tensor_from_cpu_tensor"
+    rebuild: Callable[..., Any] = getattr(utils, name)
+    return rebuild
+
+
+def is_tracing() -> bool:
+    """Return whether the compiler traces a graph in this thread (_guards.py)."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def is_recompiling() -> bool:
+    """Return whether the graph being compiled replaces one for other inputs (_guards.py, `CompileId`)."""
+    compile_id = torch._guards.CompileContext.current_compile_id()
+    return bool(compile_id is not None and compile_id.frame_compile_id)
+
+
+def register_compiler(compile_graph: Callable[..., Any], name: str) -> None:
+    """Register a backend of `torch.compile` (`torch._dynamo.register_backend`, documented under this name)."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    dynamo.register_backend(compile_graph, name=name)
+
+
+def skip_in_graphs(package: str) -> None:
+    """Let Dynamo never trace a package's functions (_dynamo/trace_rules.py)."""
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rules.add(package)
+
+
+def read_private_use_name() -> str:
+    """Return the name of the device that holds `PrivateUse1`; "privateuseone" while it is free."""
+    return str(torch._C._get_privateuse1_backend_name())
+
+
+def claim_private_use(name: str, module: Any) -> None:
+    """Give `PrivateUse1` a name and a device written in Python (utils/backend_registration.py)."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(rename=name, backend_module=module)
+
+
+def register_device_module(name: str, module: Any) -> None:
+    """Make a module `torch.NAME` (`torch._register_device_module`, documented for backends)."""
+    torch._register_device_module(name, module)
+
+
+def read_device_kind(name: str) -> Any:
+    """Return torch's `DeviceType` of a name; None if torch has no such type (csrc/autograd/init.cpp)."""
+    kinds: Any = torch._C._autograd.DeviceType
+    return getattr(kinds, name, None)
+
+
+def make_guard(kind: Any) -> Any:
+    """Return a device guard written in Python, registered for `PrivateUse1` (csrc/acc/Module.cpp)."""
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            return kind
+
+    guard = Guard()
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    return guard
+
+
+def find_guard_table(length: int) -> Any:
+    """Return libc10's table of device guards, which C++ reads before it touches a device (c10/core/impl)."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
+    except (OSError, ValueError) as error:
+        raise VirtualDeviceError(
+            f"this build of torch ({torch.__version__}) does not export its table of device guards: {error}",
+            hint="virtual mps, hpu and xpu need torch for Linux; neuron, npu and mlu work everywhere",
+        ) from error
+
+
+def is_decomposed(func: Any) -> bool:
+    """Return whether torch takes an operation apart before a device sees it; TorchScript's own overloads are not."""
+    name = func.name()
+    return name in _list_operations() and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    )
+
+
+@functools.cache
+def _list_operations() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def has_fallback(key: str) -> bool:
+    """Return whether a dispatch key has a fallback (csrc/utils/python_dispatch.cpp)."""
+    return bool(torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)))
+
+
+def exclude_dispatch_key(key: str) -> AbstractContextManager[Any]:
+    """Return a context that leaves a dispatch key out (csrc/utils/python_dispatch.cpp)."""
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    )
+    return guard

@@ -1,0 +1,185 @@
+"""What anyaccel relies on in diffusers, asked of the installed diffusers: a failure here names an entry to revise."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.configuration_utils import register_to_config
+from diffusers.hooks.context_parallel import EquipartitionSharder
+from diffusers.models.modeling_utils import ModelMixin
+
+from anyaccel.emulator.process import fork
+from anyaccel.recipes import recipes, run
+from anyaccel.upstream import diffusers_internals as internals
+
+KINDS: Any = diffusers
+PIPELINES = (
+    "StableDiffusionPipeline",
+    "StableDiffusionXLPipeline",
+    "StableDiffusion3Pipeline",
+    "FluxPipeline",
+    "PixArtSigmaPipeline",
+    "WanPipeline",
+)
+
+
+class Model(ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
+    _keep_in_fp32_modules = ("kept",)
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(internals.MODELING_LOGGER)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def source_of_call(name: str) -> str:
+    return inspect.getsource(inspect.unwrap(getattr(KINDS, name).__call__))
+
+
+def test_check_inputs_raises_for_a_wrong_argument() -> None:
+    with pytest.raises(ValueError, match="divisible by 8") as caught:
+        KINDS.StableDiffusionPipeline.check_inputs(SimpleNamespace(), "a prompt", height=7, width=8, callback_steps=1)
+    assert internals.is_argument_error(caught.value)
+    with pytest.raises(ValueError, match="another") as caught:
+        raise ValueError("another")
+    assert not internals.is_argument_error(caught.value)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_checks_its_arguments_by_that_name(name: str) -> None:
+    assert "self.check_inputs(" in source_of_call(name)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_denoising_loop_counts_in_i_over_t(name: str) -> None:
+    assert "for i, t in enumerate(timesteps)" in source_of_call(name)
+
+
+def test_the_step_is_read_from_a_running_pipeline() -> None:
+    recipe = recipes()["stable-diffusion"]
+    pipe, seen = recipe.make(), []
+    forward = pipe.unet.forward
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe()
+        while frame.f_code.co_name != "__call__" or frame.f_locals.get("self") is not pipe:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        seen.append(internals.find_denoising_step(frame))
+        return forward(*args, **kwargs)
+
+    pipe.unet.forward = look
+    run(recipe, pipe)
+    assert seen == list(range(len(seen)))
+    assert len(seen) > 1
+    assert internals.find_denoising_step(sys._getframe()) is None
+
+
+def test_a_cast_warns_of_modules_that_stay_in_float32() -> None:
+    model = Model()
+    with listening() as messages:
+        model.to(torch.float16)
+    assert any(internals.FLOAT32_ADVICE in message for message in messages), messages
+    assert internals.read_float32_modules(model) == ("kept",)
+    assert internals.read_float32_modules(KINDS.WanTransformer3DModel)
+
+
+def test_parallelism_warns_and_resolves_its_config_by_a_method_of_the_model() -> None:
+    model, config = Model(), KINDS.ContextParallelConfig(ulysses_degree=2)
+    with listening() as messages, pytest.raises(RuntimeError, match=r"torch\.distributed must be"):
+        model.enable_parallelism(config=config)
+    assert any(internals.PARALLELISM_ADVICE in message for message in messages), messages
+
+
+def resolve() -> tuple[bool, str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    model, config = Model(), internals.make_tensor_parallel_config(1, mesh)
+    with internals.use_mesh(model, mesh, torch.device("cpu")):
+        resolved: Any = model._resolve_parallel_config(config)
+    assert "_resolve_parallel_config" not in vars(model)
+    return model._parallel_config is resolved, str(config._device), type(config).__name__
+
+
+def test_a_mesh_on_the_cpu_is_taken_as_it_is() -> None:
+    assert fork(resolve) == (True, "cpu", "TensorParallelConfig")
+
+
+def test_shares_may_be_uneven() -> None:
+    context = KINDS.ContextParallelConfig(ulysses_degree=2)
+    assert context.ulysses_anything is False
+    parallel = diffusers.models._modeling_parallel.ParallelConfig(context_parallel_config=context)
+    internals.allow_uneven_shares(SimpleNamespace(_parallel_config=parallel))
+    assert context.ulysses_anything is True
+
+
+def test_a_sequence_that_does_not_divide_is_an_assertion() -> None:
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(AssertionError) as caught:
+        EquipartitionSharder.shard(torch.zeros(1, 3), 1, mesh)
+    assert internals.is_uneven_share(caught.value)
+    assert not internals.is_uneven_share(AssertionError("another"))
+
+
+def test_models_say_what_is_repeated_and_split() -> None:
+    kind = KINDS.FluxTransformer2DModel
+    assert "FluxTransformerBlock" in internals.read_repeated_blocks(kind)
+    assert internals.read_parallel_plan(kind, "context")
+    assert any("*" in layer for layer in internals.read_parallel_plan(kind, "tensor"))
+    assert internals.read_parallel_plan(KINDS.UNet2DConditionModel, "context") == {}
+    assert "cuda" in internals.read_tensor_parallel_devices()
+
+
+def test_the_dtype_has_the_name_that_is_not_deprecated() -> None:
+    name = internals.name_dtype_argument()
+    assert f"{name}" in ("dtype", "torch_dtype")
+    assert (
+        f'"{name}"' in inspect.getsource(diffusers.DiffusionPipeline.from_pretrained)
+        or name in inspect.signature(diffusers.DiffusionPipeline.from_pretrained).parameters
+    )
+
+
+def test_pipelines_cast_in_from_pipe_and_auto_classes_do_not() -> None:
+    assert internals.casts_components(KINDS.DiffusionPipeline)
+    assert not internals.casts_components(KINDS.AutoPipelineForText2Image)
+    assert "float32" in inspect.getsource(KINDS.DiffusionPipeline.from_pipe)
+
+
+def test_hooks_lie_where_they_are_looked_for() -> None:
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    layer = torch.nn.Linear(2, 2)
+    HookRegistry.check_if_exists_or_initialize(layer).register_hook(ModelHook(), "test")
+    assert isinstance(getattr(layer, internals.HOOK_ATTRIBUTE), HookRegistry)
+    pipe = recipes()["stable-diffusion"].make()
+    pipe.remove_all_hooks()
+    assert getattr(pipe, internals.PIPELINE_HOOKS) == []
+
+
+def test_a_pipeline_asks_itself_for_the_execution_device() -> None:
+    assert isinstance(inspect.getattr_static(KINDS.DiffusionPipeline, "_execution_device"), property)
+    assert "self._execution_device" in source_of_call("StableDiffusionPipeline")

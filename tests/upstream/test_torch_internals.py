@@ -1,0 +1,219 @@
+"""What anyaccel relies on in torch, asked of the installed torch: a failure here names an entry to revise."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from anyaccel.backends.out_of_memory import is_out_of_memory
+from anyaccel.emulator.process import fork
+from anyaccel.upstream import torch_internals as internals
+
+
+def test_a_compiled_module_holds_the_module() -> None:
+    layer = torch.nn.Linear(2, 2)
+    compiled = torch.compile(layer, backend="eager")
+    assert internals.is_compiled(compiled)
+    assert internals.unwrap_compiled(compiled) is layer
+    assert not internals.is_compiled(layer)
+    assert internals.unwrap_compiled(layer) is layer
+
+
+def test_the_hooks_around_a_forward_lie_where_they_are_looked_for() -> None:
+    layer = torch.nn.Linear(2, 2)
+    empty = {name: len(value) for name, value in vars(layer).items() if isinstance(value, dict)}
+    layer.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+    changed = {name for name, size in empty.items() if len(vars(layer)[name]) != size}
+    assert changed == set(internals.MODULE_HOOKS)
+
+
+def compile_with_a_break() -> tuple[bool, list[Any], bool, bool]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(internals.GRAPH_BREAK_LOGGER)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    recompiled: list[bool] = []
+    traced: list[bool] = []
+
+    def compile_graph(module: Any, inputs: Any) -> Any:
+        recompiled.append(internals.is_recompiling())
+        traced.append(internals.is_tracing())
+        return module.forward
+
+    internals.register_compiler(compile_graph, "upstream_test")
+
+    @torch.compile(backend="upstream_test", dynamic=False)
+    def add(values: torch.Tensor) -> torch.Tensor:
+        values = values + 1
+        torch._dynamo.graph_break()
+        return values * 2
+
+    add(torch.zeros(2))
+    first = recompiled[:]
+    add(torch.zeros(3))
+    breaks = [found for found in map(internals.parse_graph_break, messages) if found]
+    timed = any(sum(times) > 0 for times in internals.read_compile_times_s().values())
+    return not any(first) and any(recompiled), breaks, timed, all(traced) and not internals.is_tracing()
+
+
+def test_the_compiler_reports_breaks_recompilations_and_times() -> None:
+    recompiles, breaks, timed, traced = fork(compile_with_a_break)
+    assert recompiles
+    assert timed
+    assert traced
+    assert breaks
+    file, line, reason = breaks[0]
+    assert file.endswith("test_torch_internals.py")
+    assert line > 0
+    assert reason
+
+
+def test_errors_of_the_compiler_are_known_by_their_module() -> None:
+    assert internals.is_compiler_error(torch._dynamo.exc.Unsupported("a reason"))
+    assert internals.is_compiler_error(torch._inductor.exc.InductorError(ValueError("a reason"), None))
+    assert not internals.is_compiler_error(ValueError("another"))
+
+
+def test_products_of_eight_bits() -> None:
+    ones = torch.ones(32, 32, dtype=torch.int8)
+    assert internals.int_mm(ones, ones).unique().tolist() == [32]
+    scale, packed = torch.ones(()), torch.ones(32, 32).to(torch.float8_e4m3fn)
+    product = internals.scaled_mm(packed, packed.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    assert product.float().unique().tolist() == [32]
+
+
+def test_a_function_mode_sees_what_is_looked_for() -> None:
+    seen: list[Any] = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.nn.utils.rnn.pad_sequence([torch.zeros(1), torch.zeros(2)])
+        torch.zeros(1).is_cuda  # noqa: B018
+    assert internals.pad_sequence in seen
+    assert internals.find_property("is_cuda") in seen
+
+
+def test_the_default_device_is_known_without_a_tensor() -> None:
+    assert internals.find_default_device() is None
+    with torch.device("meta"):
+        assert internals.find_default_device() == torch.device("meta")
+    torch.set_default_device("meta")
+    try:
+        assert internals.find_default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(None)
+
+
+def test_the_set_of_factories_is_filled_again() -> None:
+    factories = torch.utils._device._device_constructors
+    before = factories()
+    internals.refresh_factories()
+    assert factories() is not before
+    assert torch.zeros in factories()
+
+
+def test_attention_in_half_precision_has_its_switch() -> None:
+    def switch() -> bool:
+        internals.allow_half_precision_attention()
+        return bool(torch._C._get_math_sdp_allow_fp16_bf16_reduction())
+
+    assert fork(switch)
+
+
+def test_dispatch_keys_and_device_kinds() -> None:
+    assert internals.read_private_use_name() == "privateuseone"
+    assert int(internals.read_device_kind("PrivateUse1")) > int(internals.read_device_kind("XPU"))
+    assert internals.read_device_kind("NO_SUCH_DEVICE") is None
+    assert internals.is_decomposed(torch.ops.aten.group_norm.default)
+    assert not internals.is_decomposed(torch.ops.aten.add.Tensor)
+    assert not internals.has_fallback("AutocastPrivateUse1")
+    with torch.autocast("cpu", torch.bfloat16), internals.exclude_dispatch_key("AutocastCPU"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_the_table_of_device_guards_has_an_entry_for_the_cpu_only() -> None:
+    table = internals.find_guard_table(int(internals.read_device_kind("PrivateUse1")) + 1)
+    assert table[int(internals.read_device_kind("CPU"))] is not None
+    assert table[int(internals.read_device_kind("XPU"))] is None, "a build with a real device"
+
+
+def register() -> tuple[str, bool, bool]:
+    import types
+
+    kind = internals.read_device_kind("XPU")
+    table = internals.find_guard_table(int(internals.read_device_kind("PrivateUse1")) + 1)
+    guard = internals.make_guard(kind)
+    filled = guard is not None and table[int(internals.read_device_kind("PrivateUse1"))] is not None
+    module = types.ModuleType("torch.upstream")
+    internals.register_device_module("hpu", module)
+    return str(guard.type_()), filled, torch.get_device_module("hpu") is module
+
+
+def test_a_guard_and_a_module_are_registered() -> None:
+    name, filled, registered = fork(register)
+    assert name.endswith("XPU")
+    assert filled
+    assert registered
+
+
+def claim() -> str:
+    import types
+
+    module: Any = types.ModuleType("torch.upstream")
+    module.is_available, module._is_in_bad_fork = lambda: True, lambda: False
+    internals.claim_private_use("upstream", module)
+    return f"{internals.read_private_use_name()} {torch.device('upstream', 1)}"
+
+
+def test_the_free_slot_takes_a_name() -> None:
+    assert fork(claim) == "upstream upstream:1"
+
+
+def test_pickles_are_rebuilt_by_torch() -> None:
+    tensor = internals.find_rebuild(is_parameter=False)(torch.ones(2), torch.float32, "cpu", False)
+    assert tensor.tolist() == [1.0, 1.0]
+    parameter = internals.find_rebuild(is_parameter=True)(torch.ones(2), True, {})
+    assert isinstance(parameter, torch.nn.Parameter)
+
+
+def test_functions_of_a_skipped_package_are_not_traced() -> None:
+    def compile_a_call() -> bool:
+        internals.skip_in_graphs("anyaccel.backends")
+        from anyaccel.backends.host import is_host
+
+        compiled = torch.compile(lambda values: values + is_host(values.device), backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="skip"):
+            compiled(torch.zeros(2))
+        return True
+
+    assert fork(compile_a_call)
+
+
+def test_running_out_of_memory_on_the_cpu_is_recognized() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value), str(caught.value)
+
+
+def test_the_names_that_are_passed_on() -> None:
+    leaves, spec = internals.tree_flatten({"a": [1, (2,)]})
+    assert isinstance(spec, internals.TreeSpec)
+    assert internals.tree_unflatten(leaves, spec) == {"a": [1, (2,)]}
+    assert internals.tree_map(lambda value: value + 1, [1]) == [2]
+    assert internals.tree_map_only(int, lambda value: value + 1, [1, "x"]) == [2, "x"]
+    assert issubclass(internals.FakeTensor, torch.Tensor)
+    assert hasattr(internals.TorchDispatchMode, "__torch_dispatch__")
+    assert internals.disable_torch_function(torch.add, (), (1, 2), {}) == 3
