@@ -13,7 +13,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.configuration_utils import register_to_config
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.hooks.context_parallel import EquipartitionSharder
 from diffusers.models.modeling_utils import ModelMixin
 
@@ -32,12 +32,12 @@ PIPELINES = (
 )
 
 
-class Model(ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
-    _keep_in_fp32_modules = ("kept",)
+class Model(ModelMixin, ConfigMixin):
+    _keep_in_fp32_modules = ("kept",)  # type: ignore[assignment]
 
-    @register_to_config
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept, self.cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 
 
@@ -79,7 +79,8 @@ def test_the_denoising_loop_counts_in_i_over_t(name: str) -> None:
 
 def test_the_step_is_read_from_a_running_pipeline() -> None:
     recipe = recipes()["stable-diffusion"]
-    pipe, seen = recipe.make(), []
+    pipe: Any = recipe.make()
+    seen: list[int | None] = []
     forward = pipe.unet.forward
 
     def look(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +117,8 @@ def test_parallelism_warns_and_resolves_its_config_by_a_method_of_the_model() ->
 def resolve() -> tuple[bool, str, str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     model, config = Model(), internals.make_tensor_parallel_config(1, mesh)
     with internals.use_mesh(model, mesh, torch.device("cpu")):
@@ -170,12 +172,13 @@ def test_pipelines_cast_in_from_pipe_and_auto_classes_do_not() -> None:
 
 
 def test_hooks_lie_where_they_are_looked_for() -> None:
-    from diffusers.hooks import HookRegistry, ModelHook
+    from diffusers.hooks.hooks import HookRegistry, ModelHook
 
+    make_hook: Any = ModelHook
     layer = torch.nn.Linear(2, 2)
-    HookRegistry.check_if_exists_or_initialize(layer).register_hook(ModelHook(), "test")
+    HookRegistry.check_if_exists_or_initialize(layer).register_hook(make_hook(), "test")
     assert isinstance(getattr(layer, internals.HOOK_ATTRIBUTE), HookRegistry)
-    pipe = recipes()["stable-diffusion"].make()
+    pipe: Any = recipes()["stable-diffusion"].make()
     pipe.remove_all_hooks()
     assert getattr(pipe, internals.PIPELINE_HOOKS) == []
 

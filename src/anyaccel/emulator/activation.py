@@ -22,6 +22,7 @@ from anyaccel.emulator.seams import install_seams
 from anyaccel.emulator.tensor import activate
 from anyaccel.emulator.vendor import install_vendor_packages, make_device_module
 from anyaccel.errors import UsageError, VirtualDeviceError
+from anyaccel.upstream.torch_internals import load_dynamo
 
 __all__ = ["start", "start_spec", "virtual"]
 
@@ -69,6 +70,7 @@ def start_spec(spec: DeviceSpec) -> DeviceSpec:
 
 
 def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
+    load_dynamo()
     module = make_device_module(accelerator)
     whole = [name for name in accelerator.limits.operations if "." not in name]
     register_device(accelerator.name, module, whole)

@@ -45,6 +45,7 @@ __all__ = [
     "is_decomposed",
     "is_recompiling",
     "is_tracing",
+    "load_dynamo",
     "make_guard",
     "pad_sequence",
     "parse_graph_break",
@@ -185,6 +186,14 @@ def is_recompiling() -> bool:
     """Return whether the graph being compiled replaces one for other inputs (_guards.py, `CompileId`)."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return bool(compile_id is not None and compile_id.frame_compile_id)
+
+
+def load_dynamo() -> None:
+    """Import Dynamo, which compares `torch.Tensor.__new__` with its own version of it (_dynamo/polyfills/tensor.py).
+
+    It has to be imported before that function is replaced.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def register_compiler(compile_graph: Callable[..., Any], name: str) -> None:
