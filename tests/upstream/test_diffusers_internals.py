@@ -32,7 +32,7 @@ PIPELINES = (
 )
 
 
-class Model(ModelMixin, ConfigMixin):
+class Model(ModelMixin, ConfigMixin):  # type: ignore[misc]
     _keep_in_fp32_modules = ("kept",)  # type: ignore[assignment]
 
     @register_to_config  # type: ignore[untyped-decorator]
