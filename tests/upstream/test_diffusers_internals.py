@@ -18,6 +18,7 @@ from diffusers.hooks.context_parallel import EquipartitionSharder
 from diffusers.models.modeling_utils import ModelMixin
 
 from anyaccel.emulator.process import fork
+from anyaccel.library_logging import EXPERIMENTAL_ADVICE, FLOAT32_ADVICE
 from anyaccel.recipes import recipes, run
 from anyaccel.upstream import diffusers_internals as internals
 
@@ -42,11 +43,11 @@ class Model(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 
 @contextmanager
-def listening() -> Iterator[list[str]]:
+def listening(name: str) -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(internals.MODELING_LOGGER)
+    logger = logging.getLogger(name)
     logger.addHandler(handler)
     try:
         yield messages
@@ -99,19 +100,20 @@ def test_the_step_is_read_from_a_running_pipeline() -> None:
 
 
 def test_a_cast_warns_of_modules_that_stay_in_float32() -> None:
-    model = Model()
-    with listening() as messages:
+    model, (logger, text) = Model(), FLOAT32_ADVICE
+    with listening(logger) as messages:
         model.to(torch.float16)
-    assert any(internals.FLOAT32_ADVICE in message for message in messages), messages
+    assert any(text in message for message in messages), messages
     assert internals.read_float32_modules(model) == ("kept",)
     assert internals.read_float32_modules(KINDS.WanTransformer3DModel)
 
 
 def test_parallelism_warns_and_resolves_its_config_by_a_method_of_the_model() -> None:
     model, config = Model(), KINDS.ContextParallelConfig(ulysses_degree=2)
-    with listening() as messages, pytest.raises(RuntimeError, match=r"torch\.distributed must be"):
+    logger, text = EXPERIMENTAL_ADVICE
+    with listening(logger) as messages, pytest.raises(RuntimeError, match=r"torch\.distributed must be"):
         model.enable_parallelism(config=config)
-    assert any(internals.PARALLELISM_ADVICE in message for message in messages), messages
+    assert any(text in message for message in messages), messages
 
 
 def resolve() -> tuple[bool, str, str]:
