@@ -224,5 +224,6 @@ def test_the_names_that_are_passed_on() -> None:
     assert internals.tree_map(lambda value: value + 1, [1]) == [2]
     assert internals.tree_map_only(int, lambda value: value + 1, [1, "x"]) == [2, "x"]
     assert issubclass(internals.FakeTensor, torch.Tensor)
+    assert internals.PlainGenerator is torch.Generator
     assert hasattr(internals.TorchDispatchMode, "__torch_dispatch__")
     assert internals.disable_torch_function(torch.add, (), (1, 2), {}) == 3

@@ -9,11 +9,9 @@ import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.torch_patches import apply_patch, replace_class
+from anyaccel.upstream.torch_internals import PlainGenerator
 
 __all__ = ["install_generator", "place_of"]
-
-_CpuGenerator = torch.Generator  # before it is replaced
-
 
 _PLACES: dict[int, torch.device] = {}
 """Where each generator of the device belongs, by its address in C++: past the dispatcher its Python class is lost."""
@@ -23,7 +21,7 @@ def _address(generator: Any) -> int:
     return int(generator._cdata)
 
 
-class VirtualGenerator(_CpuGenerator):
+class VirtualGenerator(PlainGenerator):
     """A generator on a virtual device."""
 
     @property

@@ -28,6 +28,7 @@ __all__ = [
     "MODULE_HOOKS",
     "DeviceContext",
     "FakeTensor",
+    "PlainGenerator",
     "TorchDispatchMode",
     "TreeSpec",
     "allow_half_precision_attention",
@@ -165,6 +166,8 @@ def refresh_factories() -> None:
 
 # For the emulator: device names, dispatch keys and pickling.
 
+PlainGenerator = torch._C.Generator
+"""The class `torch.Generator`, also while that name is replaced (csrc/Generator.cpp)."""
 disable_torch_function: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that is seen in dispatch only (documented under this name)."""
 
