@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO
 
 from anyaccel.errors import AnyaccelError, DeviceUnavailableError, UsageError
-from anyaccel.storage.file_lock import lock_file
 from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker
+from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
 
