@@ -11,6 +11,7 @@ what `memory="layer"` predicts, and how far the latents are from those of the fi
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -114,7 +115,7 @@ def measure(pipe: Any, device: str, call: dict[str, Any]) -> tuple[dict[str, Any
     generator = torch.Generator().manual_seed(7)
     started = time.perf_counter()
     latents = pipe(**{**call, "generator": generator}, callback_on_step_end=note).images
-    steps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(ends)]
     figures = {
         "first_step_s": round(ends[0] - started, 3),
         "step_s": round(statistics.median(steps), 4),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from anyaccel.backends.host import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
@@ -29,6 +32,9 @@ def install_seams(accelerator: VirtualAccelerator) -> None:
     apply_patch("safetensors.safe_open", lambda safe_open: _load_safetensors(safe_open, accelerator), "emulator")
     for name, answer in _answer_for_accelerator(accelerator).items():
         apply_patch(f"torch.accelerator.{name}", replace_by(answer), "emulator")
+    pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+    apply_patch("torch.Tensor.pin_memory", lambda plain: _pin_memory(pinned), "emulator")
+    apply_patch("torch.Tensor.is_pinned", lambda plain: _is_pinned(pinned), "emulator")
 
 
 def _is_ours(device: Any, accelerator: VirtualAccelerator) -> bool:
@@ -138,6 +144,31 @@ def _replace_data(plain: Any) -> property:
             plain.__set__(self, value)
 
     return property(plain.__get__, write)
+
+
+def _pin_memory(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., torch.Tensor]:
+    """`tensor.pin_memory()`: torch's own requires a driver that is not there."""
+
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if has_torch_function_unary(self):
+            result: torch.Tensor = handle_torch_function(pin_memory, (self,), self, device=device)
+            return result
+        if not is_host(self.device):
+            raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+        if self.untyped_storage() in pinned:
+            return self
+        copied = self.detach().clone()
+        pinned.add(copied.untyped_storage())
+        return copied
+
+    return pin_memory
+
+
+def _is_pinned(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., bool]:
+    def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+        return is_host(self.device) and self.untyped_storage() in pinned
+
+    return is_pinned
 
 
 def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:

@@ -70,6 +70,8 @@ PATCHES: tuple[Patch, ...] = (
         "The setter exchanges the storage of a wrapper tensor, and not that of the tensor inside.",
         f"{_PYTORCH}/pull/111162",
     ),
+    Patch("torch.Tensor.pin_memory", "Pinning requires the driver of a device that is not there."),
+    Patch("torch.Tensor.is_pinned", "Which memory is pinned is known to the driver, which is not there."),
     Patch(
         "torch.nn.Module._apply",
         "It assigns `.data` where it takes two tensors to be alike; wrapper tensors have to be swapped.",

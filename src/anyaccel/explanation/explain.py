@@ -11,6 +11,7 @@ import torch
 
 from anyaccel.backends.half_precision import measure_half_precision
 from anyaccel.backends.portable import dtype_name
+from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.explanation.described_model import find_model
@@ -200,6 +201,7 @@ class _Asking:
             attention=self.plan.attention.value,
             size=size,
             unified_memory=self.target.sheet.unified_memory,
+            fetches_ahead=load_registry().backend(self.target.sheet.name).driver.marks,
         )
 
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:

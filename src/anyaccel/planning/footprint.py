@@ -33,7 +33,7 @@ class ModelSize:
     weights_bytes: int
     """As they lie on the device, in the type that they run in."""
     layer_bytes: int
-    """The most that lies on the device where layers come and go one by one."""
+    """The most that lies on the device where layers come and go one by one, with one that is fetched ahead."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Footprint:
     """The models that make room for one another, as diffusers lists them."""
     always_there: tuple[str, ...] = ()
     """The models that diffusers leaves on the device whatever is offloaded."""
+    never_streamed: tuple[str, ...] = ()
+    """The models that stay on the device whole where the layers of others come and go."""
     fixed_bytes: int = 0
     """What libraries hold besides."""
 

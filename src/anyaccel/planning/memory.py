@@ -176,7 +176,8 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
 
     Once denoising is `recorded`, what it holds at its peak is held in all phases, for the next image.
     """
-    loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, footprint.always_there)
+    kept = footprint.always_there + (footprint.never_streamed if residence == "layer" else ())
+    loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, kept)
     peaks = {"load": loaded}
     there: set[str] = set(footprint.always_there)
     for passing in footprint.passings:
@@ -184,7 +185,7 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
             there = _make_room(footprint, there, passing.component)
             weights = _weights(footprint, tuple(there))
         elif residence == "layer":
-            weights = loaded + footprint.model(passing.component).layer_bytes
+            weights = loaded + (0 if passing.component in kept else footprint.model(passing.component).layer_bytes)
         elif residence == "phase":
             together = {other.component for other in footprint.passings if other.phase == passing.phase}
             weights = _weights(footprint, tuple(together))

@@ -279,6 +279,7 @@ def _make_measurement(pipe: Any, placement: Placement, request: Request) -> Meas
         arguments=arguments,
         attention=placement.plan.attention.value,
         unified_memory=placement.opened.sheet.unified_memory,
+        fetches_ahead=placement.opened.driver.marks,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )
 

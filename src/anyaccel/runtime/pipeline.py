@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import os
@@ -155,6 +156,15 @@ class Portable:
             placement = _placement_of(self)
             with make_glue_seam(placement.plan, placement.device):
                 enable(device=placement.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy a pipeline; weights that wait elsewhere are copied from host memory, and the copy is placed alike."""
+        placement = find_placement(self)
+        elsewhere = placement is not None and placement.residence in ("phase", "layer")
+        with weights_at_home(self):
+            rebuild, parts = self.__reduce__()
+            made = rebuild(*copy.deepcopy(parts, memo))
+        return made.to(placement.opened.torch_device) if placement is not None and elsewhere else made
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The class is made here and cannot be found by its name: the plain one is pickled, and made portable again.

@@ -43,6 +43,7 @@ from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import remove_speedups
 from anyaccel.upstream import diffusers_internals, transformers_internals
 from anyaccel.upstream.torch_internals import allow_half_precision_attention
+from anyaccel.runtime.streaming import is_streamed
 
 __all__ = [
     "fall_back_in_dtype",
@@ -143,7 +144,8 @@ def place_pipeline(
     if plan.parallel.value is not None:
         join_ranks(opened, plan)
     remove_speedups(pipe, before)
-    if before is not None and before.residence != "resident" and not before.offloaded_by_user:
+    offloaded_by_plan = before is not None and before.residence != "resident" and not before.offloaded_by_user
+    if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
         bring_home(pipe)
     try:
         placement = _plan_weights(pipe, Placement(opened, place, plan, wishes, loaded=loaded), offloaded)

@@ -24,7 +24,13 @@ from anyaccel.runtime.memory import CallPlan, does_not_fit, find_capacity, list_
 from anyaccel.runtime.placement import Placement, being_offloaded, find_components, find_placement, read_facts
 from anyaccel.runtime.remembered import has_learnt, recall, remember
 from anyaccel.runtime.request import Request, shape_of
-from anyaccel.runtime.residence import bring_home, end_phase, find_lost_change, set_residence
+from anyaccel.runtime.residence import (
+    bring_home,
+    end_phase,
+    find_lost_change,
+    has_unstreamed_weights,
+    set_residence,
+)
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import forget_captured_graphs, remove_speedups
 from anyaccel.tracing.measure import set_parts
@@ -88,6 +94,8 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
             hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; '
             "an adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
         )
+    if placement.residence == "layer" and has_unstreamed_weights(pipe):
+        move_weights(pipe, placement, "layer")
 
 
 @contextmanager
@@ -108,8 +116,8 @@ def weights_at_home(pipe: Any) -> Iterator[None]:
 
 def _send_weights_back(pipe: Any, placement: Placement) -> None:
     """A call was cut short: the weights that it had fetched go back to where they wait."""
-    if placement.residence == "phase":
-        end_phase(pipe)
+    if placement.residence in ("phase", "layer"):
+        end_phase(pipe, failed=True)
     elif placement.residence == "component" and not placement.offloaded_by_user:
         with being_offloaded(pipe):
             pipe.maybe_free_model_hooks()
@@ -171,10 +179,9 @@ def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
     placement.residence = None
     remove_speedups(pipe, placement)
-    unified = placement.opened.sheet.unified_memory
     bring_home(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
     with make_glue_seam(placement.plan, placement.device):
-        set_residence(pipe, residence, placement.device, unified_memory=unified)
+        set_residence(pipe, residence, placement.device, placement.opened)
     placement.residence = residence
 
 

@@ -1,7 +1,8 @@
 """Where the weights of a pipeline are while it runs: all on the device, or a phase's, a model's or a layer's.
 
-One model or one layer at a time is diffusers' and accelerate's own. By phase and from disk is done here, as a hook of
-accelerate's, for devices that share the host's memory, where moving to the host frees nothing.
+One model at a time is diffusers' own, and so is one layer at a time where a device has its own memory (`streaming`).
+By phase and from disk is done here, as a hook of accelerate's, for devices that share the host's memory, where moving
+to the host frees nothing.
 """
 
 from __future__ import annotations
@@ -17,34 +18,57 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from anyaccel.backends.device import OpenDevice, open_device
 from anyaccel.planning.memory import Residence
-from anyaccel.runtime.placement import being_offloaded, find_components, read_facts
+from anyaccel.runtime.placement import being_offloaded, find_components, find_models, read_facts
+from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, start_streaming, stop_streaming
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
 from anyaccel.upstream.accelerate_internals import find_hook
+from anyaccel.tracing.measure import supports_streaming
 
-__all__ = ["bring_home", "end_phase", "find_lost_change", "set_residence"]
+__all__ = ["bring_home", "end_phase", "find_lost_change", "has_unstreamed_weights", "set_residence"]
 
 _ROOM = "_anyaccel_room"
 
 
-def set_residence(pipe: Any, residence: Residence, device: torch.device, *, unified_memory: bool) -> None:
+def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:
     """Bring a pipeline's weights to where a rule wants them, from the host."""
     with being_offloaded(pipe), torch.no_grad():
         if residence == "resident":
             pipe.to(device, silence_dtype_warnings=True, hpu_migration=False)
         elif residence == "component":
             pipe.enable_model_cpu_offload(device=device)
-        elif residence == "layer" and not unified_memory:
-            pipe.enable_sequential_cpu_offload(device=device)
+        elif residence == "layer" and not opened.sheet.unified_memory:
+            _stream(pipe, device, use_stream=opened.driver.marks)
         else:
             _keep_on_disk(pipe, device, by_layer=residence == "layer")
 
 
-def end_phase(pipe: Any) -> None:
-    """Let go of the weights of the last phase, where they come from disk."""
+def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
+    """Let layers come one by one; what diffusers says cannot be taken apart stays on the device whole."""
+    models, kept = find_models(pipe), getattr(pipe, "_exclude_from_cpu_offload", ())
+    weights = sum(tensor.nbytes for model in models.values() for tensor in model.parameters())
+    # Pinned memory is had in powers of two: at worst the weights take twice their size.
+    pin = use_stream and open_device("cpu").driver.memory(0).free_bytes > weights
+    for name, model in models.items():
+        if name in kept or not supports_streaming(model):
+            model.to(device)
+        else:
+            start_streaming(model, device, use_stream=use_stream, pin=pin)
+
+
+def has_unstreamed_weights(pipe: Any) -> bool:
+    """Return whether a model got parameters since its layers are streamed, which would not come to the device."""
+    return any(has_new_weights(model) for model in find_models(pipe).values())
+
+
+def end_phase(pipe: Any, *, failed: bool = False) -> None:
+    """Let go of the weights of the last phase, where they come from disk, and of layers that a call left behind."""
     room = vars(pipe).get(_ROOM)
     if isinstance(room, _Room):
         room.empty()
+    for model in find_models(pipe).values():
+        end_streaming_call(model, failed=failed)
 
 
 def find_lost_change(pipe: Any) -> str | None:
@@ -64,6 +88,8 @@ def bring_home(pipe: Any) -> None:
     """Bring every model to the host, whole and without the hooks of an earlier residence."""
     with being_offloaded(pipe):
         pipe.remove_all_hooks()
+    for model in find_models(pipe).values():
+        stop_streaming(model)
     room = vars(pipe).pop(_ROOM, None)
     if isinstance(room, _Room):
         room.remove_files()

@@ -15,8 +15,10 @@ from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
 from anyaccel.tracing.trace import Traced
 
-__all__ = ["Measurement", "set_parts"]
+__all__ = ["Measurement", "set_parts", "supports_streaming"]
 
+_COMPUTED = {"weight_g", "weight_orig"}
+"""Parameters that a hook of torch's makes a weight of before the forward that streaming wraps."""
 _PARTS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
@@ -34,6 +36,7 @@ class Measurement:
         attention: AttentionRule,
         size: tuple[int, int] | None = None,
         unified_memory: bool = False,
+        fetches_ahead: bool = False,
     ) -> None:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
@@ -42,10 +45,10 @@ class Measurement:
         self.seen = Seen()
         """What the first run did inside the models."""
         self._known: dict[tuple[Way, int], Footprint] = {}
-        self._models = tuple(
-            _read_size(name, part, workspace)
-            for name, part in pipe.components.items()
-            if isinstance(part, torch.nn.Module)
+        models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+        self._models = tuple(_read_size(name, part, workspace, fetches_ahead) for name, part in models.items())
+        self._never_streamed = tuple(
+            name for name, part in models.items() if not (unified_memory or supports_streaming(part))
         )
 
     def __call__(self, way: Way, images: int) -> Footprint:
@@ -79,6 +82,7 @@ class Measurement:
             passings=self._read_passings(),
             offload_order=tuple(name for name in order if name),
             always_there=self.always_there,
+            never_streamed=self._never_streamed,
             fixed_bytes=self.workspace.fixed_bytes,
         )
 
@@ -106,19 +110,29 @@ def set_parts(pipe: Any, on: bool) -> None:
                 switch()
 
 
-def _read_size(name: str, model: torch.nn.Module, workspace: Workspace) -> ModelSize:
+def supports_streaming(model: torch.nn.Module) -> bool:
+    """Return whether each weight of a model is read only in the forward of the layer that has it."""
+    takes_apart = getattr(model, "_supports_group_offloading", True)  # of diffusers' models, seen in 0.42.1
+    return takes_apart and not any(
+        isinstance(layer, torch.nn.MultiheadAttention) or not _COMPUTED.isdisjoint(layer._parameters)
+        for layer in model.modules()
+    )
+
+
+def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_ahead: bool) -> ModelSize:
     """The sizes of a model's weights, tied ones once."""
 
     def take(tensors: Any) -> int:
         return sum(workspace.of_block(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
     buffers = take(model.buffers())
+    ahead = _find_next_layer(model, take) if fetches_ahead else 0
     return ModelSize(
         name=name,
         kind=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights_bytes=take(model.parameters()) + buffers,
-        layer_bytes=_find_largest_layer(model, take) + buffers,
+        layer_bytes=_find_largest_layer(model, take) + buffers + ahead,
     )
 
 
@@ -126,3 +140,8 @@ def _find_largest_layer(model: torch.nn.Module, take: Callable[[Any], int]) -> i
     """The most that is there at once where each module brings its own parameters: its own and its parents'."""
     own = take(model.parameters(recurse=False))
     return own + max((_find_largest_layer(child, take) for child in model.children()), default=0)
+
+
+def _find_next_layer(model: torch.nn.Module, take: Callable[[Any], int]) -> int:
+    """The most that is fetched ahead: the parameters of one module."""
+    return max(take(module.parameters(recurse=False)) for module in model.modules())

@@ -1,0 +1,115 @@
+"""Streaming: weights wait in host memory, and each layer's come to the device while it runs.
+
+This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block of SDXL's
+UNet is a third of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
+
+Relies on private names of diffusers, seen in 0.42.1: the attribute `_diffusers_hook` of modules, the three
+names of hooks below, and `ModuleGroup.offload_`. `tests/memory/test_streaming.py` fails if one of them changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, apply_group_offloading
+
+__all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
+
+_REGISTRY = "_diffusers_hook"
+_GROUP = "group_offloading"
+_ORDER = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
+"""What finds the order of the layers in the first forward, so that the next one is fetched ahead."""
+_NOT_RUN = "It seems like some layers were not executed"
+"""The start of a warning that does not apply: a layer that the first forward left out is fetched when it runs."""
+_BEFORE = "_anyaccel_before"
+"""Attribute of our registries: the module's own `forward` before, or None."""
+_WEIGHTS = "_anyaccel_weights"
+"""Attribute of the model's registry: its parameters when streaming began."""
+
+
+def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream: bool, pin: bool) -> None:
+    """Let a model's layers come to a device one by one, from host memory.
+
+    With `use_stream` the next layer is fetched while one runs. `pin` keeps all weights in pinned memory; otherwise each
+    layer is pinned when it is fetched.
+    """
+    if is_streamed(model):  # by another pipeline that has the same model
+        stop_streaming(model)
+    logging.getLogger(apply_group_offloading.__module__).addFilter(_is_about_something)
+    before = {module: vars(module).get("forward") for module in model.modules()}
+    apply_group_offloading(
+        model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
+    )
+    registry = HookRegistry.check_if_exists_or_initialize(model)
+    setattr(registry, _WEIGHTS, tuple(model.parameters()))
+    for module, registry in _list_registries(model):
+        setattr(registry, _BEFORE, before[module])
+
+
+def is_streamed(model: torch.nn.Module) -> bool:
+    """Return whether `start_streaming` was called for a model."""
+    return hasattr(vars(model).get(_REGISTRY), _WEIGHTS)
+
+
+def has_new_weights(model: torch.nn.Module) -> bool:
+    """Return whether a streamed model has parameters that it did not have when streaming began."""
+    if not is_streamed(model):
+        return False
+    known, now = getattr(vars(model)[_REGISTRY], _WEIGHTS), tuple(model.parameters())
+    return len(known) != len(now) or not all(map(operator.is_, known, now))
+
+
+def end_streaming_call(model: torch.nn.Module, *, failed: bool = False) -> None:
+    """Send the layers back that a call left on the device: those that were fetched ahead, or when it failed.
+
+    A model whose own forward did not run, such as an autoencoder, keeps no note of its order: the list would grow with
+    every call.
+    """
+    if not is_streamed(model):
+        return
+    for _, registry in _list_registries(model):
+        hook = registry.get_hook(_GROUP)
+        if hook is not None and any(one.device != hook.group.offload_device for one in _list_tensors(hook.group)):
+            hook.group.offload_()
+        for name in () if failed else _ORDER:
+            registry.remove_hook(name, recurse=False)
+
+
+def stop_streaming(model: torch.nn.Module) -> None:
+    """Bring a streamed model's weights to host memory, and leave no hook and no `forward` of diffusers' behind."""
+    if not is_streamed(model):
+        return
+    end_streaming_call(model)
+    delattr(vars(model)[_REGISTRY], _WEIGHTS)
+    for module, registry in _list_registries(model):
+        registry.remove_hook(_GROUP, recurse=False)
+        before = vars(registry).pop(_BEFORE, registry)
+        if registry.hooks or before is registry:  # somebody else's are there, or put it there since
+            continue
+        del vars(module)[_REGISTRY]
+        vars(module).pop("forward", None)
+        if before is not None:
+            vars(module)["forward"] = before
+
+
+def _is_about_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOT_RUN)
+
+
+def _list_registries(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    for module in model.modules():
+        registry = vars(module).get(_REGISTRY)
+        if registry is not None:
+            yield module, registry
+
+
+def _list_tensors(group: Any) -> Iterator[torch.Tensor]:
+    for module in group.modules:
+        yield from module.parameters()
+        yield from module.buffers()
+    yield from group.parameters
+    yield from group.buffers
