@@ -134,8 +134,8 @@ def run_way(pipe: Any, device: str, call: dict[str, Any], way: str, dtype: str) 
         placed = place(pipe, device, dtype=dtype, memory="layer", vae_tiling=False, watch=False)
         row: dict[str, Any] = {"setup_s": round(time.perf_counter() - started, 1)}
         figures, latents = measure(placed, device, call)
-        forecast = placed.plan.forecast
-        row["rule"] = str(placed.plan.memory)
+        forecast = placed.plan.report.forecast
+        row["rule"] = str(placed.plan.memory_in_use)
         row["predicted_bytes"] = dict(forecast.phases).get("denoise") if forecast else None
         place(pipe, "cpu")
         return row | figures, latents

@@ -44,6 +44,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     apply_group_offloading(
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
     )
+    _join_attention(model)
     registry = HookRegistry.check_if_exists_or_initialize(model)
     setattr(registry, _WEIGHTS, tuple(model.parameters()))
     for module, registry in _list_registries(model):
@@ -94,6 +95,17 @@ def stop_streaming(model: torch.nn.Module) -> None:
         vars(module).pop("forward", None)
         if before is not None:
             vars(module)["forward"] = before
+
+
+def _join_attention(model: torch.nn.Module) -> None:
+    """Let torch's own attention bring its last layer along: it reads the weights of that layer and does not call it."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.MultiheadAttention):
+            outer, inner = vars(module)[_REGISTRY], vars(module.out_proj)[_REGISTRY]
+            group, last = outer.get_hook(_GROUP).group, inner.get_hook(_GROUP).group
+            group.modules.append(module.out_proj)
+            group.cpu_param_dict.update(last.cpu_param_dict)
+            inner.remove_hook(_GROUP, recurse=False)
 
 
 def _is_about_something(record: logging.LogRecord) -> bool:

@@ -113,10 +113,7 @@ def set_parts(pipe: Any, on: bool) -> None:
 def supports_streaming(model: torch.nn.Module) -> bool:
     """Return whether each weight of a model is read only in the forward of the layer that has it."""
     takes_apart = getattr(model, "_supports_group_offloading", True)  # of diffusers' models, seen in 0.42.1
-    return takes_apart and not any(
-        isinstance(layer, torch.nn.MultiheadAttention) or not _COMPUTED.isdisjoint(layer._parameters)
-        for layer in model.modules()
-    )
+    return takes_apart and all(_COMPUTED.isdisjoint(layer._parameters) for layer in model.modules())
 
 
 def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_ahead: bool) -> ModelSize:
