@@ -1,7 +1,7 @@
 """Streaming: weights wait in host memory, and each layer's come to the device while it runs.
 
 This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block of SDXL's
-UNet is a third of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
+UNet is 47 % of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
 
 Relies on private names of diffusers, seen in 0.42.1: the attribute `_diffusers_hook` of modules, the three
 names of hooks below, and `ModuleGroup.offload_`. `tests/memory/test_streaming.py` fails if one of them changes.
