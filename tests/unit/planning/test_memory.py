@@ -46,6 +46,9 @@ def test_what_each_residence_holds() -> None:
     assert predict(plain, "resident") == {"load": 680, "encode": 690, "denoise": 720, "decode": 880}
     assert predict(plain, "component") == {"load": 30, "encode": 140, "denoise": 570, "decode": 280}
     assert predict(plain, "layer") == {"load": 30, "encode": 50, "denoise": 120, "decode": 235}
+    whole = replace(plain, never_streamed=("vae",))
+    assert predict(whole, "layer") == {"load": 80, "encode": 100, "denoise": 170, "decode": 280}
+    assert predict(whole, "component") == predict(plain, "component")
     alone = replace(plain, always_there=())
     assert predict(alone, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
 
