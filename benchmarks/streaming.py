@@ -22,7 +22,7 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.hooks import HookRegistry
+from diffusers.hooks.hooks import HookRegistry
 
 import anyaccel
 from anyaccel.bench.pipelines import make_call, make_pipeline

@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.hooks import HookRegistry
+from diffusers.hooks.hooks import HookRegistry, ModelHook
 
 import anyaccel
 from anyaccel.backends.driver import Driver
@@ -30,6 +30,8 @@ NAME = "stable-diffusion"
 class Model(torch.nn.Module):
     """Two layers that share a weight, a parameter and a buffer of its own, and a norm."""
 
+    shift: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -39,7 +41,8 @@ class Model(torch.nn.Module):
         self.register_buffer("shift", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.second(self.first(x))) * self.scale + self.shift
+        normed: torch.Tensor = self.norm(self.second(self.first(x)))
+        return normed * self.scale + self.shift
 
 
 def off(one: Any, other: Any) -> float:
@@ -135,13 +138,13 @@ def test_new_parameters_are_seen() -> None:
 
 
 def test_hooks_of_others_stay() -> None:
-    class Doubling(diffusers.hooks.ModelHook):  # type: ignore[misc,name-defined]
+    class Doubling(ModelHook):
         def post_forward(self, module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
             return output * 2
 
     model, x = Model(), torch.randn(2, 4)
     expected = model(x)
-    HookRegistry.check_if_exists_or_initialize(model).register_hook(Doubling(), "doubling")
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(Doubling(), "doubling")  # type: ignore[no-untyped-call]
     start_streaming(model, CPU, use_stream=False, pin=False)
     assert torch.equal(model(x), expected * 2)
     stop_streaming(model)
@@ -155,7 +158,8 @@ def test_which_models_can_be_streamed() -> None:
     assert supports_streaming(model)
     torch.nn.utils.weight_norm(model.first)
     assert not supports_streaming(model), "the weight is computed before the layer's forward"
-    assert not supports_streaming(recipes()["stable-audio"].make().vae), "diffusers says so"
+    audio: Any = recipes()["stable-audio"].make()
+    assert not supports_streaming(audio.vae), "diffusers says so"
 
 
 def test_what_of_diffusers_is_relied_on() -> None:

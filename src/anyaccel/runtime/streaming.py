@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, apply_group_offloading
+from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.hooks.hooks import HookRegistry
 
 __all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
 
