@@ -2,7 +2,7 @@
 
     python -m benchmarks.commits cuda OLD_SRC NEW_SRC --cases sd15 sdxl klein
 
-OLD_SRC and NEW_SRC are `src` folders. Each tree has one process per case; both warm up, then images are made in turns.
+OLD_SRC and NEW_SRC are `src` folders. Each tree has one process per case; all warm up, then images are made in turns.
 Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
 """
 
@@ -56,36 +56,31 @@ def serve(case: str, device: str, image: str) -> None:
         print(json.dumps(make()[1]), file=answers, flush=True)
 
 
-def compare(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one case with both trees, in turns."""
+def start(case: str, source: Path, image: Path, device: str) -> Any:
+    """Start the process of one case with one source tree."""
+    command = [sys.executable, "-m", "benchmarks.commits", device, "-", "-", "--serve", case, "--image", str(image)]
+    path = os.pathsep.join([str(source.resolve()), str(Path.cwd())])
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def compare(processes: dict[str, Any], images: dict[str, Path], rounds: int) -> dict[str, Any]:
+    """Make images with both trees, in turns."""
     import numpy
 
-    processes = {}
-    for name, source in (("old", options.old), ("new", options.new)):
-        command = [sys.executable, "-m", "benchmarks.commits", options.device, "-", "-", "--serve", case]
-        processes[name] = subprocess.Popen(
-            [*command, "--image", str(folder / f"{case}-{name}.npy")],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(source.resolve()), str(Path.cwd())])},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    times: dict[str, list[float]] = {"old": [], "new": []}
-    for process in processes.values():
-        json.loads(process.stdout.readline())
-    for turn in range(options.rounds):
-        for name in ("old", "new") if turn % 2 else ("new", "old"):
+    times: dict[str, list[float]] = {name: [] for name in processes}
+    for turn in range(rounds):
+        for name in sorted(processes, reverse=bool(turn % 2)):
             process = processes[name]
             process.stdin.write("\n")
             process.stdin.flush()
             times[name].append(json.loads(process.stdout.readline()))
-    for process in processes.values():
-        process.kill()
-        process.wait()
-    images = [numpy.load(folder / f"{case}-{name}.npy") for name in ("old", "new")]
+    old, new = (numpy.load(images[name]) for name in ("old", "new"))
     medians = {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
     return {
         "median_s": medians,
         "new_over_old": round(medians["new"] / medians["old"], 4),
-        "largest_difference": float(numpy.abs(images[0] - images[1]).max()),
+        "largest_difference": float(numpy.abs(old - new).max()),
         "seconds": times,
     }
 
@@ -118,12 +113,25 @@ def main() -> None:
         "versions": {"torch": torch.__version__}, "rows": {},
     }  # fmt: skip
     options.out.mkdir(exist_ok=True)
+    trees = {"old": options.old, "new": options.new}
     with tempfile.TemporaryDirectory() as folder:
+        images = {case: {name: Path(folder) / f"{case}-{name}.npy" for name in trees} for case in options.cases}
+        # All warm up at once, since compiling takes most of the time, and are measured one after another.
+        processes = {
+            case: {name: start(case, source, images[case][name], options.device) for name, source in trees.items()}
+            for case in options.cases
+        }
+        for each in processes.values():
+            for process in each.values():
+                json.loads(process.stdout.readline())
         for case in options.cases:
-            row = report["rows"][case] = compare(case, options, Path(folder))
+            row = report["rows"][case] = compare(processes[case], images[case], options.rounds)
             print(case, row["median_s"], row["new_over_old"], row["largest_difference"], flush=True)
             path = options.out / f"commits_{opened.sheet.name}.json"
             path.write_text(json.dumps(report, indent=1) + "\n")
+        for process in [process for each in processes.values() for process in each.values()]:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ def has_3d_convolutions(name: str) -> bool:
 
     from anyaccel.recipes import recipes
 
-    models = [part for part in recipes()[name].make().components.values() if isinstance(part, torch.nn.Module)]
+    pipe: Any = recipes()[name].make()
+    models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     return any(isinstance(layer, torch.nn.Conv3d) for model in models for layer in model.modules())
 
 

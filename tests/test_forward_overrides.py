@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook as AccelerateHook
 from accelerate.hooks import add_hook_to_module, remove_hook_from_module
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import HookRegistry, ModelHook
 
 from anyaccel.forward_overrides import (
     ForwardOverrides,
@@ -61,7 +61,8 @@ def sample() -> torch.Tensor:
 
 @pytest.fixture
 def plain(model: Model, sample: torch.Tensor) -> torch.Tensor:
-    return model(sample)
+    output: torch.Tensor = model(sample)
+    return output
 
 
 @pytest.fixture
@@ -177,7 +178,8 @@ def test_vmap(model: Model, sample: torch.Tensor, plain: torch.Tensor, override:
 def test_jit_trace(model: Model, sample: torch.Tensor, plain: torch.Tensor, override: AddOne) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        traced = torch.jit.trace(model, sample, check_trace=False)
+        trace: Any = torch.jit.trace
+        traced = trace(model, sample, check_trace=False)
     torch.testing.assert_close(traced(sample), plain)
     assert override.calls == 0
 
@@ -199,9 +201,9 @@ class Times(AccelerateHook):  # type: ignore[misc]
         return output * self.factor
 
 
-class DiffusersTimes(ModelHook):  # type: ignore[misc]
+class DiffusersTimes(ModelHook):
     def __init__(self, factor: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.factor = factor
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:

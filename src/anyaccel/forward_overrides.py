@@ -26,6 +26,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from anyaccel.upstream.torch_internals import is_transformed
+
 __all__ = [
     "ForwardOverrides",
     "Override",
@@ -103,7 +105,7 @@ class ForwardOverrides:
         if torch.compiler.is_compiling():
             return self._run_original(*args, **kwargs)
         top = self._chain.top
-        if top is None or top() is not self or _is_transformed():
+        if top is None or top() is not self or is_transformed():
             return self._run_original(*args, **kwargs)
         return self._run(self._chain.ordered, *args, **kwargs)
 
@@ -151,11 +153,6 @@ class ForwardOverrides:
         if self.beneath is not None:
             return operator.itemgetter(0), ((self.beneath,),)
         return getattr, (self._get_module(), "forward")  # the class's: pickle sets `__dict__` after this
-
-
-def _is_transformed() -> bool:
-    """Return whether `torch.jit.trace` or a functorch transform such as `vmap` runs the module."""
-    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> None:

@@ -21,12 +21,6 @@ PRIVATE = re.compile(
 )
 
 EXCEPTIONS = {
-    "forward_overrides.py": "new; its two questions about tracing are to become entries",
-    "runtime/compile.py": "rewritten; what it uses is to become entries",
-    "runtime/compiled_forward.py": "new; what it uses is to become entries",
-    "runtime/graph_capture.py": "new; what it uses is to become entries",
-    "runtime/speed.py": "rewritten; what it uses is to become entries",
-    "runtime/step_reuse.py": "being rewritten",
     "runtime/pipeline.py": "an override of _execution_device has to be a method of the class",
 }
 """Files that may, each with the reason. The list shrinks: a file that no longer needs it is an error."""

@@ -23,7 +23,8 @@ class Model(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 3)
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        return self.layer(sample).relu()
+        output: torch.Tensor = self.layer(sample).relu()
+        return output
 
 
 def fail(graph: Any, inputs: Any) -> Any:

@@ -19,9 +19,8 @@ from anyaccel.backends.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, remove_override, set_override
 from anyaccel.recipes import recipes, run
-from anyaccel.runtime.compile import has_foreign_forward
 from anyaccel.runtime.graph_capture import GraphCapture
-from anyaccel.runtime.module_fingerprint import ModuleFingerprint, find_custom_code
+from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed import _collect_later
 
@@ -210,9 +209,11 @@ def test_the_scale_of_an_adapter_is_part_of_a_fingerprint(unet: Any) -> None:
 
 
 def test_other_libraries_hooks_are_seen(unet: Any) -> None:
-    assert not has_foreign_forward(unet)
+    assert not LayerHooks(unet).has_foreign_forward()
+    with unet.cache_context("cond"):
+        assert not LayerHooks(unet).has_foreign_forward(), "diffusers makes an empty registry"
     unet.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
-    assert has_foreign_forward(unet)
+    assert LayerHooks(unet).has_foreign_forward()
 
 
 def test_gradients_are_not_captured(unet: Any, graphs: FakeGraphs) -> None:
@@ -228,7 +229,7 @@ class DoubleLinear(TorchFunctionMode):
         return output * 2 if func is torch.nn.functional.linear else output
 
 
-class DoubleConvolutions(TorchDispatchMode):
+class DoubleConvolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         return output * 2 if func is torch.ops.aten.convolution.default else output

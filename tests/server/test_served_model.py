@@ -106,7 +106,7 @@ def test_memory_that_runs_out_is_answered_as_in_the_library(model: ServedModel, 
             raise torch.OutOfMemoryError("no memory for this")
         return plain(sample, *args, **kwargs)
 
-    meeting.run = run
+    meeting.run = run  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
         made = list(threads.map(lambda seed: model.make(make_work(seeds=(seed,)), 0, {}, Watcher(look))[0], (7, 8)))
     assert len(failures) >= 2
@@ -129,7 +129,7 @@ def test_a_picture_that_is_not_finite_does_not_take_others_down(model: ServedMod
             return result * float("nan")
         return result
 
-    meeting.run = run
+    meeting.run = run  # type: ignore[method-assign]
     image, _ = model.make(make_work(), 0, {}, Watcher(look))
     assert broken
     assert abs(pixels(image) - alone(folder)).max() <= 1

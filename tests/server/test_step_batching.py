@@ -147,7 +147,7 @@ def test_a_round_that_fails_as_one_is_run_call_by_call() -> None:
             raise torch.OutOfMemoryError("too many")
         return plain(sample, *args, **kwargs)
 
-    meeting.run = run
+    meeting.run = run  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
         made = list(threads.map(lambda seed: shared.run(make_call("stable-diffusion", seed, 4)), (0, 1)))
     assert len(made) == 2

@@ -17,8 +17,8 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.hooks.context_parallel import EquipartitionSharder
 from diffusers.models.modeling_utils import ModelMixin
 
-from anyaccel.emulator.process import fork
 from anyaccel.library_logging import EXPERIMENTAL_ADVICE, FLOAT32_ADVICE
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes, run
 from anyaccel.upstream import diffusers_internals as internals
 
@@ -130,7 +130,7 @@ def resolve() -> tuple[bool, str, str]:
 
 
 def test_a_mesh_on_the_cpu_is_taken_as_it_is() -> None:
-    assert fork(resolve) == (True, "cpu", "TensorParallelConfig")
+    assert call_in_fork(resolve) == (True, "cpu", "TensorParallelConfig")
 
 
 def test_shares_may_be_uneven() -> None:

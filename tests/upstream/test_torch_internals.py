@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.emulator.process import fork
+from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.upstream import torch_internals as internals
 
 
@@ -64,7 +64,7 @@ def compile_with_a_break() -> tuple[bool, list[Any], bool, bool]:
 
 
 def test_the_compiler_reports_breaks_recompilations_and_times() -> None:
-    recompiles, breaks, timed, traced = fork(compile_with_a_break)
+    recompiles, breaks, timed, traced = call_in_fork(compile_with_a_break)
     assert recompiles
     assert timed
     assert traced
@@ -137,7 +137,7 @@ def test_attention_in_half_precision_has_its_switch() -> None:
         internals.allow_half_precision_attention()
         return bool(torch._C._get_math_sdp_allow_fp16_bf16_reduction())
 
-    assert fork(switch)
+    assert call_in_fork(switch)
 
 
 def test_dispatch_keys_and_device_kinds() -> None:
@@ -172,7 +172,7 @@ def register() -> tuple[str, bool, bool]:
 
 
 def test_a_guard_and_a_module_are_registered() -> None:
-    name, filled, registered = fork(register)
+    name, filled, registered = call_in_fork(register)
     assert name.endswith("XPU")
     assert filled
     assert registered
@@ -188,7 +188,7 @@ def claim() -> str:
 
 
 def test_the_free_slot_takes_a_name() -> None:
-    assert fork(claim) == "upstream upstream:1"
+    assert call_in_fork(claim) == "upstream upstream:1"
 
 
 def test_pickles_are_rebuilt_by_torch() -> None:
@@ -208,7 +208,7 @@ def test_functions_of_a_skipped_package_are_not_traced() -> None:
             compiled(torch.zeros(2))
         return True
 
-    assert fork(compile_a_call)
+    assert call_in_fork(compile_a_call)
 
 
 def test_running_out_of_memory_on_the_cpu_is_recognized() -> None:
@@ -227,3 +227,56 @@ def test_the_names_that_are_passed_on() -> None:
     assert internals.PlainGenerator is torch.Generator
     assert hasattr(internals.TorchDispatchMode, "__torch_dispatch__")
     assert internals.disable_torch_function(torch.add, (), (1, 2), {}) == 3
+
+
+def test_transforms_and_traces_are_seen() -> None:
+    seen: list[bool] = []
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.is_transformed())
+        return value
+
+    note(torch.ones(2))
+    torch.vmap(note)(torch.ones(2))
+    torch.jit.trace(note, torch.ones(2), check_trace=False)
+    assert seen == [False, True, True]
+
+
+def test_modes_and_autocast_are_counted() -> None:
+    assert (internals.count_function_modes(), internals.count_dispatch_modes()) == (0, 0)
+    assert not internals.is_autocast_enabled()
+    with torch.overrides.BaseTorchFunctionMode(), internals.TorchDispatchMode(), torch.autocast("cpu"):
+        assert (internals.count_function_modes(), internals.count_dispatch_modes()) == (1, 1)
+        assert internals.is_autocast_enabled()
+
+
+def test_a_module_compiled_in_place_runs_eagerly_again() -> None:
+    layer, graphs = torch.nn.Linear(2, 2), list[Any]()
+
+    def compile_graph(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    with torch.no_grad():
+        layer.compile(backend=compile_graph)
+        layer(torch.ones(1, 2))
+        assert len(graphs) == 1
+        internals.forget_compiled_call(layer)
+        layer(torch.ones(3, 2))
+    assert len(graphs) == 1
+
+
+def test_compilers_and_their_cache_are_found() -> None:
+    assert callable(internals.find_compiler("inductor"))
+    assert internals.find_inductor_cache()
+    internals.set_triton_assembler()
+    with internals.pause_collection_after_compile():
+        assert torch._dynamo.config.run_gc_after_compile is False
+
+
+def test_global_hooks_are_in_their_tables() -> None:
+    after, before = internals.read_global_hooks()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert (len(after), len(before)) == (1, 0)
+    handle.remove()
+    assert not after

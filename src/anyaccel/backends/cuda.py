@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
+from anyaccel.backends.cuda_graphs import make_recorder
 from anyaccel.backends.driver import Driver, Recorder
 from anyaccel.backends.quirks import CONVOLUTIONS_REORDER, NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.registry import Backend
@@ -442,37 +443,7 @@ class CudaDriver(Driver):
         if index not in self._pools:  # one for all recordings, which run one after another; it outlives them
             self._pools[index] = torch.cuda.MemPool()
 
-        def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-            graph = torch.cuda.CUDAGraph()
-            mode = "thread_local"  # what other threads ask of the device meanwhile is no part of it, and no error
-            pool = self._pools[index].id
-            with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-                result = function()
-            return result, graph.replay
-
-        return Recorder(record, read_settings=_read_numeric_settings)
-
-
-def _read_numeric_settings() -> tuple[Any, ...]:
-    """Read what a captured graph has built in: deterministic algorithms, TF32, and the attention kernels allowed."""
-    import torch
-
-    backends: Any = torch.backends
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-        backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        backends.cudnn.enabled,
-        backends.cudnn.allow_tf32,
-        backends.cudnn.benchmark,
-        backends.cudnn.deterministic,
-        backends.cuda.flash_sdp_enabled(),
-        backends.cuda.mem_efficient_sdp_enabled(),
-        backends.cuda.math_sdp_enabled(),
-        backends.cuda.cudnn_sdp_enabled(),
-    )
+        return make_recorder(index, self._pools[index].id)
 
 
 BACKEND = Backend(sheet=CUDA, variants=(ROCM,), driver=CudaDriver)

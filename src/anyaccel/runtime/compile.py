@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +13,18 @@ from typing import Any
 import torch
 
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
-from anyaccel.forward_overrides import ForwardOverrides
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.fusions import fuse
+from anyaccel.runtime.module_fingerprint import LayerHooks
 from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
+from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
 
-__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "has_foreign_forward", "note_shape"]
+__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "note_shape"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -65,8 +65,12 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     compiling = plan.compiling.value
     options = _find_options(plan, plan.compile.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
-    denoisers = [name for name in placement.denoisers if not has_foreign_forward(models[name])]
-    decoders = [name for name, model in models.items() if has_decoder(model) and not has_foreign_forward(model.decoder)]
+    denoisers = [name for name in placement.denoisers if not LayerHooks(models[name]).has_foreign_forward()]
+    decoders = [
+        name
+        for name, model in models.items()
+        if has_decoder(model) and not LayerHooks(model.decoder).has_foreign_forward()
+    ]
     if plan.channels_last.value:
         for name in (*denoisers, *decoders):
             _lay_out_channels_last(models[name])
@@ -85,16 +89,6 @@ def _lay_out_channels_last(model: torch.nn.Module) -> None:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
     for layer in layers:
         layer.to(memory_format=torch.channels_last)
-
-
-def has_foreign_forward(module: torch.nn.Module) -> bool:
-    """Return whether another library replaced the forward of a module or of its layers: offloading, caches, casts."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, ForwardOverrides):
-        forward = forward.beneath
-    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
-        return True
-    return any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules())
 
 
 def has_decoder(model: Any) -> bool:
@@ -118,7 +112,7 @@ def _choose(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
 def _compile(pipe: Any, name: str, plan: Plan, fullgraph: bool) -> None:
     """Put a compiled model in the place of one; of an autoencoder, whose methods are called, the parts inside."""
     module = getattr(pipe, name)
-    if hasattr(module, "_orig_mod"):
+    if is_compiled(module):
         return
     options = _find_options(plan, fullgraph)
     if hasattr(module, "decode") and not hasattr(module, "generate"):
@@ -134,24 +128,12 @@ def _find_options(plan: Plan, fullgraph: bool) -> dict[str, Any]:
     rule: CompileRule = plan.compile.value
     lacking = [(name, other) for name, other in plan.replacements.value if name == "float64" and other != "pairs"]
     if rule.backend == "inductor":
-        _name_assembler()
+        set_triton_assembler()
     return {
         "backend": _find_backend(rule.backend, tuple(lacking), plan.fusions.value),
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
     }
-
-
-def _name_assembler() -> None:
-    """Let torch say which assembler Triton takes before anybody asks for its version, which is in every kernel's key.
-
-    Torch says so in the processes that compile for it, and here only after it asked: kernels that those made would not
-    be found in the next process, and be compiled again.
-    """
-    tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
-    say = getattr(tasks, "_set_triton_ptxas_path", None)
-    if say is not None:
-        say()
 
 
 @functools.cache  # graphs are shared among models for as long as their backend is one object
@@ -166,7 +148,7 @@ def _find_backend(name: str, lacking: tuple[tuple[str, str], ...], fusions: tupl
             _replace_types(module, types)
         if fusions:
             fuse(module, fusions)
-        compile_graph: Any = torch._dynamo.lookup_backend(name)
+        compile_graph = find_compiler(name)
         compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
@@ -225,9 +207,7 @@ def _can_write(folder: Path) -> bool:
 
 def _was_given(variable: str) -> bool:
     """Whether the user said where graphs go: torch writes its own default into the variable as it is imported."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return os.environ.get(variable) not in (None, os.path.abspath(default_cache_dir()))
+    return os.environ.get(variable) not in (None, find_inductor_cache())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Compiled forwards: a module runs compiled code as long as that works, and eagerly otherwise.
 
 torch.compile does not guard on everything that people change after the first call: hooks on layers
-(`torch._dynamo.config.skip_nnmodule_hook_guards`) and patched functions. Both are looked at here.
+(Dynamo's option skip_nnmodule_hook_guards) and patched functions. Both are looked at here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.module_fingerprint import LayerHooks, PatchedCode
+from anyaccel.upstream.torch_internals import forget_compiled_call
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
@@ -44,7 +45,9 @@ class CompiledForward:
             return
         if not self._hooks.covers_all_layers():
             self._hooks = LayerHooks(module)
-        if self._code.changed():
+        if self._hooks.has_foreign_forward():
+            self._give_up(module, "another library replaced its forward or that of a layer")
+        elif self._code.changed():
             self._give_up(module, "its code was patched after compiling")
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,4 +97,4 @@ def find_compiled(module: Any) -> CompiledForward | None:
 def remove_compiled_blocks(module: torch.nn.Module) -> None:
     """Let blocks that were compiled in place run eagerly."""
     for part in module.modules():
-        part._compiled_call_impl = None
+        forget_compiled_call(part)

@@ -17,14 +17,21 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
 from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
 from anyaccel.runtime.seam import GlueSeam, ModelSeam
+from anyaccel.upstream.torch_internals import (
+    count_dispatch_modes,
+    count_function_modes,
+    is_autocast_enabled,
+    read_function_modes,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 
 __all__ = ["GraphCapture"]
 
@@ -99,7 +106,7 @@ class GraphCapture:
     def _find_obstacle(self) -> str | None:
         """Return why this call must not be captured or replayed; empty where that is no news, None if nothing is."""
         module = self._module()
-        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or module is None:
+        if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
         if self._custom_code:
             return f"it contains {self._custom_code}, whose Python code a replay would not run"
@@ -107,7 +114,7 @@ class GraphCapture:
             return "layers have hooks"
         if module.training:
             return "the model is in training mode"
-        if torch._C._len_torch_dispatch_stack() or _has_foreign_modes():
+        if count_dispatch_modes() or _has_foreign_modes():
             return "a torch mode is active"
         return None
 
@@ -143,7 +150,8 @@ class GraphCapture:
             self._captured_of = ModuleFingerprint(module)
             self._settings = self.recorder.read_settings()
             self._hooks = LayerHooks(module)
-            self._custom_code = find_custom_code(module)
+            foreign = self._hooks.has_foreign_forward()
+            self._custom_code = "another library's hooks" if foreign else find_custom_code(module)
 
     def _find(self, leaves: list[Any], spec: Any) -> _Shape | None:
         try:
@@ -211,9 +219,9 @@ class GraphCapture:
 
 def _has_foreign_modes() -> bool:
     """Return whether a `TorchFunctionMode` other than ours is active: a replay would not run it."""
-    if not torch._C._len_torch_function_stack():
+    if not count_function_modes():
         return False
-    return any(not isinstance(mode, GlueSeam | ModelSeam) for mode in _get_current_function_mode_stack())
+    return any(not isinstance(mode, GlueSeam | ModelSeam) for mode in read_function_modes())
 
 
 def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules import module as torch_module
 
 from anyaccel.forward_overrides import ForwardOverrides
+from anyaccel.upstream import accelerate_internals, diffusers_internals
+from anyaccel.upstream.torch_internals import read_global_hooks
 
 __all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
@@ -31,18 +32,30 @@ _KNOWN = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "ac
 
 
 class LayerHooks:
-    """The hooks of the layers inside a module, and torch's global ones."""
+    """The hooks of the layers inside a module, torch's global ones, and those of other libraries."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         inside = [part for part in module.modules() if part is not module]
         tables = [table for part in inside for table in (part._forward_hooks, part._forward_pre_hooks)]
-        self._tables = [*tables, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._tables = [*tables, *read_global_hooks()]
+        self._layers = [part.__dict__ for part in module.modules()]
         self._children = [part._modules for part in module.modules()]
         self._known = [list(children.values()) for children in self._children]
 
     def any(self) -> bool:
         """Return whether there is one."""
         return any(self._tables)
+
+    def has_foreign_forward(self) -> bool:
+        """Return whether another library replaced the forward of the module or of a layer."""
+        forward = self._layers[0].get("forward")
+        if isinstance(forward, ForwardOverrides):
+            forward = forward.beneath
+        if forward is not None and not _is_known(_find_source(forward)):
+            return True
+        return any(
+            accelerate_internals.has_hook(layer) or diffusers_internals.has_hook(layer) for layer in self._layers
+        )
 
     def covers_all_layers(self) -> bool:
         """Return whether the module still has the layers that it had: adapters replace some."""

@@ -41,9 +41,9 @@ from anyaccel.runtime.recovery import free, let_go_of_frames, move_weights
 from anyaccel.runtime.residence import bring_home
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import remove_speedups
+from anyaccel.runtime.streaming import is_streamed
 from anyaccel.upstream import diffusers_internals, transformers_internals
 from anyaccel.upstream.torch_internals import allow_half_precision_attention
-from anyaccel.runtime.streaming import is_streamed
 
 __all__ = [
     "fall_back_in_dtype",

@@ -23,8 +23,8 @@ from anyaccel.planning.memory import Residence
 from anyaccel.runtime.placement import being_offloaded, find_components, find_models, read_facts
 from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, start_streaming, stop_streaming
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
-from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.tracing.measure import supports_streaming
+from anyaccel.upstream.accelerate_internals import find_hook
 
 __all__ = ["bring_home", "end_phase", "find_lost_change", "has_unstreamed_weights", "set_residence"]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,14 @@ from anyaccel.planning.speed import is_worth_compiling
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload
-from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder, has_foreign_forward
+from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
 from anyaccel.runtime.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.placement import Placement, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.runtime.step_reuse import Steps, counting_steps
+from anyaccel.upstream.torch_internals import pause_collection_after_compile
 
 __all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "load_compiled", "remove_speedups", "save_compiled"]
 
@@ -80,9 +80,7 @@ def _collect_later(later: bool) -> Iterator[None]:
     if not later:
         yield
         return
-    dynamo: Any = importlib.import_module("torch._dynamo.config")  # which collects by itself after each graph
-    by_itself = dynamo.patch(run_gc_after_compile=False) if hasattr(dynamo, "run_gc_after_compile") else nullcontext()
-    with gc_paused(), by_itself:
+    with gc_paused(), pause_collection_after_compile():
         yield
 
 
@@ -155,15 +153,10 @@ def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
 
 def _check_compiled(pipe: Any, placement: Placement) -> None:
     """Stop running compiled code of modules that are not what was compiled."""
-    for name, module in _list_compiled(pipe, placement):
+    for _, module in _list_compiled(pipe, placement):
         compiled = find_compiled(module)
-        if compiled is None:
-            continue
-        compiled.begin_call()
-        if not compiled.failure and has_foreign_forward(module):
-            remove_override(module, Slot.COMPILE)
-            remove_compiled_blocks(module)
-            placement.report.add_not_compiled(name, "another library replaced the forward of it or of its layers")
+        if compiled is not None:
+            compiled.begin_call()
 
 
 def _list_compiled(pipe: Any, placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -194,8 +187,6 @@ def _set_capture(pipe: Any, placement: Placement, speed: Speed) -> None:
         return
     models = find_models(pipe)
     for name in placement.denoisers:
-        if has_foreign_forward(models[name]):
-            continue
         capture = get_override(models[name], Slot.CAPTURE)
         if not isinstance(capture, GraphCapture):
             capture = GraphCapture(models[name], recorder, functools.partial(driver.synchronize, index))

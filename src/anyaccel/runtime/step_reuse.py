@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from anyaccel.planning.speed_level import Reuse
 from anyaccel.runtime.scheduler_methods import override_method
+from anyaccel.upstream.torch_internals import tree_map
 
 __all__ = ["Steps", "counting_steps", "find_steps"]
 

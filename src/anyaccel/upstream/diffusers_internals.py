@@ -18,6 +18,7 @@ __all__ = [
     "allow_uneven_shares",
     "casts_components",
     "find_denoising_step",
+    "has_hook",
     "is_argument_error",
     "is_uneven_share",
     "make_tensor_parallel_config",
@@ -35,6 +36,12 @@ PIPELINE_HOOKS = "_all_hooks"
 """Where a pipeline holds the hooks of its offloading (pipelines/pipeline_utils.py)."""
 _UNEVEN = "must be divisible by mesh size"
 """Part of the assertion of `EquipartitionSharder.shard` (hooks/context_parallel.py)."""
+
+
+def has_hook(attributes: Mapping[str, Any]) -> bool:
+    """Return whether a module with this `__dict__` has a hook: `cache_context` adds an empty registry."""
+    registry = attributes.get(HOOK_ATTRIBUTE)
+    return registry is not None and bool(registry.hooks)
 
 
 def is_argument_error(error: BaseException) -> bool:

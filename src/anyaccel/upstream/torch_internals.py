@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +34,43 @@ __all__ = [
     "TreeSpec",
     "allow_half_precision_attention",
     "claim_private_use",
+    "count_dispatch_modes",
+    "count_function_modes",
     "disable_torch_function",
     "exclude_dispatch_key",
+    "find_compiler",
     "find_default_device",
     "find_guard_table",
+    "find_inductor_cache",
     "find_property",
     "find_rebuild",
+    "forget_compiled_call",
     "has_fallback",
     "int_mm",
+    "is_autocast_enabled",
     "is_compiled",
     "is_compiler_error",
     "is_decomposed",
     "is_recompiling",
     "is_tracing",
+    "is_transformed",
     "load_dynamo",
     "make_guard",
     "pad_sequence",
     "parse_graph_break",
+    "pause_collection_after_compile",
     "pop_function_mode",
     "push_function_mode",
     "read_compile_times_s",
     "read_device_kind",
     "read_function_modes",
+    "read_global_hooks",
     "read_private_use_name",
     "refresh_factories",
     "register_compiler",
     "register_device_module",
     "scaled_mm",
+    "set_triton_assembler",
     "skip_in_graphs",
     "tree_flatten",
     "tree_map",
@@ -189,6 +200,69 @@ def is_recompiling() -> bool:
     """Return whether the graph being compiled replaces one for other inputs (_guards.py, `CompileId`)."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return bool(compile_id is not None and compile_id.frame_compile_id)
+
+
+def is_transformed() -> bool:
+    """Return whether `torch.jit.trace` or a functorch transform such as `vmap` runs in this thread."""
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_autocast_enabled() -> bool:
+    """Return whether autocast is on for any device type (amp/autocast_mode.py)."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def count_dispatch_modes() -> int:
+    """Return how many `TorchDispatchMode`s are active in this thread (utils/_python_dispatch.py)."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def count_function_modes() -> int:
+    """Return how many `TorchFunctionMode`s are active in this thread, without listing them (overrides.py)."""
+    return torch._C._len_torch_function_stack()
+
+
+def forget_compiled_call(module: Any) -> None:
+    """Undo `Module.compile()` for a module (nn/modules/module.py, `_compiled_call_impl`)."""
+    module._compiled_call_impl = None
+
+
+def pause_collection_after_compile() -> AbstractContextManager[Any]:
+    """Keep Dynamo from running the garbage collector after each graph (_dynamo/config.py, since torch 2.8)."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
+
+
+def find_compiler(name: str) -> Callable[..., Any]:
+    """Return a compiler backend by its name (_dynamo/backends/registry.py)."""
+    compiler: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return compiler
+
+
+def set_triton_assembler() -> None:
+    """Name Triton's assembler, whose version is in every kernel's key, as torch's compile workers do.
+
+    torch sets the path in its workers, and in this process only after the version was read: kernels that the workers
+    compiled would not be found again (_inductor/runtime/compile_tasks.py).
+    """
+    tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
+    set_path = getattr(tasks, "_set_triton_ptxas_path", None)
+    if set_path is not None:
+        set_path()
+
+
+def find_inductor_cache() -> str:
+    """Return the directory that inductor caches in by default (_inductor/runtime/cache_dir_utils.py)."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(default_cache_dir())
+
+
+def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the tables of hooks around every module's forward; they are filled in place (nn/modules/module.py)."""
+    from torch.nn.modules import module
+
+    return module._global_forward_hooks, module._global_forward_pre_hooks
 
 
 def load_dynamo() -> None:

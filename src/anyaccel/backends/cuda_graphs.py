@@ -1,0 +1,40 @@
+"""CUDA graphs: how work is captured, and the settings that a captured graph has built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from anyaccel.backends.driver import Recorder
+
+__all__ = ["make_recorder"]
+
+
+def make_recorder(index: int, pool: Any) -> Recorder:
+    """Return what captures work of one CUDA device, in memory of one pool."""
+    import torch
+
+    def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        mode = "thread_local"  # other threads may use the device meanwhile
+        with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            result = function()
+        return result, graph.replay
+
+    return Recorder(record, read_settings=_read_settings)
+
+
+def _read_settings() -> tuple[Any, ...]:
+    """Read deterministic algorithms, TF32, reduced precision, and which attention kernels are allowed."""
+    import torch
+
+    backends: Any = torch.backends
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        *(getattr(matmul, f"allow_{name}_reduced_precision_reduction") for name in ("fp16", "bf16")),
+        *(getattr(cudnn, name) for name in ("enabled", "allow_tf32", "benchmark", "deterministic")),
+        *(getattr(backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")),
+    )
