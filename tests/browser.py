@@ -1,16 +1,15 @@
 """A real browser for the tests of pages: the Chromium of the machine, without a window."""
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
 
-import pytest
 from PIL import Image
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+
+from tests.tools import find_browser
 
 __all__ = ["count_colours", "open_browser", "read_errors", "resize"]
 
@@ -22,17 +21,14 @@ FLAGS = (
     "--no-first-run",
     "--disable-dev-shm-usage",
 )
-HINT = "hint: apt-get install chromium chromium-driver, or ANYACCEL_NO_BROWSER=1 to leave these tests out"
 
 
 @contextmanager
 def open_browser() -> Iterator[Chrome]:
-    """A browser with a profile of its own; a machine without one fails, unless ANYACCEL_NO_BROWSER=1 says so."""
-    if os.environ.get("ANYACCEL_NO_BROWSER") == "1":
-        pytest.skip("ANYACCEL_NO_BROWSER=1 is set")
-    browser, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    assert browser, f"there is no Chromium; {HINT}"
-    assert driver, f"there is no chromedriver; {HINT}"
+    """A browser with a profile of its own."""
+    found = find_browser()
+    assert found, "open it in a fixture called browser: a test that uses it is skipped where there is none"
+    browser, driver = found
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ChromeOptions()
         options.binary_location = browser

@@ -24,6 +24,7 @@ from packaging.version import Version
 
 from anyaccel.backends.registry import build_registry
 from anyaccel.storage.atomic_write import atomic_write
+from tests.tools import require_tool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,6 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=1))
     if config.getoption("--last-first"):
         items.reverse()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Look for the tools that a test needs before its fixtures start anything.
+
+    The test is skipped from here, so that all tests without one tool are one line of the summary.
+    """
+    needed = {mark.args[0] for mark in item.iter_markers("needs_tool")}
+    for tool in needed | ({"browser"} & set(getattr(item, "fixturenames", ()))):
+        require_tool(tool)
 
 
 class Kept:

@@ -11,7 +11,7 @@ from anyaccel.embedded.judge import BACKGROUNDS, open_judge
 from anyaccel.embedded.model import find_embedded_model
 from training.captions import draw_scene, pair, single
 from training.evaluate import evaluate, judge_scenes
-from training.glyphs import FONT, draw_glyph, name_colour
+from training.glyphs import draw_glyph, name_colour
 from training.prepare import load_things, render
 from training.scenes import Composer, as_batch
 from training.things import list_things, make_plural
@@ -114,17 +114,13 @@ def test_the_evaluation_counts_what_the_judge_says(composer: Composer, tokenizer
     assert len(missed) >= 11
 
 
-needs_font = pytest.mark.skipif(not FONT.is_file(), reason="needs the font: apt install fonts-noto-color-emoji")
-
-
-@needs_font
+@pytest.mark.needs_tool("font")
 def test_the_list_of_things_can_be_made_again() -> None:
-    pytest.importorskip("emoji", reason="needs the extra: pip install 'anyaccel[training]'")
     listed = list_things(lambda glyph: draw_glyph(glyph) is not None)
     assert [(thing.glyph, thing.names) for thing in listed] == [(thing.glyph, thing.names) for thing in THINGS]
 
 
-@needs_font
+@pytest.mark.needs_tool("font")
 def test_colours_are_those_of_the_glyphs() -> None:
     colours = {thing.name: name_colour(glyph) for thing in THINGS if (glyph := draw_glyph(thing.glyph)) is not None}
     assert colours["rose"] == "red"
