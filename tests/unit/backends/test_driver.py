@@ -67,9 +67,12 @@ def test_neuron_waits_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_without_a_cache_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = attach(hpu.BACKEND, monkeypatch, synchronize=lambda: None)
+    calls: list[str] = []
+    driver = attach(hpu.BACKEND, monkeypatch, synchronize=lambda: calls.append("synchronize"))
     driver.empty_cache()
+    assert calls == []
     driver.synchronize(0)
+    assert calls == ["synchronize"]
 
 
 def test_a_figure_that_is_not_kept_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
