@@ -40,7 +40,7 @@ NEEDS_RECIPES = pytest.mark.skipif(
 )
 
 
-LONGEST = ("server/test_load.py", "cluster/test_serve_ray.py", "server/test_life.py")
+LONGEST = ("cluster/test_serve_ray.py", "server/test_life.py")
 """They come first, so that at the end nobody waits for one of them alone."""
 LIVE = tuple(
     f"{name}.py"

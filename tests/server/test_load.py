@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.serve_load import FLAT, measure
 
 SECONDS = 120
@@ -9,8 +11,9 @@ NOISE_MIB = 8
 """Of a small process five percent are less than what threads and caches come to in two minutes."""
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_under_mixed_load(tmp_path: Path) -> None:
-    result = measure(SECONDS, tmp_path, clients=2, pause_s=3)  # beside all other tests
+    result = measure(SECONDS, tmp_path, clients=2, pause_s=3)
     assert result["worker_survived"]
     for part in ("service", "worker"):
         before, after = (result[part][f"{quarter}_quarter_mib"] for quarter in ("second", "last"))

@@ -245,9 +245,7 @@ DEVICES = sorted({sheet.torch_name for sheet in ALL_SHEETS})
 def test_types_agree_with_diffusers() -> None:
     ours, theirs = {}, {}
     for device, dtype in itertools.product(DEVICES, ("float64", "int64", "float32", "float16", "bfloat16", "int32")):
-        asked: Any = SimpleNamespace(
-            type=device
-        )  # torch has no "neuron" without its module
+        asked: Any = SimpleNamespace(type=device)  # torch has no "neuron" without its module
         theirs[device, dtype] = torch_utils.maybe_adjust_dtype_for_device(getattr(torch, dtype), asked)
         ours[device, dtype] = getattr(torch, anyaccel.sheet(device).adjusted_dtype(dtype))
     assert {key: dtype for key, dtype in ours.items() if dtype != theirs[key]} == DIFFERENCES
