@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -175,27 +176,24 @@ class FailedError(Exception):
 
 
 @pytest.mark.parametrize("device", ["cpu", "neuron"])
-@pytest.mark.parametrize("how", ["inside a model", "before a model"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, FailedError])
-def test_what_ends_a_model_ends_the_call_and_the_next_is_as_before(
-    folder: Path, device: str, how: str, error: type[BaseException]
-) -> None:
-    def fail(*given: Any) -> None:
-        raise error
+def test_what_ends_a_model_ends_the_call_and_the_next_is_as_before(folder: Path, device: str) -> None:
+    """Ctrl-C may come anywhere: deep in the denoiser, and in a hook that runs before ours in a model inside another."""
 
     def use(accelerator: VirtualAccelerator | None = None) -> None:
         pipe = load(folder).to(device)
         expected = pipe("a fox", seed=3, **CALL).images
-        # Ctrl-C may come anywhere: deep in the denoiser, and in a hook that runs before ours in a model inside another.
-        if how == "inside a model":
-            handle = pipe.unet.conv_out.register_forward_pre_hook(fail)
-        else:
-            handle = pipe.vae.decoder.register_forward_pre_hook(fail, prepend=True)
-        for _ in range(2):
-            with pytest.raises(error):
-                pipe("a fox", seed=3, **CALL)
-        assert not MODES()
-        handle.remove()
-        assert numpy.abs(pipe("a fox", seed=3, **CALL).images - expected).max() == 0
+        models = ((pipe.unet.conv_out, False), (pipe.vae.decoder, True))
+        for error, (model, prepend) in itertools.product((KeyboardInterrupt, FailedError), models):
+
+            def fail(*given: Any, error: type[BaseException] = error) -> None:
+                raise error
+
+            handle = model.register_forward_pre_hook(fail, prepend=prepend)
+            for _ in range(2):
+                with pytest.raises(error):
+                    pipe("a fox", seed=3, **CALL)
+            assert not MODES()
+            handle.remove()
+            assert numpy.abs(pipe("a fox", seed=3, **CALL).images - expected).max() == 0
 
     use() if device == "cpu" else run_forked(device, use)

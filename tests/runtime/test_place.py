@@ -151,8 +151,15 @@ def test_what_cannot_be_placed(device: Any, wishes: dict[str, Any], words: str) 
     assert abs(expected - run(recipe, pipe)).max() < 1e-5
 
 
-@pytest.mark.parametrize("method", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-@pytest.mark.parametrize("device", ["neuron", "mps"])
+@pytest.mark.parametrize(
+    ("device", "method"),
+    [
+        ("neuron", "enable_model_cpu_offload"),
+        ("mps", "enable_sequential_cpu_offload"),
+        pytest.param("mps", "enable_model_cpu_offload", marks=pytest.mark.slow),
+        pytest.param("neuron", "enable_sequential_cpu_offload", marks=pytest.mark.slow),
+    ],
+)
 def test_offloading(device: str, method: str) -> None:
     recipe = recipes()["stable-diffusion"]
     expected = run(recipe, recipe.make())
