@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -238,14 +239,18 @@ def test_transforms_and_traces_are_seen() -> None:
 
     note(torch.ones(2))
     torch.vmap(note)(torch.ones(2))
-    torch.jit.trace(note, torch.ones(2), check_trace=False)
+    trace: Any = torch.jit.trace
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trace(note, torch.ones(2), check_trace=False)
     assert seen == [False, True, True]
 
 
 def test_modes_and_autocast_are_counted() -> None:
     assert (internals.count_function_modes(), internals.count_dispatch_modes()) == (0, 0)
     assert not internals.is_autocast_enabled()
-    with torch.overrides.BaseTorchFunctionMode(), internals.TorchDispatchMode(), torch.autocast("cpu"):
+    dispatch_mode: Any = internals.TorchDispatchMode
+    with torch.overrides.BaseTorchFunctionMode(), dispatch_mode(), torch.autocast("cpu"):
         assert (internals.count_function_modes(), internals.count_dispatch_modes()) == (1, 1)
         assert internals.is_autocast_enabled()
 
