@@ -1,0 +1,139 @@
+"""A placed pipeline's models stay usable in every way a plain model is."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+import anyaccel
+from anyaccel.recipes import recipes, run
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+RECIPE = "stable-diffusion"
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return anyaccel.place(recipes()[RECIPE].make(), "cpu", dtype="float32")
+
+
+@pytest.fixture
+def stock() -> Any:
+    return recipes()[RECIPE].make()
+
+
+ARGUMENTS = (torch.ones(2, 4, 8, 8), torch.tensor(3.0), torch.ones(2, 7, 32))
+
+
+class Denoiser(torch.nn.Module):
+    """A user's module around a denoiser."""
+
+    def __init__(self, unet: Any) -> None:
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.unet(sample, timestep, prompt, return_dict=False)[0]
+        return output
+
+
+@torch.no_grad()
+def test_copies_run_their_own_weights(pipe: Any, stock: Any) -> None:
+    expected = stock.unet(*ARGUMENTS).sample
+    saved = io.BytesIO()
+    torch.save(pipe.unet, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(pipe.unet), pickle.loads(pickle.dumps(pipe.unet)), torch.load(saved, weights_only=False)]
+    for copied in copies:
+        assert torch.equal(copied(*ARGUMENTS).sample, expected)
+        copied.conv_out.weight.zero_()
+        copied.conv_out.bias.zero_()
+        assert not copied(*ARGUMENTS).sample.any()
+    assert torch.equal(pipe.unet(*ARGUMENTS).sample, expected)
+
+
+@torch.no_grad()
+def test_traces_exports_and_full_graphs(pipe: Any, stock: Any) -> None:
+    expected = stock.unet(*ARGUMENTS).sample
+    model = Denoiser(pipe.unet).eval()
+    trace: Any = torch.jit.trace
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tracing, and of its deprecation
+        torch.testing.assert_close(trace(model, ARGUMENTS, check_trace=False)(*ARGUMENTS), expected)
+    for strict in (True, False):
+        exported = torch.export.export(model, ARGUMENTS, strict=strict)
+        torch.testing.assert_close(exported.module()(*ARGUMENTS), expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*ARGUMENTS), expected)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap(pipe: Any, stock: Any) -> None:
+    samples = torch.stack([ARGUMENTS[0], 2 * ARGUMENTS[0]])
+
+    def run_with(unet: Any) -> torch.Tensor:
+        output: torch.Tensor = torch.vmap(lambda sample: unet(sample, *ARGUMENTS[1:]).sample)(samples)
+        return output
+
+    torch.testing.assert_close(run_with(pipe.unet), run_with(stock.unet))
+
+
+class Doubles(ModelHook):  # type: ignore[misc]
+    def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
+        return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output
+
+
+def test_accelerate_hooks_added_and_removed_between_calls(pipe: Any, stock: Any) -> None:
+    recipe = recipes()[RECIPE]
+    plain = run(recipe, stock)
+    numpy.testing.assert_array_equal(run(recipe, pipe), plain)
+    for model in (pipe.unet, stock.unet):
+        add_hook_to_module(model, Doubles())
+    hooked = run(recipe, stock)
+    assert numpy.abs(hooked - plain).max() > 0
+    for _ in range(2):
+        numpy.testing.assert_array_equal(run(recipe, pipe), hooked)
+    for model in (pipe.unet, stock.unet):
+        remove_hook_from_module(model)
+    for _ in range(2):
+        numpy.testing.assert_array_equal(run(recipe, pipe), plain)
+
+
+def test_a_class_patched_after_placing_is_used(pipe: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipes()[RECIPE]
+    plain = run(recipe, pipe)
+    forward = type(stock.unet).forward
+
+    def patched(self: Any, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, sample * 0.5, *args, **kwargs)
+
+    monkeypatch.setattr(type(stock.unet), "forward", patched)
+    expected = run(recipe, stock)
+    assert numpy.abs(expected - plain).max() > 0
+    numpy.testing.assert_array_equal(run(recipe, pipe), expected)
+
+
+def test_models_are_released_without_a_garbage_collection() -> None:
+    recipe = recipes()[RECIPE]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32")
+    run(recipe, pipe)
+    models = [weakref.ref(pipe.unet), weakref.ref(pipe.vae)]
+    stock: Any = recipe.make()
+    run(recipe, stock)
+    plain = [weakref.ref(stock.unet), weakref.ref(stock.vae)]
+    gc.disable()
+    try:
+        del pipe, stock
+        assert [model() is None for model in models] == [model() is None for model in plain]
+    finally:
+        gc.enable()
