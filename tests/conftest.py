@@ -24,7 +24,6 @@ from packaging.version import Version
 
 from anyaccel.backends.registry import build_registry
 from anyaccel.storage.atomic_write import atomic_write
-from tests.tools import require_tool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests interrupt their children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,6 +93,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     needed = {mark.args[0] for mark in item.iter_markers("needs_tool")}
     for tool in needed | ({"browser"} & set(getattr(item, "fixturenames", ()))):
+        from tests.tools import require_tool  # not importable where a foreign suite borrows this file
+
         require_tool(tool)
 
 

@@ -124,13 +124,13 @@ def test_warming_into_a_folder_that_cannot_be_written_is_refused_before_anything
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["warm", "embedded", "--size", "1000000x1000000"], "width is at most"),
-        (["warm", "embedded", "--size", "64x1000000"], "height is at most"),
+        (["warm", "embedded", "--size", "1000000x1000000"], "width must be an integer from 1 to 16384"),
+        (["warm", "embedded", "--size", "64x1000000"], "height must be an integer from 1 to 16384"),
         (["cache", "export", "x.tar.gz"], "nothing is kept"),
         (["cache", "import", "no-such-file"], "there is no file"),
         (["cache", "prune", "--older", "-3"], "days from 0 up"),
         (["cache", "prune", "--older", "nan"], "days from 0 up"),
-        (["warm", "embedded", "--size", "0x0"], "size"),
+        (["warm", "embedded", "--size", "0x0"], "width must be an integer"),
         (["warm", "embedded", "-n", "0"], "from 1 up"),
         (["bench", "--against", "nobody"], "--against is one of"),
         (["bench", "--rounds", "0"], "from 1 up"),

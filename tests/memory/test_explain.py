@@ -205,7 +205,7 @@ def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
         (SD, {"device": "gaudi9"}, UnknownDeviceError, "gaudi1"),
         (SD, {"device": "tpu:16GiB"}, UnknownDeviceError, "unknown device 'tpu'"),
         (SD, {"device": "cuda:lots"}, UsageError, "neither an index nor a memory size"),
-        (SD, {"device": "h200", "batch": 0}, UsageError, "a batch is a number"),
+        (SD, {"device": "h200", "batch": 0}, UsageError, "the batch must be an integer"),
         (SD, {"device": "mps:64"}, UnknownDeviceError, "did you mean mps:64GiB?"),
         (SD, {"device": "cuda:80"}, UnknownDeviceError, "did you mean cuda:80GiB?"),
         (SD, {"device": "cuda:24.5"}, UsageError, "did you mean cuda:24.5GiB?"),
@@ -214,7 +214,7 @@ def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
         (SD, {"device": "virtual:hpu"}, UsageError, "--device hpu"),
         (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),
         (SD, {"device": "h200", "width": 10**9}, UsageError, "width must be an integer from 1 to 16384 pixels"),
-        (SD, {"device": "h200", "width": 513, "height": 512}, UsageError, "take 512 or 520"),
+        (SD, {"device": "h200", "width": 513, "height": 512}, UsageError, "use 512 or 520"),
         (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory is one of"),
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
@@ -252,7 +252,7 @@ def test_the_error_for_what_does_not_fit_is_ours() -> None:
 def test_the_command_line_hints_at_its_own_options(run_cli_forked: RunCli) -> None:
     for option, value, hint in (
         ("--batch", "0", "hint: --batch 1"),
-        ("--size", "0", "hint: for example --size 512x512"),
+        ("--size", "0", "hint: use WIDTHxHEIGHT in pixels, for example 512x768"),
     ):
         done = run_cli_forked("explain", SD, option, value)
         assert done.returncode == 2

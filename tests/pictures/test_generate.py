@@ -190,7 +190,7 @@ def test_a_virtual_device_gives_the_same_picture(result: Result, model: str, dev
         ({"output_type": "np"}, "output_type is not taken here", "PIL"),
         ({"dtype": "int8"}, "a floating type", "float32"),
         ({"dtype": "floot"}, "no number type 'floot'", "did you mean float"),
-        ({"device": "nueron"}, "no device 'nueron'", "did you mean neuron?"),
+        ({"device": "nueron"}, "unknown device 'nueron'", "did you mean neuron?"),
         ({"revision": "main"}, "has no revisions", "leave revision out"),
     ],
 )

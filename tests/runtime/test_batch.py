@@ -261,7 +261,7 @@ def test_outputs_of_all_kinds() -> None:
         array = generate(output_type="np")
         assert array.images.shape == (2, 16, 16, 3)
         assert array.seeds == (3, 4)
-        assert array.plan is pipe.plan
+        assert array.plan == pipe.plan
         assert not numpy.allclose(array.images[0], array.images[1])
         tensor = generate(output_type="pt").images
         assert tensor.shape == (2, 3, 16, 16)

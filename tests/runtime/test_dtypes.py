@@ -14,6 +14,7 @@ import anyaccel
 from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
+from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.planning import Facts, Plan, Wishes, make_plan
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.dtypes import make_handlers, read_target
@@ -279,20 +280,21 @@ def watch_inputs(pipe: Any) -> dict[str, list[tuple[str, torch.dtype, str]]]:
         notes = seen[name] = []
 
         def note(
-            module: Any,
+            forward: Any,
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
             names: list[str] = names,
             notes: list[tuple[str, torch.dtype, str]] = notes,
-        ) -> None:
+        ) -> Any:
             for key, value in [*zip(names, args, strict=False), *kwargs.items()]:
                 for tensor in value if isinstance(value, list | tuple) else [value]:
                     if isinstance(tensor, Tensor):
                         notes.append((key, tensor.dtype, tensor.device.type))
                     elif key in ("timestep", "timesteps"):
                         notes.append((key, torch.int64, type(tensor).__name__))
+            return forward(*args, **kwargs)
 
-        model.register_forward_pre_hook(note, with_kwargs=True)
+        set_override(model, Slot.COMPILE, note)
     return seen
 
 

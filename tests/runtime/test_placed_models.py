@@ -123,6 +123,28 @@ def test_a_class_patched_after_placing_is_used(pipe: Any, stock: Any, monkeypatc
     numpy.testing.assert_array_equal(run(recipe, pipe), expected)
 
 
+def test_a_pipeline_class_patched_after_placing_is_used(pipe: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipes()[RECIPE]
+    run(recipe, pipe)
+    calls: list[str] = []
+    call, encode = type(stock).__call__, type(stock).encode_prompt
+
+    def patched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("call")
+        return call(self, *args, **kwargs)
+
+    def patched_encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("encode")
+        return tuple(None if item is None else item * 2 for item in encode(self, *args, **kwargs))
+
+    monkeypatch.setattr(type(stock), "__call__", patched_call)
+    monkeypatch.setattr(type(stock), "encode_prompt", patched_encode)
+    expected = run(recipe, stock)
+    calls.clear()
+    numpy.testing.assert_array_equal(run(recipe, pipe), expected)
+    assert calls == ["call", "encode"]
+
+
 def test_models_are_released_without_a_garbage_collection() -> None:
     recipe = recipes()[RECIPE]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32")

@@ -9,7 +9,7 @@ import anyaccel
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
 
-pytestmark = NEEDS_RECIPES
+pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")]
 
 FEW = ("stable-diffusion", "flux", "wan", "stable-audio", "qwen-image", "kandinsky-2-2", "controlnet", "ltx-2")
 

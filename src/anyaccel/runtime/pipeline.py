@@ -241,7 +241,7 @@ def portable_class(kind: Any) -> type:
         "_plain_class": kind,
     }
     if any("__call__" in vars(base) for base in kind.__mro__):
-        content["__call__"] = _wrap_call(kind.__call__)
+        content["__call__"] = _wrap_call(kind)
     content |= {name: _with_weights(getattr(kind, name)) for name in _TOUCH_WEIGHTS if hasattr(kind, name)}
     return type(kind.__name__, (first, kind), content)
 
@@ -256,10 +256,11 @@ def _with_weights(method: Any) -> Any:
     return touch_weights
 
 
-def _wrap_call(call: Any) -> Any:
-    @functools.wraps(call)
+def _wrap_call(kind: Any) -> Any:
+    @functools.wraps(kind.__call__)
     def portable_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_call(self, _placement_of(self), call, args, kwargs)
+        # Looked up at every call, so that a class patched later is used.
+        return run_call(self, _placement_of(self), kind.__call__, args, kwargs)
 
     return portable_call
 

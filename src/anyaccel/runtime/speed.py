@@ -27,7 +27,7 @@ from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.placement import Placement, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
-from anyaccel.runtime.step_reuse import Steps, counting_steps
+from anyaccel.runtime.step_reuse import counting_steps, find_steps
 from anyaccel.upstream.torch_internals import pause_collection_after_compile
 
 __all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "load_compiled", "remove_speedups", "save_compiled"]
@@ -92,22 +92,16 @@ def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
         if steps is None:
             yield
             return
-        models = [find_models(pipe)[name] for name in placement.denoisers]
-        for number, model in enumerate(models):
-            set_override(model, Slot.STEP_REUSE, functools.partial(_answer, steps, number))
-        try:
-            yield
-        finally:
-            for model in models:
-                remove_override(model, Slot.STEP_REUSE)
+        for model in [find_models(pipe)[name] for name in placement.denoisers]:
+            set_override(model, Slot.STEP_REUSE, functools.partial(_reuse_output, id(model)))
+        yield
     text = f"{steps.run} runs, {steps.reused} outputs reused" if steps.reused else "every step was run"
     placement.report.reuse = Decision(text, "the last call")
 
 
-def _answer(
-    steps: Steps, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return steps.answer(number, forward, args, kwargs)
+def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    steps = find_steps()  # of the call in this thread: another pipeline may have the same model
+    return forward(*args, **kwargs) if steps is None else steps.answer(who, forward, args, kwargs)
 
 
 def load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
@@ -219,8 +213,8 @@ def remove_speedups(pipe: Any, placement: Placement | None) -> None:
     """Let all models run as diffusers made them, before weights move or dtypes change."""
     for model in find_models(pipe).values():
         for part in (model, *model.children()):
-            remove_override(part, Slot.CAPTURE)
-            remove_override(part, Slot.COMPILE)
+            for slot in (Slot.STEP_REUSE, Slot.CAPTURE, Slot.COMPILE):
+                remove_override(part, slot)
     if placement is None or placement.speed is None or not placement.speed.compiled:
         return
     placement.speed.compiled = False

@@ -3,8 +3,7 @@
 This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block of SDXL's
 UNet is 47 % of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
 
-Relies on private names of diffusers, seen in 0.42.1: the attribute `_diffusers_hook` of modules, the three
-names of hooks below, and `ModuleGroup.offload_`. `tests/memory/test_streaming.py` fails if one of them changes.
+What it relies on in diffusers besides `apply_group_offloading` is in `upstream/diffusers_internals.py`.
 """
 
 from __future__ import annotations
@@ -15,17 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from diffusers.hooks.group_offloading import apply_group_offloading
-from diffusers.hooks.hooks import HookRegistry
+
+from anyaccel.upstream.diffusers_internals import GROUP_OFFLOADING, HOOK_ATTRIBUTE, PREFETCH_HOOKS, SKIPPED_LAYERS
 
 __all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
 
-_REGISTRY = "_diffusers_hook"
-_GROUP = "group_offloading"
-_ORDER = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
-"""What finds the order of the layers in the first forward, so that the next one is fetched ahead."""
-_NOT_RUN = "It seems like some layers were not executed"
-"""The start of a warning that does not apply: a layer that the first forward left out is fetched when it runs."""
 _BEFORE = "_anyaccel_before"
 """Attribute of our registries: the module's own `forward` before, or None."""
 _WEIGHTS = "_anyaccel_weights"
@@ -38,6 +31,9 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     With `use_stream` the next layer is fetched while one runs. `pin` keeps all weights in pinned memory; otherwise each
     layer is pinned when it is fetched.
     """
+    from diffusers.hooks.group_offloading import apply_group_offloading
+    from diffusers.hooks.hooks import HookRegistry
+
     if is_streamed(model):  # by another pipeline that has the same model
         stop_streaming(model)
     logging.getLogger(apply_group_offloading.__module__).addFilter(_is_about_something)
@@ -54,14 +50,14 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
 
 def is_streamed(model: torch.nn.Module) -> bool:
     """Return whether `start_streaming` was called for a model."""
-    return hasattr(vars(model).get(_REGISTRY), _WEIGHTS)
+    return hasattr(vars(model).get(HOOK_ATTRIBUTE), _WEIGHTS)
 
 
 def has_new_weights(model: torch.nn.Module) -> bool:
     """Return whether a streamed model has parameters that it did not have when streaming began."""
     if not is_streamed(model):
         return False
-    known, now = getattr(vars(model)[_REGISTRY], _WEIGHTS), tuple(model.parameters())
+    known, now = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS), tuple(model.parameters())
     return len(known) != len(now) or not all(map(operator.is_, known, now))
 
 
@@ -74,10 +70,10 @@ def end_streaming_call(model: torch.nn.Module, *, failed: bool = False) -> None:
     if not is_streamed(model):
         return
     for _, registry in _list_registries(model):
-        hook = registry.get_hook(_GROUP)
+        hook = registry.get_hook(GROUP_OFFLOADING)
         if hook is not None and any(one.device != hook.group.offload_device for one in _list_tensors(hook.group)):
             hook.group.offload_()
-        for name in () if failed else _ORDER:
+        for name in () if failed else PREFETCH_HOOKS:
             registry.remove_hook(name, recurse=False)
 
 
@@ -86,13 +82,13 @@ def stop_streaming(model: torch.nn.Module) -> None:
     if not is_streamed(model):
         return
     end_streaming_call(model)
-    delattr(vars(model)[_REGISTRY], _WEIGHTS)
+    delattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS)
     for module, registry in _list_registries(model):
-        registry.remove_hook(_GROUP, recurse=False)
+        registry.remove_hook(GROUP_OFFLOADING, recurse=False)
         before = vars(registry).pop(_BEFORE, registry)
         if registry.hooks or before is registry:  # somebody else's are there, or put it there since
             continue
-        del vars(module)[_REGISTRY]
+        del vars(module)[HOOK_ATTRIBUTE]
         vars(module).pop("forward", None)
         if before is not None:
             vars(module)["forward"] = before
@@ -102,20 +98,20 @@ def _join_attention(model: torch.nn.Module) -> None:
     """Let torch's own attention bring its last layer along: it reads the weights of that layer and does not call it."""
     for module in model.modules():
         if isinstance(module, torch.nn.MultiheadAttention):
-            outer, inner = vars(module)[_REGISTRY], vars(module.out_proj)[_REGISTRY]
-            group, last = outer.get_hook(_GROUP).group, inner.get_hook(_GROUP).group
+            outer, inner = vars(module)[HOOK_ATTRIBUTE], vars(module.out_proj)[HOOK_ATTRIBUTE]
+            group, last = outer.get_hook(GROUP_OFFLOADING).group, inner.get_hook(GROUP_OFFLOADING).group
             group.modules.append(module.out_proj)
             group.cpu_param_dict.update(last.cpu_param_dict)
-            inner.remove_hook(_GROUP, recurse=False)
+            inner.remove_hook(GROUP_OFFLOADING, recurse=False)
 
 
 def _is_about_something(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NOT_RUN)
+    return not record.getMessage().startswith(SKIPPED_LAYERS)
 
 
 def _list_registries(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
     for module in model.modules():
-        registry = vars(module).get(_REGISTRY)
+        registry = vars(module).get(HOOK_ATTRIBUTE)
         if registry is not None:
             yield module, registry
 

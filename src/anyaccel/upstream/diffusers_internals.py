@@ -13,8 +13,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 __all__ = [
+    "GROUP_OFFLOADING",
     "HOOK_ATTRIBUTE",
     "PIPELINE_HOOKS",
+    "PREFETCH_HOOKS",
+    "SKIPPED_LAYERS",
     "allow_uneven_shares",
     "casts_components",
     "find_denoising_step",
@@ -32,6 +35,12 @@ __all__ = [
 
 HOOK_ATTRIBUTE = "_diffusers_hook"
 """Where a module holds its `HookRegistry` (hooks/hooks.py)."""
+GROUP_OFFLOADING = "group_offloading"
+"""The name of the hook of group offloading, whose group has `offload_` (hooks/group_offloading.py)."""
+PREFETCH_HOOKS = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
+"""The hooks that find the order of the layers in the first forward, to fetch the next one ahead."""
+SKIPPED_LAYERS = "It seems like some layers were not executed"
+"""The start of its warning about layers that the first forward left out; they are fetched when they run."""
 PIPELINE_HOOKS = "_all_hooks"
 """Where a pipeline holds the hooks of its offloading (pipelines/pipeline_utils.py)."""
 _UNEVEN = "must be divisible by mesh size"

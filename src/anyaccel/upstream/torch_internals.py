@@ -224,7 +224,7 @@ def count_function_modes() -> int:
 
 def forget_compiled_call(module: Any) -> None:
     """Undo `Module.compile()` for a module (nn/modules/module.py, `_compiled_call_impl`)."""
-    module._compiled_call_impl = None
+    vars(module).pop("_compiled_call_impl", None)  # the class's own is None
 
 
 def pause_collection_after_compile() -> AbstractContextManager[Any]:
