@@ -45,10 +45,10 @@ def fork_program(code: str, **environment: str) -> "subprocess.CompletedProcess[
 
 @pytest.mark.parametrize(
     ("device", "run"),
-    [(device, run_program if device in ("mps", "neuron") else fork_program) for device in DEVICES],
+    [(device, run_program if device == "mps" else fork_program) for device in DEVICES],
 )
 def test_any_program_gets_the_device_by_the_environment_alone(device: str, run: RunCli, tmp_path: Path) -> None:
-    """One that torch knows and one that it does not with a start of Python; the others without."""
+    """One that torch knows with a start of Python, the others without; the test below starts one that it does not."""
     ledger = tmp_path / "ledger.json"
     code = f"""
         import torch
@@ -120,9 +120,9 @@ def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> Non
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(("path", "run"), [("no/such/folder/ledger.json", run_program), (".", fork_program)])
-def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str, run: RunCli) -> None:
-    done = run("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
+@pytest.mark.parametrize("path", ["no/such/folder/ledger.json", "."])
+def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str) -> None:
+    done = fork_program("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
     assert done.returncode == 2
     assert "is no file that can be written" in done.stderr
     assert done.stdout == ""

@@ -22,8 +22,8 @@ FLUX, KLEIN = "black-forest-labs/FLUX.1-schnell", "black-forest-labs/FLUX.2-klei
 GIB = 2**30
 
 
-def test_the_json_of_the_command(run_cli: RunCli) -> None:
-    done = run_cli("explain", FLUX, "--device", "gaudi2", "--json")
+def test_the_json_of_the_command(run_cli_forked: RunCli) -> None:
+    done = run_cli_forked("explain", FLUX, "--device", "gaudi2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["fits"] is True
