@@ -72,7 +72,8 @@ def test_every_claim_says_what_it_is_and_how_it_is_known() -> None:
 def test_the_check_finds_a_claim_with_a_gap(field: str, value: str) -> None:
     limit = next(claim for claim in CLAIMS.values() if isinstance(claim, Limit))
     assert find_gaps(limit) == []
-    assert find_gaps(replace(limit, **{field: value})) == [field]
+    changed: dict[str, Any] = {field: value}
+    assert find_gaps(replace(limit, **changed)) == [field]
 
 
 @SHEETS
