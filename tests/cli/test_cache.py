@@ -148,6 +148,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs_tool("compiler")
 def test_a_second_process_starts_warm(own_cache: Path) -> None:
     pipe: Any = recipes()["flux"].make()
     pipe.save_pretrained(own_cache / "model")
