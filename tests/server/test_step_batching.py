@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from anyaccel.backends.driver import Recorder
-from anyaccel.forward_overrides import Slot, get_override, set_override
+from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.recipes import recipes
 from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.pipeline import place
@@ -107,6 +107,7 @@ def test_each_picture_is_what_it_would_be_alone(name: str) -> None:
     assert seen.sizes == under_way, "whoever was under way took part in every round"
     shared.close()
     assert get_override(getattr(pipe, denoiser), Slot.BATCHING) is None
+    remove_override(getattr(pipe, denoiser), Slot.RECORDING)
     assert numpy.abs(pixels(pipe(**make_call(name, *asked[0]))) - alone[0]).max() < 1e-5
 
 
