@@ -21,6 +21,7 @@ from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import find_models
 from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, is_streamed, start_streaming, stop_streaming
 from anyaccel.tracing.measure import supports_streaming
+from anyaccel.upstream import diffusers_internals
 from tests.memory.sweeps import SAME, use_quietly
 
 CPU = torch.device("cpu")
@@ -166,15 +167,15 @@ def test_what_of_diffusers_is_relied_on() -> None:
     """Private names of diffusers; where one of these fails, `runtime/streaming.py` must follow."""
     from diffusers.hooks import group_offloading
 
-    assert streaming._GROUP == group_offloading._GROUP_OFFLOADING
-    assert streaming._ORDER == (
+    assert diffusers_internals.GROUP_OFFLOADING == group_offloading._GROUP_OFFLOADING
+    assert diffusers_internals.PREFETCH_HOOKS == (
         group_offloading._LAYER_EXECUTION_TRACKER,
         group_offloading._LAZY_PREFETCH_GROUP_OFFLOADING,
     )
     model = Model()
     start_streaming(model, CPU, use_stream=False, pin=False)
-    registry = vars(model.first)[streaming._REGISTRY]
-    group = registry.get_hook(streaming._GROUP).group
+    registry = vars(model.first)[diffusers_internals.HOOK_ATTRIBUTE]
+    group = registry.get_hook(diffusers_internals.GROUP_OFFLOADING).group
     assert set(streaming._list_tensors(group)) == set(model.first.parameters())
     assert group.offload_device == CPU
     assert diffusers.AutoencoderOobleck._supports_group_offloading is False
