@@ -184,6 +184,14 @@ def find_faults(device: str, kinds: tuple[str, ...] = KINDS, whole: bool = False
     }
 
 
+@pytest.mark.parametrize("variant", NEEDS_A_PACKAGE)
+def test_a_scheduler_that_needs_a_package_is_swept_too(variant: str) -> None:
+    """The sweeps leave out what is not installed; here that is visible."""
+    if is_missing(variant):
+        pytest.skip(f"diffusers needs {NEEDS_A_PACKAGE[variant]} for {variant}, which is not installed")
+    assert variant in VARIANTS
+
+
 def test_no_scheduler_of_diffusers_is_forgotten() -> None:
     known = {*VARIANTS, *FLOW_MATCHING, *OF_OTHER_MODELS}
     there = {
