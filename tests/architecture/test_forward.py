@@ -1,0 +1,45 @@
+"""A module's forward is changed in one way, and a plan is assigned once."""
+
+import re
+
+import pytest
+
+from tests.conftest import SOURCE
+
+FORWARD = re.compile(r"\.forward\s*=(?!=)|\[\"forward\"\]\s*=(?!=)|setattr\([^,]+,\s*\"forward\"")
+PLAN = re.compile(r"\.plan\s*=(?!=)|object\.__setattr__\([^)]*plan")
+EXCEPTIONS = {
+    "forward_overrides.py": "the one way",
+    "runtime/streaming.py": "restores the forward that diffusers' hooks replaced, which they leave behind",
+    "explanation/explain.py": "an attribute of a class of its own, set when it is made",
+}
+
+
+def find_offenders(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{name}: {line.strip()}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if (name := str(path.relative_to(SOURCE))) not in EXCEPTIONS
+        for line in path.read_text().splitlines()
+        if pattern.search(line)
+    ]
+
+
+def test_only_overrides_assign_a_forward() -> None:
+    assert find_offenders(FORWARD) == [], "use forward_overrides.set_override"
+
+
+def test_no_plan_is_assigned() -> None:
+    assert find_offenders(PLAN) == [], "what happens after planning goes into plan.report"
+
+
+@pytest.mark.parametrize(
+    "line", ["model.forward = wrap(model)", 'vars(model)["forward"] = run', 'setattr(a.b, "forward", f)']
+)
+def test_the_check_finds_a_forward(line: str) -> None:
+    assert FORWARD.search(line)
+
+
+@pytest.mark.parametrize("line", ["placement.plan = replace(plan, dtype=chosen)"])
+def test_the_check_finds_a_plan(line: str) -> None:
+    assert PLAN.search(line)
