@@ -8,7 +8,8 @@ accelerate's and diffusers' hooks replace `module.forward` too and restore what 
 orders work: a hook added later runs around the overrides until `refresh_overrides` puts them on top again, which a
 placed pipeline does at every call. What a hook restores is an older `ForwardOverrides`, which passes calls through.
 
-Known limitations: an unpickled module has its class's `forward` bound at load time, so that it loads without this
+Known limitations: a shallow copy of a module (`copy.copy`, `nn.DataParallel`) runs the original's weights, as with any
+replaced forward. An unpickled module has its class's `forward` bound at load time, so that it loads without this
 package; a later patch of the class is not seen by that module until it is placed.
 """
 
@@ -138,6 +139,15 @@ class ForwardOverrides:
     @property
     def __name__(self) -> str:
         return "forward"
+
+    # accelerate unwraps a bound method, and binds its function again.
+    @property
+    def __func__(self) -> Any:
+        return self._get_original().__func__
+
+    @property
+    def __self__(self) -> Any:
+        return self._get_original().__self__
 
     @property
     def __code__(self) -> CodeType:

@@ -134,3 +134,47 @@ def test_hooks_of_other_libraries_added_after_compiling_run(monkeypatch: pytest.
         model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     numpy.testing.assert_array_equal(run(recipe, pipe), run(recipe, stock))
     assert "another library" in pipe.plan.report.not_compiled.reason
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    stock: Any = recipe.make()
+    mask = (torch.arange(77).expand(2, 77) < 3).float()
+    stock.unet.forward = functools.partial(stock.unet.forward, encoder_attention_mask=mask)
+    expected = run(recipe, stock)
+    assert numpy.abs(expected - run(recipe, recipe.make())).max() > 1e-3
+    plain: Any = recipe.make()
+    if when == "before":
+        plain.unet.forward = functools.partial(plain.unet.forward, encoder_attention_mask=mask)
+    pipe: Any = anyaccel.place(plain, "cpu", dtype="float32", compile=True)
+    if when == "after":
+        run(recipe, pipe)
+        pipe.unet.forward = functools.partial(pipe.unet.forward, encoder_attention_mask=mask)
+    numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-5)
+
+
+def test_a_class_replaced_after_compiling_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe, stock = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True), recipe.make()
+    run(recipe, pipe)
+    for each in (pipe, stock):
+        kind: Any = type(each.unet)
+
+        def forward(self: Any, sample: Any, *args: Any, kind: Any = kind, **kwargs: Any) -> Any:
+            return kind.forward(self, sample * 0.5, *args, **kwargs)
+
+        each.unet.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    numpy.testing.assert_allclose(run(recipe, pipe), run(recipe, stock), atol=1e-5)
+
+
+def test_the_report_forgets_what_was_compiled_when_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    assert pipe.plan.report.compiled.value
+    pipe.to("cpu", compile=False)
+    assert pipe.plan.report.compiled is None

@@ -447,9 +447,11 @@ def test_custom_code_is_found_behind_wraps(unet: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("diffusers.models.attention_processor.Attention.prepare_attention_mask", patched)
     assert not before.holds()
     monkeypatch.undo()
-    monkeypatch.setattr(torch.nn.functional, "group_norm", patched)
-    assert not before.holds()
-    monkeypatch.undo()
+    for owner, name in ((torch.nn.functional, "group_norm"), (torch, "cat"), (torch.Tensor, "chunk")):
+        monkeypatch.setattr(owner, name, patched)
+        assert not before.holds(), name
+        monkeypatch.undo()
+        assert before.holds(), name
     unet.conv_in._conv_forward = lambda *given: type(unet.conv_in)._conv_forward(unet.conv_in, *given)
     assert "another _conv_forward" in find_custom_code(unet)
 
@@ -490,9 +492,17 @@ def add_buffer(model: Any) -> None:
     model.attention.register_buffer("table", torch.ones(1))
 
 
+class Another(torch.nn.Linear):
+    """A subclass."""
+
+
+def replace_class(model: Any) -> None:
+    model.attention.__class__ = Another
+
+
 CHANGES = [
-    change_tensor, change_list, append_to_list, change_hook, change_forward, turn_weight, add_layer, add_attribute,
-    add_buffer,
+    replace_class, change_tensor, change_list, append_to_list, change_hook, change_forward, turn_weight, add_layer,
+    add_attribute, add_buffer,
 ]  # fmt: skip
 
 

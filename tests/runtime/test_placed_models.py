@@ -159,3 +159,38 @@ def test_models_are_released_without_a_garbage_collection() -> None:
         assert [model() is None for model in models] == [model() is None for model in plain]
     finally:
         gc.enable()
+
+
+def test_accelerate_prepares_and_unwraps_a_placed_model(pipe: Any, stock: Any) -> None:
+    from accelerate import Accelerator
+
+    recipe = recipes()[RECIPE]
+    run(recipe, pipe)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    pipe.unet = accelerator.unwrap_model(accelerator.prepare(pipe.unet), keep_fp32_wrapper=False)
+    numpy.testing.assert_array_equal(run(recipe, pipe), run(recipe, stock))
+
+
+def test_a_traced_decoder_runs(pipe: Any, stock: Any) -> None:
+    recipe = recipes()[RECIPE]
+    expected = run(recipe, stock)
+    trace: Any = torch.jit.trace
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        pipe.vae.decoder = trace(pipe.vae.decoder, torch.ones(1, 4, 8, 8))
+    numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-5)
+
+
+def test_options_changed_in_a_callback_leave_the_pipeline_usable(pipe: Any) -> None:
+    recipe = recipes()[RECIPE]
+
+    def slice_attention(pipe: Any, step: int, timestep: Any, values: Any) -> Any:
+        pipe.enable_attention_slicing()
+        return values
+
+    call = {**recipe.call(), "output_type": "np"}
+    call.pop("generator", None)
+    pipe(**call, seed=1, callback_on_step_end=slice_attention)
+    first, second = pipe(**call, seed=1).images, pipe(**call, seed=1).images
+    numpy.testing.assert_array_equal(first, second)
+    pipe.to("cpu", dtype="float32")

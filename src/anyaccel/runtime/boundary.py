@@ -133,9 +133,10 @@ def find_boundaries(component: torch.nn.Module) -> list[Boundary]:
 
 def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:
     """Where a pipeline enters a model: the model itself, or the parts of one that is called by other names."""
+    parts = [component]
     if hasattr(component, "decode") and not hasattr(component, "generate"):
-        return [component, *component.children()]
-    return [component]
+        parts += component.children()
+    return [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # whose forward is no Python
 
 
 def _find_timestep(module: torch.nn.Module) -> tuple[int | None, str]:

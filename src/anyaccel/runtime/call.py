@@ -63,7 +63,7 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
             with apply_speedups(pipe, placement, part):
                 return run_split(pipe, split, _Run(pipe, placement, call, part, draws.take(first, part.images)).finish)
         finally:
-            placement.running = False
+            _set_idle(pipe, placement)
 
     try:
         results = [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, run)
@@ -78,9 +78,18 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         if placement.progress is not None:
             placement.progress.close()
         placement.progress = None
+        _set_idle(pipe, placement)
     result = join_results(results)
     _label(result, placement, request)
     return result
+
+
+def _set_idle(pipe: Any, placement: Placement) -> None:
+    """Note that no call runs; a callback may have placed the pipeline anew meanwhile."""
+    current = find_placement(pipe)
+    placement.running = False
+    if current is not None and current is not placement:
+        current.running, current.progress = False, None
 
 
 def _label(result: Any, placement: Placement, request: Request) -> None:

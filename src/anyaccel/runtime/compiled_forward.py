@@ -35,6 +35,7 @@ class CompiledForward:
         self._module = weakref.ref(module)
         self._compiled = compiled
         """Takes the module as its first argument; None where blocks are compiled in place."""
+        self._class = type(module)
         self._code = PatchedCode(module)
         self._hooks = LayerHooks(module)
 
@@ -45,7 +46,9 @@ class CompiledForward:
             return
         if not self._hooks.covers_all_layers():
             self._hooks = LayerHooks(module)
-        if self._hooks.has_foreign_forward():
+        if type(module) is not self._class:
+            self._give_up(module, "its class was replaced after compiling")
+        elif self._hooks.has_foreign_forward():
             self._give_up(module, "another library replaced its forward or that of a layer")
         elif self._code.changed():
             self._give_up(module, "its code was patched after compiling")

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from itertools import chain
 from operator import eq, is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ __all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
 _WEIGHTS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
 _ENTRIES = ("forward", "__call__", "_conv_forward")
-_CODE = (FunctionType, BuiltinFunctionType, classmethod, staticmethod, property)
+_CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
 _KNOWN = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
 """Libraries whose layers and processors do the same at every call."""
 
@@ -39,6 +39,7 @@ class LayerHooks:
         tables = [table for part in inside for table in (part._forward_hooks, part._forward_pre_hooks)]
         self._tables = [*tables, *read_global_hooks()]
         self._layers = [part.__dict__ for part in module.modules()]
+        self._forward = type(module).forward
         self._children = [part._modules for part in module.modules()]
         self._known = [list(children.values()) for children in self._children]
 
@@ -51,7 +52,7 @@ class LayerHooks:
         forward = self._layers[0].get("forward")
         if isinstance(forward, ForwardOverrides):
             forward = forward.beneath
-        if forward is not None and not _is_known(_find_source(forward)):
+        if forward is not None and getattr(forward, "__func__", None) is not self._forward:
             return True
         return any(
             accelerate_internals.has_hook(layer) or diffusers_internals.has_hook(layer) for layer in self._layers
@@ -65,11 +66,11 @@ class LayerHooks:
 class PatchedCode:
     """The functions that a module's code consists of; tells whether somebody patched one since."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, *others: Any) -> None:
         self._classes = _list_classes(module)
         families = {base for kind in self._classes for base in kind.__mro__ if base is not object}
         sources = {base.__module__ for base in families} & set(sys.modules)
-        spaces = [vars(owner) for owner in (*families, *(sys.modules[name] for name in sources), functional)]
+        spaces = [vars(owner) for owner in (*families, *(sys.modules[name] for name in sources), functional, *others)]
         self._functions = [
             (space, name, value)
             for space in spaces
@@ -132,7 +133,9 @@ class ModuleFingerprint:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._layers = [part.__dict__ for part in module.modules()]
-        self._code = PatchedCode(module)
+        self._code = PatchedCode(module, torch, torch.Tensor)
+        self._parts = [weakref.ref(part) for part in module.modules()]
+        self._types = list(self._read_types())
         processors = [vars(item) for layer in self._layers if hasattr(item := layer.get("processor"), "__dict__")]
         owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in owned if type(value) is list]
@@ -149,6 +152,7 @@ class ModuleFingerprint:
         """Return whether nothing changed since."""
         return (
             self._count() == self._counts
+            and all(map(is_, self._read_types(), self._types))
             and all(map(is_, self._read_attributes(), self._attributes))
             and not self._code.changed()
             and all(map(_is_same_item, self._read_items(), self._items))
@@ -157,7 +161,11 @@ class ModuleFingerprint:
 
     def _count(self) -> list[int]:
         # Compared first, since `map` ends with the shorter side.
-        return [len(owner) for owner in chain(self._layers, self._dicts, self._lists, self._weights)]
+        tensor = vars(torch.Tensor)  # which inherits most methods: a patch adds one
+        return [len(owner) for owner in chain([tensor], self._layers, self._dicts, self._lists, self._weights)]
+
+    def _read_types(self) -> Iterator[type]:
+        return (type(part()) for part in self._parts)
 
     def _read_attributes(self) -> Iterator[Any]:
         return chain.from_iterable(

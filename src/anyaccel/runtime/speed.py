@@ -218,5 +218,6 @@ def remove_speedups(pipe: Any, placement: Placement | None) -> None:
     if placement is None or placement.speed is None or not placement.speed.compiled:
         return
     placement.speed.compiled = False
+    placement.report.compiled = placement.report.compiled_sizes = None
     for name in placement.denoisers:
         remove_compiled_blocks(find_models(pipe)[name])
