@@ -158,7 +158,8 @@ def test_a_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, wh
 def test_a_class_replaced_after_compiling_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
-    pipe, stock = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True), recipe.make()
+    stock: Any = recipe.make()
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
     for each in (pipe, stock):
         kind: Any = type(each.unet)
