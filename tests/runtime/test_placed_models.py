@@ -15,6 +15,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 
 import anyaccel
 from anyaccel.recipes import recipes, run
+from anyaccel.upstream.torch_internals import read_function_modes
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -143,6 +144,22 @@ def test_a_pipeline_class_patched_after_placing_is_used(pipe: Any, stock: Any, m
     calls.clear()
     numpy.testing.assert_array_equal(run(recipe, pipe), expected)
     assert calls == ["call", "encode"]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [({}, False), ({"seed": 3}, True)])
+def test_a_call_in_float32_on_the_host_runs_without_a_torch_function_mode(
+    pipe: Any, arguments: dict[str, Any], expected: bool
+) -> None:
+    active = []
+
+    def look(*args: Any) -> dict[str, Any]:
+        active.append(bool(read_function_modes()))
+        return {}
+
+    call = {key: value for key, value in recipes()[RECIPE].call().items() if key != "generator"}
+    pipe(**call, **arguments, callback_on_step_end=look)
+    assert active
+    assert set(active) == {expected}
 
 
 def test_models_are_released_without_a_garbage_collection() -> None:

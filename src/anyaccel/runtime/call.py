@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.host import is_host
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
+from anyaccel.planning.plan import Plan
 from anyaccel.runtime.admission import admit
 from anyaccel.runtime.batch import SharedProgress, join_results
 from anyaccel.runtime.boundary import find_boundaries, set_boundaries
@@ -148,6 +150,12 @@ def _states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
     return [(one, one.get_state()) for one in generators] if isinstance(generators, list) else []
 
 
+def _runs_as_stock(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
+    """Return whether a mode around the models would change nothing, and only cost time at every call of torch."""
+    draws_itself = type(source) is NoiseSource and plan.dtype.value == "float32"  # narrow noise is cast from float32
+    return is_host(placement.device) and not plan.repairs.value and draws_itself
+
+
 class _Run:
     """One part of a request: run, looked at, and run again where it has to be."""
 
@@ -204,7 +212,8 @@ class _Run:
             on_host = plan.schedule.value == "host"
             numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
             stack.enter_context(drawing_from(source))
-            stack.enter_context(make_glue_seam(plan, placement.device, numbers, self.ferry))
+            if numbers is not None or self.ferry is not None or not _runs_as_stock(placement, plan, source):
+                stack.enter_context(make_glue_seam(plan, placement.device, numbers, self.ferry))
             yield
 
     def _mend(self, broken: list[str]) -> Any:

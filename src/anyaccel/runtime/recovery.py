@@ -63,7 +63,8 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
             for part in parts:
                 results.append(run(part, done, len(parts)))
                 done += part.images
-            end_phase(pipe)
+            if rule.residence != "resident":
+                end_phase(pipe)
         except BaseException as error:
             if not is_out_of_memory(error):
                 _send_weights_back(pipe, placement)
@@ -160,11 +161,11 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     if rule.way.vae_in_parts != placement.vae_in_parts:
         set_parts(pipe, rule.way.vae_in_parts)
         placement.vae_in_parts = rule.way.vae_in_parts
-    sheet, plan, wishes = placement.opened.sheet, placement.plan, placement.wishes
+    sheet, plan = placement.opened.sheet, placement.plan
+    attention = plan.attention
     if rule.way.sliced_attention:
-        wishes = replace(wishes, attention_slicing="max")
-    attention = choose_attention(sheet, wishes, int(getattr(torch, plan.dtype.value).itemsize))
-    if rule.way.sliced_attention:
+        wishes = replace(placement.wishes, attention_slicing="max")
+        attention = choose_attention(sheet, wishes, int(getattr(torch, plan.dtype.value).itemsize))
         attention = replace(attention, reason="all heads at once do not fit into the memory")
     report = placement.report
     report.memory = None if decision == plan.memory else decision

@@ -58,7 +58,7 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
     speed = placement.speed = placement.speed or Speed()
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
-    _check_compiled(pipe, placement)
+    _check_compiled(placement)
     if placement.plan.capture.value and _has_room(placement):
         _set_capture(pipe, placement, speed)
     new = speed.compiled and bucket_of(part) not in speed.shapes
@@ -71,7 +71,7 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
     speed.seconds += seconds
     if key is not None:
         save_compiled(speed, key, seconds)
-    _report(pipe, placement)
+    _report(placement)
 
 
 @contextmanager
@@ -145,16 +145,19 @@ def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
     placement.report.compiled = Decision(names, reason)
 
 
-def _check_compiled(pipe: Any, placement: Placement) -> None:
+def _check_compiled(placement: Placement) -> None:
     """Stop running compiled code of modules that are not what was compiled."""
-    for _, module in _list_compiled(pipe, placement):
+    for _, module in _list_compiled(placement):
         compiled = find_compiled(module)
         if compiled is not None:
             compiled.begin_call()
 
 
-def _list_compiled(pipe: Any, placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, model in find_models(pipe).items():
+def _list_compiled(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, reference in placement.placed.items():
+        model = reference()
+        if model is None:
+            continue
         if name in placement.denoisers:
             yield name, model
         elif has_decoder(model):
@@ -188,13 +191,14 @@ def _set_capture(pipe: Any, placement: Placement, speed: Speed) -> None:
         capture.begin_call()
 
 
-def _report(pipe: Any, placement: Placement) -> None:
+def _report(placement: Placement) -> None:
     """Report what became of compiling and capturing in a call."""
-    for name, module in _list_compiled(pipe, placement):
+    captures = []
+    for name, module in _list_compiled(placement):
         compiled = find_compiled(module)
         if compiled is not None and compiled.failure:
             placement.report.add_not_compiled(name, compiled.failure)
-    captures = [get_override(find_models(pipe)[name], Slot.CAPTURE) for name in placement.denoisers]
+        captures.append(get_override(module, Slot.CAPTURE))
     status = [capture for capture in captures if isinstance(capture, GraphCapture) and capture.status]
     if status:
         captured = any(capture.captured_shapes for capture in status)
