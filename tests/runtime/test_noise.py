@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import anyaccel
 from anyaccel.backends.device import open_device
@@ -19,7 +20,7 @@ from anyaccel.errors import UsageError
 from anyaccel.planning import Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
 from anyaccel.recipes.calls import picture
-from anyaccel.runtime.noise import OneOfABatch, OneToAnImage, drawing_from, make_generators
+from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.seam import make_glue_seam, make_model_seam
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forks import DEVICES
@@ -96,6 +97,44 @@ def test_every_function_that_draws_gives_what_the_host_draws_in_float32(device: 
         assert accelerator.ledger.rows("error") == []
 
     run_forked(device, use, strict=True)
+
+
+class DrawnDtypes(TorchFunctionMode):
+    """Records the dtype of every draw of `torch.randn`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.randn:
+            self.dtypes.append(kwargs["dtype"])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_callers_generator_draws_in_the_dtype_that_stock_diffusers_draws_in() -> None:
+    """Before torch 2.13 a draw in half precision is not the rounded draw in float32."""
+
+    def use(accelerator: VirtualAccelerator) -> dict[str, list[torch.dtype]]:
+        seam, seeds = seams_of(accelerator)[0], OneToAnImage([host(5)])
+        seen = {}
+        for label, source, generator in (
+            ("caller's", NoiseSource(), host(5)),
+            ("caller's beside seeds", seeds, host(5)),
+            ("of a seed", seeds, seeds.generators[0]),
+            ("none", NoiseSource(), None),
+        ):
+            with DrawnDtypes() as drawn, drawing_from(source), seam:
+                torch.randn(4, 3, device=accelerator.device(), dtype=torch.bfloat16, generator=generator)
+            seen[label] = drawn.dtypes
+        return seen
+
+    assert run_forked("hpu", use, strict=True) == {
+        "caller's": [torch.bfloat16],
+        "caller's beside seeds": [torch.bfloat16],
+        "of a seed": [torch.float32],
+        "none": [torch.float32],
+    }
 
 
 def test_each_image_draws_its_rows_from_its_own_generator() -> None:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy
-
 from anyaccel.backends.device import find_device, open_device, read_device
 from anyaccel.checker.recording import Comparison, comparing, recording
 from anyaccel.checker.subject import read_subject
 from anyaccel.errors import AnyaccelError
-from anyaccel.pictures.likeness import measure_psnr
+from anyaccel.pictures.likeness import measure_difference, measure_psnr
 from anyaccel.recipes.recipe import Recipe, run
 from anyaccel.runtime.pipeline import place
 
@@ -96,7 +94,7 @@ def check_real(
     with comparing(pipe, calls) as found:
         seen = _run_to_the_end(recipe, pipe)
     found_device = find_device(pipe.plan.device)
-    difference = None if seen is None else _difference(expected, seen)
+    difference = None if seen is None else measure_difference(seen, expected)
     return RealReport(
         subject=name,
         pipeline=recipe.pipeline,
@@ -131,10 +129,6 @@ def _run_to_the_end(recipe: Recipe, pipe: Any) -> Any:
         return run(recipe, pipe)
     except AnyaccelError:
         return None
-
-
-def _difference(expected: Any, seen: Any) -> float | None:
-    return float(numpy.abs(expected - seen).max()) if expected.shape == seen.shape else None
 
 
 def _psnr(expected: Any, seen: Any) -> float | None:

@@ -69,6 +69,7 @@ class DeviceReport:
     error: str = ""
     """What stopped it, where it did not finish."""
     max_difference: float | None = None
+    """From the CPU's, as a share of its largest number where that is above 1."""
     host_round_trips_per_step: float | None = None
     violations: tuple[Violation, ...] = ()
     graphs: Graphs | None = None

@@ -20,6 +20,7 @@ from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.report import DeviceReport, Graphs, Violation
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError, first_line
 from anyaccel.library_logging import no_progress_bars, quiet_libraries
+from anyaccel.pictures.likeness import measure_difference
 from anyaccel.recipes.recipe import Recipe, run
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, way
         placed=ways.placed,
         finished=seen is not None,
         error=error,
-        max_difference=None if seen is None else _difference(expected, seen),
+        max_difference=None if seen is None else measure_difference(seen, expected),
         host_round_trips_per_step=_round_trips(accelerator.ledger.round_trips()) if seen is not None else None,
         violations=tuple(_explain(row, accelerator.sheet) for row in accelerator.ledger.rows() if not _is_ours(row)),
         graphs=_read_graphs(accelerator) if ways.compiled else None,
@@ -155,13 +156,6 @@ def _put(pipe: Any, accelerator: VirtualAccelerator, ways: Ways) -> Any:
     if ways.compiled:
         placed.enable_compile()
     return placed
-
-
-def _difference(expected: Any, seen: Any) -> float | None:
-    """The largest of any number; None where the picture has another shape, and nothing can be compared."""
-    import numpy
-
-    return float(numpy.abs(expected - seen).max()) if expected.shape == seen.shape else None
 
 
 def _round_trips(by_step: dict[int | None, int]) -> float:

@@ -152,8 +152,7 @@ def _states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 def _runs_as_stock(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
     """Return whether a mode around the models would change nothing, and only cost time at every call of torch."""
-    draws_itself = type(source) is NoiseSource and plan.dtype.value == "float32"  # narrow noise is cast from float32
-    return is_host(placement.device) and not plan.repairs.value and draws_itself
+    return is_host(placement.device) and not plan.repairs.value and type(source) is NoiseSource
 
 
 class _Run:

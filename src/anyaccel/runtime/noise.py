@@ -1,4 +1,9 @@
-"""Noise: drawn on the host in float32 and cast, so that a seed gives the same noise wherever it lands."""
+"""Noise: drawn on the host, so that it does not depend on the device.
+
+What comes from a seed, or from the generator of the host where stock diffusers would use the device's, is drawn in
+float32 and cast. A generator that the caller gives draws in the dtype that the pipeline names, as in stock diffusers:
+torch before 2.13 draws other numbers in half precision than it rounds float32 to.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +38,20 @@ class NoiseSource:
         """Draw a shape, from the generator that the pipeline named if it did."""
         return draw(shape, given)
 
+    def owns(self, generator: torch.Generator) -> bool:
+        """Return whether a generator was made here from a seed, and not given by the caller."""
+        return False
+
 
 class OneToAnImage(NoiseSource):
     """One generator an image: what has a row an image is drawn row by row."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
+
+    def owns(self, generator: torch.Generator) -> bool:
+        """Return whether a generator is that of an image."""
+        return any(generator is own for own in self.generators)
 
     def draw(self, draw: Draw, shape: tuple[int, ...], given: torch.Generator | None) -> Tensor:
         """Draw from the named generator, else each image's row from its own."""
@@ -123,7 +136,7 @@ class _Drawing:
             return func(*args, **kwargs)
         sizes = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        drawn = _current_source().draw(_draw_by(func, dtype), tuple(sizes), given)
+        drawn = _current_source().draw(_draw_by(func, _choose_dtype(dtype, given)), tuple(sizes), given)
         return self._finish(drawn, dtype, place, kwargs)
 
     def like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +146,7 @@ class _Drawing:
         if self._is_drawn_there(given, place):
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype") or model.dtype
-        drawn = _current_source().draw(_draw_by(_LIKE[func], dtype), tuple(model.shape), given)
+        drawn = _current_source().draw(_draw_by(_LIKE[func], _choose_dtype(dtype, given)), tuple(model.shape), given)
         return self._finish(drawn, dtype, place, kwargs)
 
     def whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +177,7 @@ class _Drawing:
         if self._is_drawn_there(given, target.device):
             return func(*args, **kwargs)
         rest = {name: value for name, value in kwargs.items() if name != "generator"}
-        kind = torch.float32 if target.dtype in _NARROW else target.dtype
+        kind = _choose_dtype(target.dtype, given)
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
             drawn: Tensor = func(torch.empty(shape, dtype=kind, device="cpu"), *args[1:], generator=generator, **rest)
@@ -191,12 +204,15 @@ class _Drawing:
         return _current_source().draw(draw, (), given).to(kwargs.get("device") or place)
 
 
-def _draw_by(func: Any, dtype: torch.dtype) -> Draw:
-    """Draw a shape in float32, or in what is asked for where that is wider."""
-    kind = torch.float32 if dtype in _NARROW else dtype
+def _choose_dtype(dtype: torch.dtype, given: torch.Generator | None) -> torch.dtype:
+    """Return the dtype to draw in, for one that a pipeline names."""
+    is_callers = given is not None and not _current_source().owns(given)
+    return torch.float32 if dtype in _NARROW and not is_callers else dtype
 
+
+def _draw_by(func: Any, dtype: torch.dtype) -> Draw:
     def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        drawn: Tensor = func(shape, generator=generator, dtype=kind, device="cpu")
+        drawn: Tensor = func(shape, generator=generator, dtype=dtype, device="cpu")
         return drawn
 
     return draw
