@@ -16,7 +16,6 @@ from anyaccel.emulator.process import run_forked
 from anyaccel.errors import UnknownComponentError, UsageError
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
-from tests.forced_plan import force_plan
 
 pytestmark = [NEEDS_RECIPES, pytest.mark.usefixtures("pipelines_imported", "compiler_imported")]
 CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "seed": 1}
@@ -254,24 +253,3 @@ def test_a_second_adapter_is_no_new_graph(tmp_path: Path) -> None:
     assert numpy.abs(seen[0] - seen[1]).max() > 0.05
     for wanted, picture in zip(expected, seen, strict=True):
         assert numpy.abs(wanted - picture).max() < 1e-3
-
-
-def test_the_first_pass_is_dropped_where_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only an old torch has it, which is refused; the plan is told so here by hand."""
-    from anyaccel.planning.decision import Decision
-
-    pipe = make("cpu")
-    passes: list[int] = []
-    call = {**CALL, "height": 16, "width": 16}
-    expected = pipe("a fox", **call).images
-    pipe.unet.register_forward_hook(lambda *args: passes.append(1))
-    pipe("a fox", **call)
-    usual = len(passes)
-    force_plan(pipe, prime=Decision(True, "for the test"))
-    counts = []
-    for _ in range(2):
-        passes.clear()
-        assert numpy.array_equal(expected, pipe("a fox", **call).images)
-        counts.append(len(passes))
-    assert usual < counts[0]
-    assert counts[1] == usual

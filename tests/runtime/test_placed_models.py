@@ -153,7 +153,7 @@ def test_a_call_in_float32_on_the_host_runs_without_a_torch_function_mode(
     active = []
 
     def look(*args: Any) -> dict[str, Any]:
-        active.append(bool(read_function_modes()))
+        active.append(bool(read_function_modes()))  # type: ignore[no-untyped-call]
         return {}
 
     call = {key: value for key, value in recipes()[RECIPE].call().items() if key != "generator"}

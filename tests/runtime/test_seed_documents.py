@@ -20,11 +20,9 @@ import torch
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
-from anyaccel.planning import Decision, Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
 from anyaccel.recipes.flux import transformer_shape
 from tests.conftest import NEEDS_RECIPES
-from tests.forced_plan import force_plan
 
 pytestmark = [
     NEEDS_RECIPES,
@@ -382,31 +380,6 @@ def test_a_timestep_reaches_the_denoiser_as_the_device_takes_it() -> None:
     rows = run_forked("neuron", use, strict=True)
     assert [row[:2] for row in rows] == [("torch.float32", "neuron")] * len(given)
     assert max(row[2] for row in rows) < 1e-5
-
-
-def test_priming_is_planned_for_the_torch_that_needs_it() -> None:
-    sheet, facts = anyaccel.sheet("mps"), Facts(pipeline="StableDiffusionPipeline")
-    plans = [make_plan(sheet.on(versions={"torch": v}), facts, Wishes(), device="mps:0") for v in ("1.13.1", "2.13.0")]
-    assert [plan.prime.value for plan in plans] == [True, False]
-
-
-def test_priming_runs_one_step_once_and_leaves_no_trace() -> None:
-    """No torch that needs it can be had here: the plan is told that this one does."""
-    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
-    pipe.set_progress_bar_config(disable=True)
-    call: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 3, "output_type": "np"}
-    expected = pipe("a photo", generator=torch.Generator().manual_seed(7), **call).images
-    force_plan(pipe, prime=Decision(True, "for the test"))
-    passes: list[object] = []
-    pipe.unet.register_forward_pre_hook(lambda module, args: passes.append(args))
-    counts = []
-    for _ in range(2):
-        passes.clear()
-        found = pipe("a photo", generator=torch.Generator().manual_seed(7), **call).images
-        assert numpy.array_equal(found, expected)
-        counts.append(len(passes))
-    without = counts[1]
-    assert counts[0] > without
 
 
 def test_on_mps_prompts_are_iterated_and_slices_give_the_same_picture() -> None:

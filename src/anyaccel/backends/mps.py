@@ -5,7 +5,6 @@ from __future__ import annotations
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.driver import Driver, Memory
 from anyaccel.backends.quirks import (
-    FIRST_PASS_DIFFERS,
     HOST_NUMBER_OFFSET_IGNORED,
     NON_CONTIGUOUS_ATTENTION,
     UNINITIALISED_MEMORY_IS_NAN,
@@ -249,7 +248,8 @@ SHEET = Sheet(
     ),
     quirks=(
         Quirk(
-            name=FIRST_PASS_DIFFERS,
+            name="first_pass_differs",
+            information_only=True,
             says="The first pass gives slightly other results than the later ones: run one step and drop it.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",

@@ -6,7 +6,6 @@ from typing import Final
 
 __all__ = [
     "CONVOLUTIONS_REORDER",
-    "FIRST_PASS_DIFFERS",
     "FLOAT32_ATTENTION",
     "HALF_KERNELS_MISSING",
     "HOST_NUMBER_OFFSET_IGNORED",
@@ -17,7 +16,6 @@ __all__ = [
 
 # Evidence files on disk hold these strings: a new value orphans the old evidence.
 CONVOLUTIONS_REORDER: Final = "convolutions_reorder"
-FIRST_PASS_DIFFERS: Final = "first_pass_differs"
 FLOAT32_ATTENTION: Final = "float32_attention"
 HALF_KERNELS_MISSING: Final = "half_kernels_missing"
 HOST_NUMBER_OFFSET_IGNORED: Final = "host_number_offset_ignored"
@@ -27,7 +25,6 @@ UNINITIALISED_MEMORY_IS_NAN: Final = "uninitialised_memory_is_nan"
 KNOWN_QUIRKS: Final = frozenset(
     {
         CONVOLUTIONS_REORDER,
-        FIRST_PASS_DIFFERS,
         FLOAT32_ATTENTION,
         HALF_KERNELS_MISSING,
         HOST_NUMBER_OFFSET_IGNORED,

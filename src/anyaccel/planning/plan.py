@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from anyaccel.backends.claim import Quirk
-from anyaccel.backends.quirks import FIRST_PASS_DIFFERS, FLOAT32_ATTENTION
+from anyaccel.backends.quirks import FLOAT32_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule, choose_attention
 from anyaccel.planning.batch import choose_images_per_call
@@ -67,7 +67,6 @@ class Plan:
     capture: Decision[bool]
     quantized: Decision[str]
     reuse: Decision[Reuse | None]
-    prime: Decision[bool]
     watch: Decision[bool]
     forecast: Forecast | None = None
     """The memory that a call needs, where it was computed."""
@@ -153,7 +152,6 @@ def make_plan(
         capture=choose_capture(sheet, wishes),
         quantized=choose_quantized(sheet, wishes, dtype.value),
         reuse=choose_reuse(wishes),
-        prime=_choose_prime(sheet),
         watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
     )
     return plan if plan.parallel.value is None else do_the_same(plan)
@@ -177,13 +175,6 @@ def _choose_bf16_attention(sheet: Sheet, wishes: Wishes, dtype: str) -> Decision
     if dtype != "bfloat16":
         return Decision(False, f"the pipeline runs in {dtype}")
     return Decision(True, quirk.says)
-
-
-def _choose_prime(sheet: Sheet) -> Decision[bool]:
-    quirk = _find_quirk(sheet, FIRST_PASS_DIFFERS)
-    if quirk is None:
-        return Decision(False, "the first picture is like the later ones here")
-    return Decision(True, f"{quirk.says} ({quirk.source})")
 
 
 def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:

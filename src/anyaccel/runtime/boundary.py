@@ -7,6 +7,7 @@ passes the output to the NaN check.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,11 @@ from anyaccel.runtime.compiled_forward import find_compiled
 from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
+from anyaccel.tracing.shell import map_tensors
+from anyaccel.upstream import accelerate_internals, diffusers_internals
 from anyaccel.upstream.torch_internals import is_compiled, unwrap_compiled
 
-__all__ = ["Boundary", "find_boundaries", "set_boundaries"]
+__all__ = ["Boundary", "drop_stale_casts", "find_boundaries", "set_boundaries"]
 
 _TIMESTEPS = ("timestep", "timesteps")
 
@@ -33,6 +36,7 @@ class Boundary:
         self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device, seam: ModelSeam | None
     ) -> None:
         self.name = name
+        self.module = weakref.ref(module)
         self.seam = seam
         self.device = device
         self.needs = _read_needs(plan)
@@ -50,6 +54,9 @@ class Boundary:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on adapted inputs."""
+        device = self._find_device()
+        if device.type != self.device.type:
+            return self._run_elsewhere(device, forward, args, kwargs)
         # A compiled model is adapted in its graph: tracing one inside a mode breaks too often.
         modes = enter_model(None if self.compiled is not None and not self.compiled.failure else self.seam)
         try:
@@ -58,7 +65,34 @@ class Boundary:
         finally:
             leave_model(*modes)
         note_output(self.name, output)
-        return output if self.cast_to is None else _cast_back(output, self.dtype)
+        return output if self.cast_to is None else map_tensors(output, self._cast_back)
+
+    def _find_device(self) -> torch.device:
+        """Return where the model is: somebody may have moved it by itself, with hooks that bring weights apart."""
+        module: torch.nn.Module | None = unwrap_compiled(self.module())
+        if module is None or is_host(self.device):
+            return self.device
+        for layer in module.modules():
+            for weight in layer.parameters(recurse=False):
+                if weight.is_meta or is_on(weight.device, self.device.type) or _has_hook(module) or _has_hook(layer):
+                    return self.device
+                place: torch.device = weight.device
+                return place
+        return self.device
+
+    def _run_elsewhere(
+        self, device: torch.device, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a model that was moved off the pipeline's device as it is, on inputs that come to it."""
+        modes = enter_model(None)
+        try:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
+            return forward(*args, **kwargs)
+        finally:
+            leave_model(*modes)
+
+    def _cast_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def _adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         position, name = self.timestep_position
@@ -125,6 +159,15 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
             set_override(part, Slot.INPUTS, boundary)
 
 
+def drop_stale_casts(components: dict[str, Any]) -> None:
+    """Stop casting inputs to a dtype that a model does not have any more."""
+    for component in components.values():
+        for boundary in find_boundaries(component) if isinstance(component, torch.nn.Module) else ():
+            dtypes = {weight.dtype for weight in component.parameters() if weight.is_floating_point()}
+            if boundary.cast_to is not None and boundary.cast_to not in dtypes:
+                boundary.cast_to = None
+
+
 def find_boundaries(component: torch.nn.Module) -> list[Boundary]:
     """Return the boundaries of one model."""
     overrides = [get_override(part, Slot.INPUTS) for part in _entrances(component)]
@@ -152,12 +195,6 @@ def _looks_timesteps_up(module: torch.nn.Module) -> bool:
     return bool(getattr(config, "num_embeds_ada_norm", None))
 
 
-def _cast_back(output: Any, dtype: torch.dtype) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.to(dtype) if output.is_floating_point() else output
-    if isinstance(output, tuple):
-        return type(output)(_cast_back(item, dtype) for item in output)
-    if hasattr(output, "items"):
-        for key, value in output.items():
-            output[key] = _cast_back(value, dtype)
-    return output
+def _has_hook(module: torch.nn.Module) -> bool:
+    """Return whether accelerate or diffusers moves weights of a module themselves."""
+    return accelerate_internals.has_hook(vars(module)) or diffusers_internals.has_hook(vars(module))

@@ -22,14 +22,14 @@ from anyaccel.runtime.compile import compiling, note_shape
 from anyaccel.runtime.ferry import find_ferry
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.parallel import run_split, share_noise
-from anyaccel.runtime.place import fall_back_in_dtype, place_newcomers
+from anyaccel.runtime.place import fall_back_in_dtype, keep_float32, place_newcomers
 from anyaccel.runtime.placement import Placement, find_components, find_placement
-from anyaccel.runtime.recovery import run_within_memory
+from anyaccel.runtime.quantize import is_quantized
+from anyaccel.runtime.recovery import run_within_memory, weights_at_home
 from anyaccel.runtime.request import Request, read_request
 from anyaccel.runtime.scheduler import keep_on_host
-from anyaccel.runtime.seam import make_glue_seam
+from anyaccel.runtime.seam import keeping_function_modes, make_glue_seam
 from anyaccel.runtime.speed import apply_speedups
-from anyaccel.runtime.warmup import leaving_no_trace
 from anyaccel.runtime.watch import Outputs, explain_black, find_broken, trace_first_break, watching
 from anyaccel.upstream.diffusers_internals import is_argument_error
 
@@ -40,11 +40,15 @@ Call = Callable[..., Any]
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call of a pipeline as its plan says."""
-    with placement.lock:  # a second thread waits: a pipeline has one scheduler
-        if placement.running:  # a pipeline inside a pipeline, or a callback that calls it again
-            kwargs.pop("seed", None)
-            return call(pipe, *args, **kwargs)
-        return _run_alone(pipe, placement, call, args, kwargs)
+    while True:
+        with placement.lock:  # a second thread waits: a pipeline has one scheduler
+            current = find_placement(pipe) or placement
+            if current is placement:
+                if placement.running:  # a pipeline inside a pipeline, or a callback that calls it again
+                    kwargs.pop("seed", None)
+                    return call(pipe, *args, **kwargs)
+                return _run_alone(pipe, placement, call, args, kwargs)
+        placement = current  # the pipeline was placed anew while this thread waited
 
 
 def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,6 +86,8 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         placement.progress = None
         _set_idle(pipe, placement)
     result = join_results(results)
+    if placement.plan.watch.value:
+        explain_black(result)
     _label(result, placement, request)
     return result
 
@@ -165,7 +171,6 @@ class _Run:
 
     def finish(self) -> Any:
         """The result, which is finite."""
-        self._prime()
         result, outputs = self._once()
         if not self.placement.plan.watch.value:
             return result
@@ -176,19 +181,7 @@ class _Run:
         )
         if broken:
             result = self._mend(broken)
-        explain_black(result)
         return result
-
-    def _prime(self) -> None:
-        """Where the first pass gives other results than the later ones: one step, which is dropped."""
-        if not self.placement.plan.prime.value or self.placement.primed:
-            return
-        self.placement.primed = True
-        part, source = self.begin(self.part)
-        if "num_inference_steps" in part.accepts:
-            part = part.with_arguments(num_inference_steps=1)
-        with leaving_no_trace(self.pipe), self._seams(source):
-            self.call(self.pipe, **part.arguments)
 
     def _once(self) -> tuple[Any, Outputs]:
         part, source = self.begin(self.part)
@@ -213,6 +206,7 @@ class _Run:
             stack.enter_context(drawing_from(source))
             if numbers is not None or self.ferry is not None or not _runs_as_stock(placement, plan, source):
                 stack.enter_context(make_glue_seam(plan, placement.device, numbers, self.ferry))
+            stack.enter_context(keeping_function_modes())
             yield
 
     def _mend(self, broken: list[str]) -> Any:
@@ -229,13 +223,18 @@ class _Run:
         component = self.components[name]
         where = f"{module} at pass {step}"
         narrow = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
-        if narrow:
+        if narrow and not is_quantized(component):
+            mended = False
             self._cast(component, torch.float32, torch.float32)
-            result, outputs = self._once()
-            if not find_broken(outputs):
+            try:
+                result, outputs = self._once()
+                mended = not find_broken(outputs)
+            finally:  # also after Ctrl-C or a lack of memory
+                if not mended:
+                    self._cast(component, next(iter(narrow)), None)
+            if mended:
                 self._report_float32(name, where)
                 return result
-            self._cast(component, next(iter(narrow)), None)
         raise NotFiniteError(
             f"the picture is not finite: {where} is the first module whose output is not, on "
             f"{self.placement.plan.device} in {self.placement.plan.dtype.value}; in float32 it is not finite either",
@@ -243,9 +242,11 @@ class _Run:
         )
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:
-        """Cast one model, and what goes into it."""
-        with drop_log_records(*FLOAT32_ADVICE):
+        """Cast one model, and what goes into it; weights that wait elsewhere are written there anew."""
+        with weights_at_home(self.pipe), drop_log_records(*FLOAT32_ADVICE):
             component.to(dtype)
+            if inputs is None:
+                keep_float32(self.pipe, self.placement.plan)
         for boundary in find_boundaries(component):
             boundary.cast_to = inputs
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +26,12 @@ from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
-from anyaccel.runtime.boundary import set_boundaries
+from anyaccel.runtime.boundary import drop_stale_casts, set_boundaries
 from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
 from anyaccel.runtime.parallel import check_splits, count_ranks, join_ranks, read_ranks, split_models, take_own_device
 from anyaccel.runtime.placement import (
     Placement,
+    drop_placement,
     find_components,
     find_models,
     find_placement,
@@ -47,6 +50,7 @@ from anyaccel.upstream.torch_internals import allow_half_precision_attention
 
 __all__ = [
     "fall_back_in_dtype",
+    "keep_float32",
     "place_newcomers",
     "place_pipeline",
     "plan_pipeline",
@@ -143,28 +147,46 @@ def place_pipeline(
     _execute(plan, opened)
     if plan.parallel.value is not None:
         join_ranks(opened, plan)
-    remove_speedups(pipe, before)
-    offloaded_by_plan = before is not None and before.residence != "resident" and not before.offloaded_by_user
-    if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
-        bring_home(pipe)
+    _undo(pipe, before)
     try:
         placement = _plan_weights(pipe, Placement(opened, place, plan, wishes, loaded=loaded), offloaded)
         placement.vae_in_parts = before is not None and before.vae_in_parts
-        if offloaded is not None:
-            _cast(pipe, placement, place, move)
-        else:
-            _move(pipe, placement, move)
+        with _dropping_placement_on_error(pipe):
+            if offloaded is not None:
+                _cast(pipe, placement, place, move)
+            else:
+                _move(pipe, placement, move)
     except DoesNotFitError as error:
         smaller = None if offloaded else find_smaller_dtype(opened.sheet, plan.dtype.value, wishes)
         if smaller is None:
             raise
         decision = _explain_smaller_dtype(smaller, plan.dtype.value, error)
-        place_pipeline(pipe, device, {**asked, "dtype": smaller}, move, dtype=decision)
+        place_pipeline(pipe, opened if device is None else device, {**asked, "dtype": smaller}, move, dtype=decision)
         return
     settle(pipe, placement, before)
     alone = plan.parallel.value is None
     if alone and any(mode.name == plan.mode.value and mode.captures for mode in opened.sheet.modes):
         _capture(pipe, opened)
+
+
+def _undo(pipe: Any, before: Placement | None) -> None:
+    """Take the speed-ups of a placement off, and bring weights that wait elsewhere to the host."""
+    remove_speedups(pipe, before)
+    offloaded_by_plan = before is not None and before.residence != "resident" and not before.offloaded_by_user
+    if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
+        if before is not None:
+            before.residence = None  # if the new placement is refused, the next call brings the weights back
+        bring_home(pipe)
+
+
+@contextmanager
+def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
+    """Forget the earlier placement if a move is cut short: some weights may have moved or have another dtype."""
+    try:
+        yield
+    except BaseException:  # also Ctrl-C
+        drop_placement(pipe)
+        raise
 
 
 def fall_back_in_dtype(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
@@ -234,7 +256,7 @@ def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> No
         for name, component in find_components(pipe).items() if kept else ():
             if isinstance(component, torch.nn.Module) and name not in kept:
                 component.to(dtype)
-        _keep_float32(pipe, plan)
+        keep_float32(pipe, plan)
         if plan.parallel.value is not None:
             split_models(pipe, placement)
 
@@ -268,10 +290,12 @@ def replan(pipe: Any, placement: Placement, asked: dict[str, Any]) -> None:
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
     """Put the boundaries on a pipeline's models, and remember its placement."""
     if before is not None and before.device == placement.device:
-        placement.primed, placement.cache_dir = before.primed, before.cache_dir
+        placement.cache_dir = before.cache_dir
         placement.report.compiled = before.report.compiled
         placement.report.compiled_sizes = before.report.compiled_sizes
-    set_boundaries(find_components(pipe), placement.plan, placement.device)
+    components = find_components(pipe)
+    set_boundaries(components, placement.plan, placement.device)
+    drop_stale_casts(components)
     placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
     placement.denoisers = read_facts(pipe).denoisers
     keep_placement(pipe, placement)
@@ -307,7 +331,7 @@ def _execute(plan: Plan, opened: OpenDevice) -> None:
         opened.driver.recorder(opened.index)  # what it needs is imported now, and not while a picture is waited for
 
 
-def _keep_float32(pipe: Any, plan: Plan) -> None:
+def keep_float32(pipe: Any, plan: Plan) -> None:
     """Some classes name modules that stay in float32 whatever the model runs in, as `from_pretrained` keeps them."""
     if plan.dtype.value == "float32":
         return

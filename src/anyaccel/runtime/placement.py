@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Placement",
     "being_offloaded",
+    "drop_placement",
     "find_components",
     "find_models",
     "find_placement",
@@ -69,7 +70,6 @@ class Placement:
     lock: threading.RLock = field(default_factory=threading.RLock)
     loaded: dict[str, str] = field(default_factory=dict)
     """The type that each model was loaded in, before any plan cast it."""
-    primed: bool = False
     cache_dir: str | None = None
     """Where this pipeline's compiled graphs are kept, if it was told."""
     residence: Residence | None = "resident"
@@ -125,6 +125,13 @@ def find_placement(pipe: Any) -> Placement | None:
 def keep_placement(pipe: Any, placement: Placement) -> None:
     """Remember where a pipeline is; not through its own attributes, which it registers and saves."""
     vars(pipe)[_KEY] = placement
+
+
+def drop_placement(pipe: Any) -> None:
+    """Forget where a pipeline is, and keep what was wished for: its weights may lie anywhere after a move cut short."""
+    placement = vars(pipe).pop(_KEY, None)
+    if isinstance(placement, Placement):
+        remember_wishes(pipe, placement.wishes)
 
 
 def remember_wishes(pipe: Any, wishes: Wishes) -> None:

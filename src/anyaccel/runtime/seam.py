@@ -7,7 +7,8 @@ need: elsewhere a model runs as it always did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,16 @@ from anyaccel.runtime.meeting import Meeting
 from anyaccel.runtime.scheduler import HostNumbers
 from anyaccel.upstream.torch_internals import pop_function_mode, push_function_mode, read_function_modes
 
-__all__ = ["GlueSeam", "ModelSeam", "enter_model", "leave_model", "make_glue_seam", "make_meeting", "make_model_seam"]
+__all__ = [
+    "GlueSeam",
+    "ModelSeam",
+    "enter_model",
+    "keeping_function_modes",
+    "leave_model",
+    "make_glue_seam",
+    "make_meeting",
+    "make_model_seam",
+]
 
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -184,6 +194,21 @@ def enter_model(seam: ModelSeam | None) -> tuple[list[GlueSeam], ModelSeam | Non
     if inside is not None:
         push_function_mode(inside)
     return around, inside
+
+
+@contextmanager
+def keeping_function_modes() -> Iterator[None]:
+    """Put the modes back that were there before: Ctrl-C may come in the middle of entering or leaving a model."""
+    before = read_function_modes()
+    try:
+        yield
+    finally:
+        now = read_function_modes()
+        if [id(mode) for mode in now] != [id(mode) for mode in before]:
+            for _ in now:
+                pop_function_mode()
+            for mode in before:
+                push_function_mode(mode)
 
 
 def leave_model(around: list[GlueSeam], inside: ModelSeam | None) -> None:

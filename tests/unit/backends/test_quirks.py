@@ -53,9 +53,9 @@ def test_no_code_writes_the_name_of_a_quirk_itself() -> None:
 
 
 def test_a_misspelt_quirk_is_an_error_where_the_sheet_is_written() -> None:
-    with pytest.raises(UsageError, match="no code reacts to the quirk 'first_pas_differs'") as caught:
-        make_quirk("first_pas_differs")
-    assert "did you mean first_pass_differs?" in caught.value.hint
+    with pytest.raises(UsageError, match="no code reacts to the quirk 'float32_atention'") as caught:
+        make_quirk("float32_atention")
+    assert "did you mean float32_attention?" in caught.value.hint
     assert make_quirk("rattles", information_only=True).information_only
-    with pytest.raises(UsageError, match="code reacts to the quirk 'first_pass_differs'"):
-        make_quirk("first_pass_differs", information_only=True)
+    with pytest.raises(UsageError, match="code reacts to the quirk 'float32_attention'"):
+        make_quirk("float32_attention", information_only=True)

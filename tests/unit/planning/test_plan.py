@@ -6,7 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
@@ -75,14 +75,6 @@ def test_attention_in_bfloat16() -> None:
     assert not chosen(dtype="bfloat16", sdp_on_bf16=False).value
     assert not chosen(dtype="float32").value
     assert not make_plan(without_limits(), FACTS, Wishes(), device="best:0").bf16_attention.value
-
-
-def test_priming_only_where_the_first_pass_differs_for_certain() -> None:
-    differs = quirk("first_pass_differs")
-    assert make_plan(without_limits(quirks=(differs,)), FACTS, Wishes(), device="best:0").prime.value
-    unsettled = replace(differs, only_if=("torch<2.0",))
-    assert not make_plan(without_limits(quirks=(unsettled,)), FACTS, Wishes(), device="best:0").prime.value
-    assert not plan_on("mps").prime.value
 
 
 def test_facts() -> None:
