@@ -30,7 +30,7 @@ TEXTS = re.compile(
 DOCUMENTED = {"_exit", "_getframe", "_fields"}
 """Of Python's own library: `os._exit`, `sys._getframe` and the fields of a named tuple."""
 OPERATORS = {"aten", "_ATEN", "torch.ops.aten"}
-"""Names after these are ATen operators: `_to_copy` is an operator like `add`, and is what a dispatch mode is called with."""
+"""Names after these are ATen operators, which a dispatch mode is called with: `_to_copy` is one like `add`."""
 EXCEPTIONS = {
     ("runtime/pipeline.py", "_execution_device"): "an override has to be a method of the class",
     ("checker/pytest_plugin.py", "_pytest"): "pytest's, whose runner has no public name",
@@ -102,9 +102,8 @@ def find_private(tree: ast.AST, members: frozenset[str] = frozenset()) -> Iterat
         elif isinstance(node, ast.Call | ast.Subscript):
             yield from ((node, name) for name in find_names_given(node) if name not in members | DOCUMENTED)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in list_entries():
-                yield node, node.value
-            elif (PATH.fullmatch(node.value) and node.value not in PATCHED) or TEXTS.search(node.value):
+            is_path = PATH.fullmatch(node.value) and node.value not in PATCHED
+            if is_path or node.value in list_entries() or TEXTS.search(node.value):
                 yield node, node.value
         elif isinstance(node, ast.Attribute) and TEXTS.fullmatch(node.attr):
             yield node, node.attr

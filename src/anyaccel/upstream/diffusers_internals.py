@@ -187,7 +187,7 @@ def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
 
 
 def supports_group_offloading(model: Any) -> bool:
-    """Return whether a model's layers may be moved one by one; models of other libraries may (models/modeling_utils.py)."""
+    """Return whether a model's layers may be moved one by one; other libraries' may (models/modeling_utils.py)."""
     return bool(getattr(model, "_supports_group_offloading", True))
 
 

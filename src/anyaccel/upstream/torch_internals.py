@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only,
 from anyaccel.errors import VirtualDeviceError
 
 __all__ = [
+    "CACHE_LOGGER",
     "CONVOLUTION_FORWARD",
     "FORWARD_HOOK_TABLES",
     "GRAPH_BREAK_LOGGER",
@@ -120,6 +121,8 @@ _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
 """The symbol of `c10::impl::device_guard_impl_registry`."""
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
 """The only place where Dynamo reports a graph break (_dynamo/symbolic_convert.py)."""
+CACHE_LOGGER = "torch.compiler._cache"
+"""Where `torch.compiler.load_cache_artifacts` reports what it cannot read (compiler/_cache.py)."""
 _BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
 _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
@@ -201,11 +204,11 @@ def refresh_factories() -> None:
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place; inference tensors raise (`Tensor._version`, _C/__init__.pyi)."""
+    """Return how often a tensor was written to in place; inference tensors raise (_C/__init__.pyi)."""
     return tensor._version
 
 
-def read_address(owner: torch.UntypedStorage | torch.Generator) -> int:
+def read_address(owner: Any) -> int:
     """Return the address of a storage or a generator in C++, which its Python objects share (`_cdata`, storage.py)."""
     return int(owner._cdata)
 
@@ -236,7 +239,7 @@ def list_computed_weights(module: torch.nn.Module) -> list[str]:
     They are attributes that a hook of the class `WeightNorm` or `SpectralNorm` sets (nn/utils/weight_norm.py,
     nn/utils/spectral_norm.py).
     """
-    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
+    hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
     return [hook.name for hook in hooks]
 
 
@@ -256,7 +259,7 @@ def can_decompose(func: Any) -> bool:
 
 
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-"""Make a tensor of a subclass that has a shape, a dtype and a device, and no memory (csrc/autograd/python_variable.cpp)."""
+"""Make a tensor of a subclass that has a shape and a device, and no memory (csrc/autograd/python_variable.cpp)."""
 
 
 def read_timeout(options: Any) -> Any:
