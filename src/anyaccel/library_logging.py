@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 __all__ = [
     "EXPERIMENTAL_ADVICE",
@@ -130,14 +131,15 @@ def no_transformers_bars() -> Iterator[None]:
     """
     from transformers.utils import logging as transformers_logging
 
-    if not transformers_logging.is_progress_bar_enabled():
+    switch: Any = transformers_logging  # whose functions have no annotations
+    if not switch.is_progress_bar_enabled():
         yield
         return
-    transformers_logging.disable_progress_bar()
+    switch.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.enable_progress_bar()
+        switch.enable_progress_bar()
 
 
 def use_process_local_tqdm_lock() -> None:

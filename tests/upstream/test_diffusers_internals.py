@@ -203,7 +203,8 @@ class SkippingModel(torch.nn.Module):
         self.run, self.skipped = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.run(values) * self.scale
+        result: torch.Tensor = self.run(values) * self.scale
+        return result
 
 
 def test_group_offloading_names_its_hooks_and_warns_of_skipped_layers() -> None:
@@ -234,11 +235,11 @@ def test_group_offloading_names_its_hooks_and_warns_of_skipped_layers() -> None:
     "name", ["StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"]
 )
 def test_a_pipeline_warns_that_it_has_no_safety_checker(name: str) -> None:
-    components = recipes()["stable-diffusion"].make().components
+    pipe: Any = recipes()["stable-diffusion"].make()
     kind = getattr(KINDS, name)
     logger, text = next(advice for advice in SAFETY_ADVICE if advice[0] == kind.__module__)
     with listening(logger) as messages:
-        kind(**{**components, "safety_checker": None}, requires_safety_checker=True)
+        kind(**{**pipe.components, "safety_checker": None}, requires_safety_checker=True)
     assert any(text in message for message in messages), messages
 
 
@@ -266,7 +267,8 @@ def test_the_settings_of_the_progress_bar_are_read() -> None:
 
 
 def test_the_bar_of_loading_is_replaced(tmp_path: Path) -> None:
-    recipes()["stable-diffusion"].make().save_pretrained(tmp_path)
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(tmp_path)
     seen: list[tuple[str, list[str]]] = []
 
     def make_bar(items: Any, **options: Any) -> Any:
@@ -276,7 +278,7 @@ def test_the_bar_of_loading_is_replaced(tmp_path: Path) -> None:
 
     before = diffusers.utils.logging.tqdm
     with internals.use_progress_bars(make_bar):
-        diffusers.DiffusionPipeline.from_pretrained(tmp_path)
+        KINDS.DiffusionPipeline.from_pretrained(tmp_path)
     assert diffusers.utils.logging.tqdm is before
     assert [text.startswith(internals.COMPONENTS_BAR) for text, _ in seen] == [True]
     assert "unet" in seen[0][1]
