@@ -1,7 +1,8 @@
 """Messages of other libraries: the only place where their loggers, warnings and progress bars are silenced.
 
 Library calls (`anyaccel.place`, a pipeline's call) drop single messages that are wrong about what anyaccel does. Whole
-libraries are silenced only where the process is anyaccel's: in commands and in worker processes.
+libraries are silenced where the process is anyaccel's, in commands and in worker processes, and while
+`anyaccel.explain` builds models from their configs only, since no message about those concerns the caller.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 __all__ = [
     "EXPERIMENTAL_ADVICE",
     "FLOAT32_ADVICE",
+    "SAFETY_ADVICE",
     "drop_log_records",
+    "drop_log_records_always",
+    "log_errors_only",
     "no_progress_bars",
+    "no_transformers_bars",
     "quiet_libraries",
+    "silence_process",
     "use_process_local_tqdm_lock",
 ]
 
@@ -29,10 +36,9 @@ FLOAT32_ADVICE = ("diffusers.models.modeling_utils", "should be kept in float32"
 EXPERIMENTAL_ADVICE = ("diffusers.models.modeling_utils", "experimental feature")
 """Diffusers' advice that the interface of `enable_parallelism` may change (seen in diffusers 0.42)."""
 _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
-_ADVICE = (
-    FLOAT32_ADVICE,
-    *((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint")),
-)
+SAFETY_ADVICE = tuple((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint"))
+"""Diffusers' advice about pipelines that are loaded without a safety checker (seen in diffusers 0.42)."""
+_ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
 """What is not for somebody who runs a command. Other warnings of diffusers are: it warns of prompts it cuts off."""
 
 
@@ -48,6 +54,23 @@ def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
         yield
     finally:
         logging.getLogger(logger).removeFilter(is_kept)
+
+
+@functools.cache
+def drop_log_records_always(logger: str, start: str) -> None:
+    """Drop the records of one logger that start with a text, from now on; calling it again adds nothing."""
+    logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
+
+
+def log_errors_only(library: str) -> None:
+    """Log a library's errors only, from now on."""
+    logging.getLogger(library).setLevel(logging.ERROR)
+
+
+def silence_process() -> None:
+    """Drop all warnings, logged or not, from now on: for worker processes whose messages concern nobody."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 @contextmanager
@@ -98,6 +121,25 @@ def no_progress_bars() -> Iterator[None]:
         yield
     finally:
         std.tqdm.__init__ = original
+
+
+@contextmanager
+def no_transformers_bars() -> Iterator[None]:
+    """Show no bar of transformers during the block: it shows one per model.
+
+    Its switch also turns off the hub's bars, so downloads have to be done before.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    switch: Any = transformers_logging  # whose functions have no annotations
+    if not switch.is_progress_bar_enabled():
+        yield
+        return
+    switch.disable_progress_bar()
+    try:
+        yield
+    finally:
+        switch.enable_progress_bar()
 
 
 def use_process_local_tqdm_lock() -> None:

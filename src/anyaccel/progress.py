@@ -1,7 +1,8 @@
-"""Progress of long work: the events that every part reports, whoever shows them.
+"""Progress of generating images and of batches: the events, whoever shows them.
 
-The library API shows diffusers' own bars; commands show a rich display (`cli/progress.py`); the service sends events to
-its clients.
+The library API shows diffusers' own bars; `generate`, `warm` and `batch` show a rich display (`cli/progress.py`). The
+chart, `check`, `bench` and `verify` report what they count by callbacks of their own, and the service sends its own
+events to its clients.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "anyaccel"
-SILENCED = ("accelerate", "diffusers", "huggingface_hub", "transformers")
+SILENCED = ("accelerate", "diffusers", "huggingface_hub", "ray", "transformers")
 HOMES = {
     "check_side": "call_limits.py",
     "check_steps": "call_limits.py",
@@ -48,12 +48,17 @@ def is_limit(node: ast.AST) -> bool:
 
 
 def is_silencing(node: ast.AST) -> bool:
-    """`getLogger("diffusers…")` and its like, `set_verbosity…`, or a patch of tqdm."""
+    """`getLogger("diffusers…")` and its like, `set_verbosity…`, its variable, a switch for all, or a patch of tqdm."""
+    if isinstance(node, ast.Constant):
+        return str(node.value).endswith("S_VERBOSITY")
     if isinstance(node, ast.Call):
-        called = ast.unparse(node.func).rsplit(".", 1)[-1]
+        function = ast.unparse(node.func)
+        called = function.rsplit(".", 1)[-1]
+        for_all = ast.unparse(node) == "warnings.simplefilter('ignore')" or function == "logging.disable"
         first = node.args[0] if node.args else None
         named = isinstance(first, ast.Constant) and str(first.value).startswith(SILENCED)
-        return called.startswith("set_verbosity") or (called == "getLogger" and named)
+        switches = called.startswith("set_verbosity") or called in ("disable_progress_bar", "addFilter")
+        return for_all or switches or (called == "getLogger" and named)
     targets = node.targets if isinstance(node, ast.Assign) else []
     return any(ast.unparse(target).endswith("tqdm.__init__") for target in targets)
 
@@ -109,6 +114,11 @@ def test_the_rules_see_what_they_are_about() -> None:
         (is_silencing, "logging.getLogger('diffusers.models').addFilter(f)"),
         (is_silencing, "of_diffusers.set_verbosity_error()"),
         (is_silencing, "std.tqdm.__init__ = quiet"),
+        (is_silencing, "os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')"),
+        (is_silencing, "logging.disable(logging.WARNING)"),
+        (is_silencing, "warnings.simplefilter('ignore')"),
+        (is_silencing, "logging.getLogger(module).addFilter(is_kept)"),
+        (is_silencing, "transformers_logging.disable_progress_bar()"),
         (is_step_override, "scheduler.step = own"),
         (is_step_override, "vars(scheduler)['step'] = own"),
         (is_step_override, "del scheduler.step"),

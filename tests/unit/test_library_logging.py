@@ -11,7 +11,17 @@ import warnings
 
 import pytest
 
-from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records, no_progress_bars, quiet_libraries
+from anyaccel.library_logging import (
+    FLOAT32_ADVICE,
+    drop_log_records,
+    drop_log_records_always,
+    log_errors_only,
+    no_progress_bars,
+    no_transformers_bars,
+    quiet_libraries,
+    silence_process,
+)
+from anyaccel.processes.forked_call import call_in_fork
 
 
 def log(logger: str, message: str) -> str:
@@ -34,6 +44,34 @@ def test_records_with_a_text_are_dropped_and_no_others() -> None:
     assert log("anyaccel.test", "some advice") == "some advice\n"
     with drop_log_records("anyaccel.test"):
         assert log("anyaccel.test", "a fault") == ""
+
+
+def test_records_are_dropped_for_good_once() -> None:
+    for _ in range(2):
+        drop_log_records_always("anyaccel.always", "advice")
+    assert log("anyaccel.always", "advice on something") == ""
+    assert log("anyaccel.always", "not advice") == "not advice\n"
+    assert len(logging.getLogger("anyaccel.always").filters) == 1
+
+
+def test_a_worker_is_silent() -> None:
+    def warn() -> str:
+        silence_process()
+        warnings.warn("anything", UserWarning, stacklevel=1)
+        return log("anyaccel.worker", "anything")
+
+    assert call_in_fork(warn) == ""
+    log_errors_only("anyaccel.errors")
+    assert log("anyaccel.errors", "anything") == ""
+
+
+def test_bars_of_transformers_come_back() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.is_progress_bar_enabled()
+    with no_transformers_bars():
+        assert not transformers_logging.is_progress_bar_enabled()
+    assert transformers_logging.is_progress_bar_enabled() == before
 
 
 def test_a_command_shows_warnings_that_concern_its_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.hooks.context_parallel import EquipartitionSharder
 from diffusers.models.modeling_utils import ModelMixin
 
-from anyaccel.library_logging import EXPERIMENTAL_ADVICE, FLOAT32_ADVICE
+from anyaccel.library_logging import EXPERIMENTAL_ADVICE, FLOAT32_ADVICE, SAFETY_ADVICE
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes, run
 from anyaccel.upstream import diffusers_internals as internals
@@ -180,6 +181,11 @@ def test_hooks_lie_where_they_are_looked_for() -> None:
     layer = torch.nn.Linear(2, 2)
     HookRegistry.check_if_exists_or_initialize(layer).register_hook(make_hook(), "test")
     assert isinstance(getattr(layer, internals.HOOK_ATTRIBUTE), HookRegistry)
+    assert internals.has_hook(vars(layer))
+    empty = torch.nn.Linear(2, 2)
+    assert not internals.has_hook(vars(empty))
+    HookRegistry.check_if_exists_or_initialize(empty)
+    assert not internals.has_hook(vars(empty)), "a registry without hooks"
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.remove_all_hooks()
     assert getattr(pipe, internals.PIPELINE_HOOKS) == []
@@ -188,3 +194,110 @@ def test_hooks_lie_where_they_are_looked_for() -> None:
 def test_a_pipeline_asks_itself_for_the_execution_device() -> None:
     assert isinstance(inspect.getattr_static(KINDS.DiffusionPipeline, "_execution_device"), property)
     assert "self._execution_device" in source_of_call("StableDiffusionPipeline")
+
+
+class SkippingModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))  # so that the model itself has a group
+        self.run, self.skipped = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.run(values) * self.scale
+        return result
+
+
+def test_group_offloading_names_its_hooks_and_warns_of_skipped_layers() -> None:
+    from diffusers.hooks import group_offloading
+    from diffusers.hooks.hooks import HookRegistry
+
+    model, cpu = SkippingModel(), torch.device("cpu")
+    group_offloading.apply_group_offloading(model, cpu, offload_type="leaf_level")
+    registry = getattr(model.run, internals.HOOK_ATTRIBUTE)
+    assert list(registry.hooks) == [internals.GROUP_OFFLOADING]
+    group = registry.get_hook(internals.GROUP_OFFLOADING).group
+    assert callable(group.offload_)
+    assert group.offload_device == cpu
+    tracker, prefetch = internals.PREFETCH_HOOKS
+    assert (tracker, prefetch) == (
+        group_offloading._LAYER_EXECUTION_TRACKER,
+        group_offloading._LAZY_PREFETCH_GROUP_OFFLOADING,
+    )
+    make_hook: Any = group_offloading.LazyPrefetchGroupOffloadingHook
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(make_hook(), prefetch)
+    assert tracker in registry.hooks
+    with listening(group_offloading.__name__) as messages:
+        model(torch.zeros(1, 2))
+    assert [message.startswith(internals.SKIPPED_LAYERS) for message in messages] == [True]
+
+
+@pytest.mark.parametrize(
+    "name", ["StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"]
+)
+def test_a_pipeline_warns_that_it_has_no_safety_checker(name: str) -> None:
+    pipe: Any = recipes()["stable-diffusion"].make()
+    kind = getattr(KINDS, name)
+    logger, text = next(advice for advice in SAFETY_ADVICE if advice[0] == kind.__module__)
+    with listening(logger) as messages:
+        kind(**{**pipe.components, "safety_checker": None}, requires_safety_checker=True)
+    assert any(text in message for message in messages), messages
+
+
+def test_classes_say_what_is_not_offloaded() -> None:
+    assert internals.read_never_offloaded(KINDS.StableDiffusionPipeline) == ("safety_checker",)
+    assert internals.read_never_offloaded(SimpleNamespace()) == ()
+    assert not internals.supports_group_offloading(KINDS.AutoencoderOobleck)
+    assert internals.supports_group_offloading(KINDS.UNet2DConditionModel)
+    assert internals.supports_group_offloading(torch.nn.Linear(2, 2))
+
+
+def test_a_call_notes_its_number_of_steps() -> None:
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = recipe.make()
+    assert internals.read_step_count(pipe) is None
+    run(recipe, pipe)
+    assert internals.read_step_count(pipe) == len(pipe.scheduler.timesteps)
+
+
+def test_the_settings_of_the_progress_bar_are_read() -> None:
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.set_progress_bar_config(disable=True, leave=False)
+    assert internals.read_progress_bar_config(pipe) == {"disable": True, "leave": False}
+    assert internals.read_progress_bar_config(SimpleNamespace()) == {}
+
+
+def test_the_bar_of_loading_is_replaced(tmp_path: Path) -> None:
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(tmp_path)
+    seen: list[tuple[str, list[str]]] = []
+
+    def make_bar(items: Any, **options: Any) -> Any:
+        items = list(items)
+        seen.append((options["desc"], [name for name, _ in items]))
+        return items
+
+    before = diffusers.utils.logging.tqdm
+    with internals.use_progress_bars(make_bar):
+        KINDS.DiffusionPipeline.from_pretrained(tmp_path)
+    assert diffusers.utils.logging.tqdm is before
+    assert [text.startswith(internals.COMPONENTS_BAR) for text, _ in seen] == [True]
+    assert "unet" in seen[0][1]
+
+
+def test_multistep_schedulers_scale_by_alpha_and_sigma() -> None:
+    scales = internals.read_alpha_sigma(KINDS.DPMSolverMultistepScheduler(), 2.0)
+    assert scales == pytest.approx((1 / 5**0.5, 2 / 5**0.5))
+    assert internals.read_alpha_sigma(KINDS.DDIMScheduler(), 2.0) is None
+
+
+def test_packed_latents_become_images() -> None:
+    pipe = SimpleNamespace(_unpack_latents=KINDS.FluxPipeline._unpack_latents, vae_scale_factor=8)
+    packed = KINDS.FluxPipeline._pack_latents(torch.arange(64.0).view(1, 4, 4, 4), 1, 4, 4, 4)
+    assert internals.unpack_latents(pipe, packed, 32, 32).flatten().tolist() == list(range(64))
+    assert internals.unpack_latents(SimpleNamespace(), packed, 32, 32) is packed
+
+
+def test_an_older_class_is_replaced_by_the_norm_of_its_config() -> None:
+    older = KINDS.Transformer2DModel
+    assert internals.find_renamed_class({"norm_type": "ada_norm_zero"}, older) is KINDS.DiTTransformer2DModel
+    assert internals.find_renamed_class({"norm_type": "layer_norm"}, older) is older

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from typing import Any
@@ -77,8 +78,6 @@ def test_the_compiler_reports_breaks_recompilations_and_times() -> None:
 
 
 def test_dynamo_is_imported_before_a_constructor_is_replaced() -> None:
-    import inspect
-
     from torch._dynamo.polyfills import tensor
 
     internals.load_dynamo()
@@ -289,3 +288,112 @@ def test_global_hooks_are_in_their_tables() -> None:
     assert (len(after), len(before)) == (1, 0)
     handle.remove()
     assert not after
+
+
+def test_a_function_mode_is_pushed_and_popped() -> None:
+    stack: Any = internals
+    mode = torch.overrides.BaseTorchFunctionMode()
+    stack.push_function_mode(mode)
+    try:
+        assert stack.read_function_modes() == [mode]
+    finally:
+        assert stack.pop_function_mode() is mode
+    assert stack.read_function_modes() == []
+
+
+def test_writes_in_place_are_counted() -> None:
+    tensor = torch.zeros(2)
+    before = internals.read_version(tensor)
+    tensor.view(2).add_(1)
+    assert internals.read_version(tensor) == before + 1
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version counter"):
+        internals.read_version(torch.zeros(2))
+
+
+def test_views_share_the_address_of_their_storage() -> None:
+    tensor, generator = torch.zeros(4), torch.Generator()
+    assert internals.read_address(tensor[2:].untyped_storage()) == internals.read_address(tensor.untyped_storage())
+    assert internals.read_address(tensor.clone().untyped_storage()) != internals.read_address(tensor.untyped_storage())
+    assert internals.read_address(generator) != internals.read_address(torch.Generator())
+
+
+def test_the_tables_of_a_module_hold_what_it_has() -> None:
+    layer = torch.nn.BatchNorm1d(2, affine=False)
+    assert internals.read_parameter_table(layer) == {"weight": None, "bias": None}
+    assert set(internals.read_buffer_table(layer)) == {name for name, _ in layer.named_buffers()}
+    moved = torch.nn.Parameter(torch.ones(2))
+    internals.read_parameter_table(layer)["weight"] = moved
+    assert layer.weight is moved
+    assert internals.read_child_table(torch.nn.Sequential(layer)) == {"0": layer}
+    assert [vars(layer)[name] for name in internals.WEIGHT_TABLES] == [
+        internals.read_parameter_table(layer),
+        internals.read_buffer_table(layer),
+    ]
+
+
+def test_the_tables_of_hooks_are_filled_in_place() -> None:
+    layer = torch.nn.Linear(2, 2)
+    after, before = internals.read_hook_tables(layer)
+    layer.register_forward_hook(lambda *_: None)
+    assert (len(after), len(before)) == (1, 0)
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert (len(after), len(before)) == (1, 1)
+    assert [vars(layer)[name] for name in internals.FORWARD_HOOK_TABLES] == [after, before]
+
+
+def test_convolutions_run_in_a_method_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Conv2d, internals.CONVOLUTION_FORWARD, lambda self, values, weight, bias: "replaced")
+    assert torch.nn.Conv2d(1, 1, 1)(torch.zeros(1, 1, 1, 1)) == "replaced"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_computed_weights_are_known_by_their_hooks() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert internals.list_computed_weights(layer) == []
+    torch.nn.utils.weight_norm(layer)
+    assert internals.list_computed_weights(layer) == ["weight"]
+    assert internals.list_computed_weights(torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))) == ["weight"]
+
+
+def test_operations_describe_themselves() -> None:
+    add, in_place = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
+    assert internals.read_schema(add).name == "aten::add"
+    assert (internals.read_schema(add).is_mutable, internals.read_schema(in_place).is_mutable) == (False, True)
+    assert [result.alias_info is None for result in internals.read_schema(torch.ops.aten.view.default).returns] == [
+        False
+    ]
+    assert [argument.name for argument in internals.read_schema(torch.ops.aten.normal_.default).arguments][
+        -1
+    ] == "generator"
+    assert internals.read_overload_name(add) == "Tensor"
+    assert internals.read_overload_name(torch.ops.aten.view.default) == "default"
+    assert internals.can_decompose(torch.ops.aten.matmul.default)
+    assert not internals.can_decompose(torch.ops.aten.mm.default)
+
+
+def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, *args: Any) -> Any:
+            raise AssertionError("nothing is run")
+
+    wrapper = internals.make_wrapper_subclass(Wrapper, (2, 3), dtype=torch.float16, device=torch.device("meta"))
+    assert type(wrapper) is Wrapper
+    assert (tuple(wrapper.shape), wrapper.dtype, wrapper.device.type) == ((2, 3), torch.float16, "meta")
+
+
+def test_options_of_a_backend_have_a_timeout() -> None:
+    import datetime
+
+    distributed: Any = torch.distributed
+    options = distributed.ProcessGroupGloo._Options()
+    options._timeout = datetime.timedelta(seconds=7)
+    assert internals.read_timeout(options) == datetime.timedelta(seconds=7)
+    source = inspect.getsource(distributed.distributed_c10d._new_process_group_helper)
+    assert "backend_options._timeout" in source
+
+
+def test_what_cannot_be_loaded_is_reported_by_one_logger(caplog: pytest.LogCaptureFixture) -> None:
+    assert torch.compiler.load_cache_artifacts(b"not an artifact") is None
+    assert {record.name for record in caplog.records} == {internals.CACHE_LOGGER}

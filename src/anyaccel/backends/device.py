@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DEVICE_VARIABLE",
     "OpenDevice",
     "devices",
     "find_device",
@@ -33,7 +32,7 @@ __all__ = [
     "this_machine",
 ]
 
-DEVICE_VARIABLE = "ANYACCEL_DEVICE"
+_DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
 _MOST = 1024
@@ -96,8 +95,8 @@ def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
         kind = DeviceSpec(name=_find_best()) if spec.name == AUTO else spec
         return kind.with_index(device)
     spec = DeviceSpec.parse(device, load_registry())
-    variable = os.environ.get(DEVICE_VARIABLE) if spec.name == AUTO else None
-    return DeviceSpec.parse(variable, load_registry(), f" (from {DEVICE_VARIABLE})") if variable else spec
+    variable = os.environ.get(_DEVICE_VARIABLE) if spec.name == AUTO else None
+    return DeviceSpec.parse(variable, load_registry(), f" (from {_DEVICE_VARIABLE})") if variable else spec
 
 
 def sheet(name: str | torch.device | DeviceSpec) -> Sheet:

@@ -12,7 +12,7 @@ from anyaccel.errors import UsageError
 if TYPE_CHECKING:
     from anyaccel.backends.registry import Registry
 
-__all__ = ["AUTO", "VIRTUAL_PREFIX", "DeviceSpec"]
+__all__ = ["AUTO", "VIRTUAL_PREFIX", "DeviceSpec", "read_device_name"]
 
 AUTO = "auto"
 VIRTUAL_PREFIX = "virtual:"
@@ -106,6 +106,11 @@ class DeviceSpec:
             f"write {VIRTUAL_PREFIX}{self.name},count={count} for a count of {count}, "
             f"and {self.name}:{count - 1} for the last of them"
         )
+
+
+def read_device_name(text: str) -> str:
+    """Return the name in `hpu:3`, also if no sheet of that name is known here: records may come from elsewhere."""
+    return text.partition(":")[0]
 
 
 def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:

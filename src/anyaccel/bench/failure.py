@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from anyaccel.bench.work import STOCK
-from anyaccel.errors import AnyaccelError
+from anyaccel.errors import AnyaccelError, summarize_error
 
 __all__ = ["describe_death", "describe_failure"]
 
@@ -22,7 +22,7 @@ def describe_failure(variant: str, error: Exception) -> dict[str, Any]:
     else:
         from anyaccel.upstream.torch_internals import is_compiler_error
 
-        cause = _name_cause(error)
+        cause = summarize_error(error)
         hint = _find_hint(variant, cause, compiling=is_compiler_error(error))
     details = "".join(traceback.format_exception(error)).splitlines()
     return {"error": f"{variant} failed: {cause}", "hint": hint, "details": details[-_MOST_LINES:]}
@@ -36,15 +36,6 @@ def describe_death(variant: str, status: int | None, log: str) -> dict[str, Any]
     else:
         cause, hint = words[-1].strip() if words else "it said nothing", "--json has its log"
     return {"error": f"{variant} failed: {cause}", "hint": hint, "details": words[-_MOST_LINES:]}
-
-
-def _name_cause(error: Exception) -> str:
-    """The kind of an error and the first line of its message; libraries put advice into the later ones."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else ""
-    if said.endswith(":") and len(lines) > 1:  # "the backend raised:", and then what it raised
-        said = f"{said} {lines[1]}"
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _find_hint(variant: str, cause: str, *, compiling: bool) -> str:

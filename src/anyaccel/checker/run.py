@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import logging
 import os
 import sys
 import sysconfig
@@ -19,7 +18,7 @@ from anyaccel.backends.claim import Limit
 from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.report import DeviceReport, Graphs, Violation
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError, first_line
-from anyaccel.library_logging import no_progress_bars, quiet_libraries
+from anyaccel.library_logging import no_progress_bars, quiet_libraries, silence_process
 from anyaccel.pictures.likeness import measure_difference
 from anyaccel.recipes.recipe import Recipe, run
 
@@ -118,7 +117,7 @@ def _in_its_own_process() -> Iterator[None]:
     sys.stdout = sys.stderr  # what a pipeline prints is no part of a report
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
-    logging.disable(logging.WARNING)
+    silence_process()
     with quiet_libraries(everything=True), no_progress_bars():
         yield
 

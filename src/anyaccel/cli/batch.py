@@ -7,16 +7,13 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from anyaccel.cli.interruption import ENDED, INTERRUPTED
 from anyaccel.cli.progress import Display
 from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["make_batch"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anyaccel.call_limits import parse_image_size
+from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.interruption import clearing_up
 from anyaccel.errors import UsageError
 
@@ -42,8 +42,10 @@ def bench_models(
     """
     if against not in _AGAINST:
         raise UsageError(f"--against is one of {', '.join(_AGAINST)}, not {against!r}", hint="leave it out")
-    if rounds < 1 or (steps is not None and steps < 1) or pictures < 1:
-        raise UsageError("rounds, steps and pictures are numbers from 1 up", hint="leave them out")
+    if rounds < 1 or pictures < 1:
+        raise UsageError("rounds and pictures are numbers from 1 up", hint="leave them out")
+    if steps is not None:
+        check_steps(steps, hint="for example --steps 20, or leave it out")
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
     from anyaccel.bench.describe import describe_bench

@@ -48,8 +48,7 @@ def show_chart(
     for path in (html, markdown, keep):
         if path and not path.absolute().parent.is_dir():
             raise UsageError(f"there is no folder {path.absolute().parent}", hint="make it first")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # each process has one core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process has one core
     from anyaccel.chart.chart import find_families
     from anyaccel.checker.check import find_devices
     from anyaccel.recipes import recipes

@@ -81,7 +81,6 @@ def _check_virtual(
 ) -> Report:
     # Each device has a process, and each process one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from anyaccel.checker.baseline import leave_out_known, read_baseline
     from anyaccel.checker.check import check, find_devices
 

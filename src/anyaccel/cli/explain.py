@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,7 +46,6 @@ def explain_model(
 
     Config files alone are read; of a hub's model only those are fetched. Exit status 1 where it cannot fit at all.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     width, height = (None, None) if size is None else parse_image_size(size)
     check_batch(batch, hint="--batch 1")
     display = Display()

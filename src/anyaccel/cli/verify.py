@@ -90,9 +90,11 @@ def _suggest_name(name: str) -> str:
     """A name for the file: `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
     from anyaccel.verification.verify_process import make_bench
 
-    which = [] if read_device(name).virtual else [make_bench(name, quick=True).product or platform.machine()]
+    spec = read_device(name)
+    device = ["virtual"] * spec.virtual + [spec.product or spec.name] + [str(spec.index)] * (spec.index is not None)
+    which = [] if spec.virtual else [make_bench(name, quick=True).product or platform.machine()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return "-".join(["anyaccel-evidence", *name.split(":"), *which, today]) + ".json"
+    return "-".join(["anyaccel-evidence", *device, *which, today]) + ".json"
 
 
 def _print_verification(verification: Verification) -> None:

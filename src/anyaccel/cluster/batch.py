@@ -78,9 +78,9 @@ class Batch:
     def run(self) -> Summary:
         """Make what is open; what was made stays, however this ends."""
         self.listener.on_start(self.over, len(self.rows))
-        self.listener.on_phase("loading the model" if self.tasks else "")
         try:
             if self.tasks:
+                self.listener.on_phase("loading the model")
                 for number in self.workers:
                     self._start(number)
             while self.tasks or any(worker.queue for worker in self.workers.values()):

@@ -63,7 +63,7 @@ def _find_crew(job: Job) -> tuple[Crew, Sequence[Settings], Places]:
 def _find_local(job: Job) -> tuple[Crew, Sequence[Settings], Places]:
     places = find_places(job.settings.device)
     count = check_workers(places, job.workers)
-    shared = replace(job.settings, device=places.device, threads=share_threads(places, count))
+    shared = replace(job.settings, device=places.device, threads=share_threads(count))
     if places.on_host:
         return LocalCrew(), [shared] * count, places
     indices = range(count) if places.index is None else [places.index]

@@ -112,7 +112,7 @@ def check_workers(places: Places, wanted: int | None) -> int:
     return wanted
 
 
-def share_threads(places: Places, workers: int) -> int | None:
+def share_threads(workers: int) -> int | None:
     """How many of the host's threads each worker has; None leaves them to it."""
     return max(1, _count_cores() // workers) if workers > 1 else None
 

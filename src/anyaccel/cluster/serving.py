@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from anyaccel.cluster.ray_cluster import (
     started_here,
 )
 from anyaccel.errors import UsageError
+from anyaccel.library_logging import log_errors_only
 from anyaccel.server.messages import Broken, ModelFacts
 from anyaccel.server.settings import ServedName, Settings
 
@@ -146,7 +146,7 @@ class Applications:
     def deploy(self) -> None:
         """Ask Serve for the replicas, and do not wait for them."""
         serve = _import_serve()
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        log_errors_only("ray.serve")
         serve.start(proxy_location="Disabled")
         self.delete()
         targets = [serve.RunTarget(self._bind(app.kind), name=app.name, route_prefix=None) for app in self.all.values()]

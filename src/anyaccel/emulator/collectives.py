@@ -14,6 +14,7 @@ import torch
 from anyaccel.backends.sheet import Distributed
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.emulator.vendor import install_package
+from anyaccel.upstream.torch_internals import read_timeout
 
 if TYPE_CHECKING:
     from anyaccel.emulator.accelerator import VirtualAccelerator
@@ -49,7 +50,7 @@ class _BuiltIn:
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
         """A gloo backend in its place."""
-        return _make_gloo(store, rank, size, options._timeout)
+        return _make_gloo(store, rank, size, read_timeout(options))
 
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:

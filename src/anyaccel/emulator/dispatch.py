@@ -15,7 +15,7 @@ from anyaccel.emulator.cells import SUBSTITUTES
 from anyaccel.emulator.generator import place_of
 from anyaccel.emulator.limits import LimitBook, OperationFacts, read_operation
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
-from anyaccel.upstream.torch_internals import FakeTensor
+from anyaccel.upstream.torch_internals import FakeTensor, can_decompose
 
 __all__ = ["dispatch"]
 
@@ -75,7 +75,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     facts = _FACTS.get(func)
     if facts is None:
         facts = _FACTS[func] = read_operation(func)
-    if torch.is_inference_mode_enabled() and facts.name != _ATTENTION and func._can_decompose():
+    if torch.is_inference_mode_enabled() and facts.name != _ATTENTION and can_decompose(func):
         # In inference mode an operation that is made of others arrives whole: `to` with a device by position, for one.
         return func.decompose(*args, **kwargs)
     call = _Call(facts.name, bool(args) and isinstance(args[0], VirtualTensor))

@@ -9,16 +9,12 @@ import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.torch_patches import apply_patch, replace_class
-from anyaccel.upstream.torch_internals import PlainGenerator
+from anyaccel.upstream.torch_internals import PlainGenerator, read_address
 
 __all__ = ["install_generator", "place_of"]
 
 _PLACES: dict[int, torch.device] = {}
 """Where each generator of the device belongs, by its address in C++: past the dispatcher its Python class is lost."""
-
-
-def _address(generator: Any) -> int:
-    return int(generator._cdata)
 
 
 class VirtualGenerator(PlainGenerator):
@@ -27,7 +23,7 @@ class VirtualGenerator(PlainGenerator):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The virtual device."""
-        return _PLACES[_address(self)]
+        return _PLACES[read_address(self)]
 
     def __reduce__(self) -> Any:
         return _rebuild_generator, (str(self.device), self.get_state())
@@ -42,13 +38,13 @@ class VirtualGenerator(PlainGenerator):
 
 def place_of(generator: torch.Generator) -> torch.device:
     """The device that a generator draws on."""
-    return _PLACES.get(_address(generator)) or generator.device
+    return _PLACES.get(read_address(generator)) or generator.device
 
 
 def _make_generator(place: torch.device, state: torch.Tensor | None = None) -> VirtualGenerator:
     generator = VirtualGenerator()
-    _PLACES[_address(generator)] = place
-    weakref.finalize(generator, _PLACES.pop, _address(generator), None)
+    _PLACES[read_address(generator)] = place
+    weakref.finalize(generator, _PLACES.pop, read_address(generator), None)
     if state is not None:
         generator.set_state(state)
     return generator

@@ -10,6 +10,7 @@ import torch
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, SizeLimit
 from anyaccel.backends.quirks import HOST_NUMBER_OFFSET_IGNORED, UNINITIALISED_MEMORY_IS_NAN
 from anyaccel.backends.sheet import Sheet
+from anyaccel.upstream.torch_internals import read_overload_name, read_schema
 
 __all__ = ["LimitBook", "OperationFacts", "read_operation"]
 
@@ -42,16 +43,17 @@ class OperationFacts:
 
 def read_operation(func: Any) -> OperationFacts:
     """The facts of one operation."""
-    name = func._schema.name.split("::")[-1]
-    by_counts = name != "repeat_interleave" or func._overloadname == "Tensor"
+    schema, overload = read_schema(func), read_overload_name(func)
+    name = schema.name.split("::")[-1]
+    by_counts = name != "repeat_interleave" or overload == "Tensor"
     return OperationFacts(
         name=name,
-        overload=f"{name}.{func._overloadname}" if func._overloadname != "default" else name,
-        label=func._schema.name,
-        mutates=func._schema.is_mutable,
-        is_view=any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable,
+        overload=f"{name}.{overload}" if overload != "default" else name,
+        label=schema.name,
+        mutates=schema.is_mutable,
+        is_view=any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable,
         is_random=name in _RANDOM,
-        takes_generator=any(argument.name == "generator" for argument in func._schema.arguments),
+        takes_generator=any(argument.name == "generator" for argument in schema.arguments),
         has_data_dependent_shape=name in _DATA_DEPENDENT and by_counts,
         reads_on_host=name in _HOST_READS,
     )

@@ -7,6 +7,8 @@ import weakref
 
 import torch
 
+from anyaccel.upstream.torch_internals import read_address
+
 __all__ = ["MemoryBook"]
 
 
@@ -23,7 +25,7 @@ class MemoryBook:
     def add(self, tensor: torch.Tensor, index: int) -> None:
         """Count a tensor's storage on a device; past the capacity torch's own error is raised."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = read_address(storage), storage.nbytes()
         with self._lock:
             known = self._alive.get(key)
             if known is not None and known[0]() is not None:

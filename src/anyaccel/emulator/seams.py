@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.host import is_host, is_on
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.tensor import VirtualTensor
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
-from anyaccel.upstream.torch_internals import FakeTensor, find_default_device, refresh_factories, tree_map_only
+from anyaccel.upstream.torch_internals import (
+    FakeTensor,
+    find_default_device,
+    list_computed_weights,
+    read_parameter_table,
+    refresh_factories,
+    tree_map_only,
+)
 
 __all__ = ["install_seams"]
 
@@ -38,7 +45,7 @@ def install_seams(accelerator: VirtualAccelerator) -> None:
 
 
 def _is_ours(device: Any, accelerator: VirtualAccelerator) -> bool:
-    return device is not None and str(device).split(":")[0] == accelerator.name
+    return isinstance(device, str | torch.device) and is_on(device, accelerator.name)
 
 
 def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
@@ -97,7 +104,7 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
     def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         _let_go_of_computed_weights(self)
         before = torch.__future__.get_swap_module_params_on_conversion()
-        ours = any(isinstance(parameter, VirtualTensor) for parameter in self._parameters.values())
+        ours = any(isinstance(parameter, VirtualTensor) for parameter in read_parameter_table(self).values())
         torch.__future__.set_swap_module_params_on_conversion(before or ours)
         try:
             return apply(self, *args, **kwargs)
@@ -108,9 +115,8 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _let_go_of_computed_weights(module: torch.nn.Module) -> None:
-    for hook in module._forward_pre_hooks.values():
-        name = getattr(hook, "name", "")
-        computed = getattr(module, name, None) if type(hook).__name__ in ("WeightNorm", "SpectralNorm") else None
+    for name in list_computed_weights(module):
+        computed = getattr(module, name, None)
         if isinstance(computed, torch.Tensor):
             setattr(module, name, computed.detach())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.upstream.torch_internals import disable_torch_function, find_rebuild, is_tracing
+from anyaccel.upstream.torch_internals import disable_torch_function, find_rebuild, is_tracing, make_wrapper_subclass
 
 __all__ = ["VirtualTensor", "activate", "active", "wrap"]
 
@@ -44,7 +44,7 @@ class VirtualTensor(torch.Tensor):
         # A view that is made in inference mode of a tensor from outside is a tensor like that one, and counts versions.
         outlives = torch.is_inference_mode_enabled() and not inner.is_inference()
         with torch.inference_mode(False) if outlives else nullcontext():
-            wrapper: VirtualTensor = torch.Tensor._make_wrapper_subclass(
+            wrapper: VirtualTensor = make_wrapper_subclass(
                 cls,
                 inner.size(),
                 strides=inner.stride(),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from anyaccel.backends.device_spec import DeviceSpec
+from anyaccel.backends.device_spec import DeviceSpec, read_device_name
 from anyaccel.call_limits import LARGEST_SEED
 from anyaccel.errors import UsageError
 
@@ -64,7 +64,7 @@ class Origin:
     @property
     def device_kind(self) -> str:
         """The device as `--device` takes it, wherever it stands: `cuda`, `virtual:neuron`."""
-        return str(DeviceSpec(name=self.device.partition(":")[0], virtual=self.virtual))
+        return str(DeviceSpec(name=read_device_name(self.device), virtual=self.virtual))
 
     def arguments(self) -> dict[str, Any]:
         """What `anyaccel.generate` takes to make the picture again: `generate(**origin.arguments())`."""

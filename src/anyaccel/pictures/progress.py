@@ -9,13 +9,12 @@ from typing import Any
 import diffusers
 from diffusers.utils import logging as diffusers_logging
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
+from anyaccel.library_logging import no_transformers_bars
 from anyaccel.progress import ProgressListener
+from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, use_progress_bars
 
 __all__ = ["counting_components", "counting_steps"]
-
-_COMPONENTS = "Loading pipeline components"
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -68,31 +67,16 @@ def counting_components(listener: ProgressListener | None) -> Iterator[None]:
     if listener is None:
         yield
         return
-    heard, before = listener, diffusers_logging.tqdm
+    heard = listener
 
     def begin(*args: Any, **options: Any) -> Any:
-        if args and str(options.get("desc")).startswith(_COMPONENTS):
-            stack.enter_context(_without_bars_of_transformers())
+        if args and str(options.get("desc")).startswith(COMPONENTS_BAR):
+            stack.enter_context(no_transformers_bars())
             return _tell(heard, list(args[0]))
         return diffusers_logging.EmptyTqdm(*args, **options)
 
-    diffusers_logging.tqdm = begin  # type: ignore[assignment]
-    with ExitStack() as stack:
-        stack.callback(setattr, diffusers_logging, "tqdm", before)
+    with ExitStack() as stack, use_progress_bars(begin):
         yield
-
-
-@contextmanager
-def _without_bars_of_transformers() -> Iterator[None]:
-    """Transformers shows a bar a model. Its switch is the hub's too, whose bars for downloads are over by now."""
-    if not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()
 
 
 def _tell(listener: ProgressListener, components: list[Any]) -> Iterator[Any]:

@@ -20,12 +20,18 @@ from torch.nn import functional
 
 from anyaccel.forward_overrides import ForwardOverrides
 from anyaccel.upstream import accelerate_internals, diffusers_internals
-from anyaccel.upstream.torch_internals import read_global_hooks
+from anyaccel.upstream.torch_internals import (
+    CONVOLUTION_FORWARD,
+    FORWARD_HOOK_TABLES,
+    WEIGHT_TABLES,
+    read_child_table,
+    read_global_hooks,
+    read_hook_tables,
+)
 
 __all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
-_WEIGHTS, _HOOKS = ("_parameters", "_buffers"), ("_forward_hooks", "_forward_pre_hooks")
-_ENTRIES = ("forward", "__call__", "_conv_forward")
+_ENTRIES = ("forward", "__call__", CONVOLUTION_FORWARD)
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
 _KNOWN = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
 """Libraries whose layers and processors do the same at every call."""
@@ -36,11 +42,11 @@ class LayerHooks:
 
     def __init__(self, module: torch.nn.Module) -> None:
         inside = [part for part in module.modules() if part is not module]
-        tables = [table for part in inside for table in (part._forward_hooks, part._forward_pre_hooks)]
+        tables = [table for part in inside for table in read_hook_tables(part)]
         self._tables = [*tables, *read_global_hooks()]
         self._layers = [part.__dict__ for part in module.modules()]
         self._forward = type(module).forward
-        self._children = [part._modules for part in module.modules()]
+        self._children = [read_child_table(part) for part in module.modules()]
         self._known = [list(children.values()) for children in self._children]
 
     def any(self) -> bool:
@@ -139,9 +145,13 @@ class ModuleFingerprint:
         processors = [vars(item) for layer in self._layers if hasattr(item := layer.get("processor"), "__dict__")]
         owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in owned if type(value) is list]
-        named = [value for name, value in owned if (type(value) is dict and name not in _WEIGHTS) or name in _HOOKS]
+        named = [
+            value
+            for name, value in owned
+            if (type(value) is dict and name not in WEIGHT_TABLES) or name in FORWARD_HOOK_TABLES
+        ]
         self._dicts = [*processors, *named]
-        self._weights = [layer[name] for layer in self._layers for name in _WEIGHTS]
+        self._weights = [layer[name] for layer in self._layers for name in WEIGHT_TABLES]
         self._attributes = list(self._read_attributes())
         # Weak references to tensors, so that a fingerprint does not keep memory.
         self._items = [weakref.ref(item) if isinstance(item, torch.Tensor) else item for item in self._read_items()]

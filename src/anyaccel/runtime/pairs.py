@@ -14,7 +14,7 @@ import torch
 from anyaccel.backends.host import is_host, is_on
 from anyaccel.errors import LimitError
 from anyaccel.runtime.dtypes import FROM_DATA, as_builder, find_place, read_target
-from anyaccel.upstream.torch_internals import pad_sequence, tree_map
+from anyaccel.upstream.torch_internals import make_wrapper_subclass, pad_sequence, tree_map
 
 __all__ = ["Pair", "make_handlers", "make_pair"]
 
@@ -37,7 +37,7 @@ class Pair(Tensor):
     @staticmethod
     def __new__(cls: type[Pair], real: Tensor, imaginary: Tensor) -> Pair:
         """A wrapper without memory of its own."""
-        made = Tensor._make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
+        made: Pair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
         made.real_part, made.imaginary_part = real, imaginary
         return made
 

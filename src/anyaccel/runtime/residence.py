@@ -25,6 +25,8 @@ from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, star
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
 from anyaccel.tracing.measure import supports_streaming
 from anyaccel.upstream.accelerate_internals import find_hook
+from anyaccel.upstream.diffusers_internals import read_never_offloaded
+from anyaccel.upstream.torch_internals import read_buffer_table, read_parameter_table, read_version
 
 __all__ = ["bring_home", "end_phase", "find_lost_change", "has_unstreamed_weights", "set_residence"]
 
@@ -46,7 +48,7 @@ def set_residence(pipe: Any, residence: Residence, device: torch.device, opened:
 
 def _stream(pipe: Any, device: torch.device, *, use_stream: bool) -> None:
     """Let layers come one by one; what diffusers says cannot be taken apart stays on the device whole."""
-    models, kept = find_models(pipe), getattr(pipe, "_exclude_from_cpu_offload", ())
+    models, kept = find_models(pipe), read_never_offloaded(pipe)
     weights = sum(tensor.nbytes for model in models.values() for tensor in model.parameters())
     # Pinned memory is had in powers of two: at worst the weights take twice their size.
     pin = use_stream and open_device("cpu").driver.memory(0).free_bytes > weights
@@ -79,7 +81,7 @@ def find_lost_change(pipe: Any) -> str | None:
         hook = find_hook(part)
         known = {id(_get(places)) for places in hook.shelf.places.values()} if isinstance(hook, _FromDisk) else None
         for one in part.parameters():
-            if one.is_meta and (one._version or (known is not None and id(one) not in known)):
+            if one.is_meta and (read_version(one) or (known is not None and id(one) not in known)):
                 return name
     return None
 
@@ -195,7 +197,7 @@ class _Shelf:
 
     def _was_changed(self, first: str) -> bool:
         was, version = self.fresh[first]
-        return _get(self.places[first]) is not was or was._version != version
+        return _get(self.places[first]) is not was or read_version(was) != version
 
     def read(self, device: torch.device) -> None:
         """Bring the weights to a device."""
@@ -205,20 +207,21 @@ class _Shelf:
                 if before.is_meta:
                     made = torch.nn.Parameter(file.get_tensor(first).to(device), requires_grad=before.requires_grad)
                     _put(places, made)
-                    self.fresh[first] = made, made._version
+                    self.fresh[first] = made, read_version(made)
                 else:  # somebody put another one there since
                     del self.places[first]
         self._move_others(device)
 
     def _move_others(self, device: torch.device) -> None:
         for module in self.model.modules():
-            for name, buffer in module._buffers.items():
+            buffers, parameters = read_buffer_table(module), read_parameter_table(module)
+            for name, buffer in buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
-            for name, parameter in module._parameters.items():
+                    buffers[name] = buffer.to(device)
+            for name, parameter in parameters.items():
                 if parameter is not None and not parameter.is_meta and parameter.device != device:
                     moved = parameter.detach().to(device)
-                    module._parameters[name] = torch.nn.Parameter(moved, requires_grad=parameter.requires_grad)
+                    parameters[name] = torch.nn.Parameter(moved, requires_grad=parameter.requires_grad)
 
 
 def _find_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:
@@ -226,7 +229,7 @@ def _find_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module
     firsts: dict[int, str] = {}
     found: dict[str, list[tuple[torch.nn.Module, str]]] = {}
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in read_parameter_table(module).items():
             if parameter is not None:
                 first = firsts.setdefault(id(parameter), f"{path}.{name}")
                 found.setdefault(first, []).append((module, name))
@@ -235,11 +238,11 @@ def _find_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module
 
 def _get(places: list[tuple[torch.nn.Module, str]]) -> torch.nn.Parameter:
     module, name = places[0]
-    parameter = module._parameters[name]
+    parameter = read_parameter_table(module)[name]
     assert parameter is not None
     return parameter
 
 
 def _put(places: list[tuple[torch.nn.Module, str]], parameter: torch.nn.Parameter) -> None:
     for module, name in places:
-        module._parameters[name] = parameter
+        read_parameter_table(module)[name] = parameter

@@ -28,7 +28,7 @@ from anyaccel.runtime.placement import Placement, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.runtime.step_reuse import counting_steps, find_steps
-from anyaccel.upstream.torch_internals import pause_collection_after_compile
+from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
 
 __all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "load_compiled", "remove_speedups", "save_compiled"]
 
@@ -114,7 +114,7 @@ def load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> 
     message = "torch cannot read it"
     try:
         # Compiling: into the directory that is searched later.
-        with compiling(placement), drop_log_records("torch.compiler._cache"):
+        with compiling(placement), drop_log_records(CACHE_LOGGER):
             loaded = torch.compiler.load_cache_artifacts(payload)
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
         loaded, message = None, str(error)

@@ -15,6 +15,7 @@ import torch
 
 from anyaccel.planning.speed_level import Reuse
 from anyaccel.runtime.scheduler_methods import override_method
+from anyaccel.upstream.diffusers_internals import read_step_count
 from anyaccel.upstream.torch_internals import tree_map
 
 __all__ = ["Steps", "counting_steps", "find_steps"]
@@ -52,9 +53,9 @@ class Steps:
 
     def _count(self) -> int:
         """The steps of this call: pipelines that begin with a picture leave the first ones of a schedule out."""
-        told = getattr(self.pipe, "_num_timesteps", None)
-        if isinstance(told, int) and told > 0:
-            return told
+        count = read_step_count(self.pipe)
+        if count is not None and count > 0:
+            return count
         timesteps = getattr(self.scheduler, "timesteps", None)
         begin = getattr(self.scheduler, "begin_index", None) or 0
         return len(timesteps) - begin if timesteps is not None else 0

@@ -8,13 +8,13 @@ What it relies on in diffusers besides `apply_group_offloading` is in `upstream/
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from anyaccel.library_logging import drop_log_records_always
 from anyaccel.upstream.diffusers_internals import GROUP_OFFLOADING, HOOK_ATTRIBUTE, PREFETCH_HOOKS, SKIPPED_LAYERS
 
 __all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
@@ -36,7 +36,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
 
     if is_streamed(model):  # by another pipeline that has the same model
         stop_streaming(model)
-    logging.getLogger(apply_group_offloading.__module__).addFilter(_is_about_something)
+    drop_log_records_always(apply_group_offloading.__module__, SKIPPED_LAYERS)
     before = {module: vars(module).get("forward") for module in model.modules()}
     apply_group_offloading(
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
@@ -103,10 +103,6 @@ def _join_attention(model: torch.nn.Module) -> None:
             group.modules.append(module.out_proj)
             group.cpu_param_dict.update(last.cpu_param_dict)
             inner.remove_hook(GROUP_OFFLOADING, recurse=False)
-
-
-def _is_about_something(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(SKIPPED_LAYERS)
 
 
 def _list_registries(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:

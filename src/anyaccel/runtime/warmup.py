@@ -11,6 +11,7 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.runtime.placement import find_components
+from anyaccel.upstream.diffusers_internals import read_progress_bar_config
 
 __all__ = ["leaving_no_trace", "warm_up"]
 
@@ -24,7 +25,7 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
     calls = [{**arguments, **_read_shape(shape)} for shape in ([None] if shapes is None else shapes)]
     if not calls:
         raise UsageError("no shape was given to warm up", hint="warmup(shapes=[(512, 512)])")
-    config = getattr(pipe, "_progress_bar_config", {})
+    config = read_progress_bar_config(pipe)
     with tqdm(calls, desc="Warming up", disable=config.get("disable")) as bar:
         for call in bar:
             run_one_step(pipe, call)
@@ -46,7 +47,7 @@ def leaving_no_trace(pipe: Any) -> Iterator[None]:
     """Put back the schedulers, the random numbers of the host and the progress bar's settings."""
     schedulers = [part for part in find_components(pipe).values() if hasattr(part, "set_timesteps")]
     before = [copy.deepcopy(vars(scheduler)) for scheduler in schedulers]
-    state, config = torch.get_rng_state(), getattr(pipe, "_progress_bar_config", None)
+    state, config = torch.get_rng_state(), read_progress_bar_config(pipe)
     try:
         yield
     finally:
@@ -54,7 +55,7 @@ def leaving_no_trace(pipe: Any) -> Iterator[None]:
         for scheduler, kept in zip(schedulers, before, strict=True):
             vars(scheduler).clear()
             vars(scheduler).update(kept)
-        pipe.set_progress_bar_config(**(config or {}))
+        pipe.set_progress_bar_config(**config)
 
 
 def _accepted(pipe: Any) -> set[str]:

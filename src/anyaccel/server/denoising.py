@@ -16,6 +16,7 @@ from PIL import Image
 
 from anyaccel.runtime.placement import find_components
 from anyaccel.runtime.scheduler_methods import override_method
+from anyaccel.upstream.diffusers_internals import read_alpha_sigma, unpack_latents
 
 __all__ = ["StoppedError", "Watcher", "decode_estimate", "estimate_clean", "watching_steps"]
 
@@ -105,11 +106,12 @@ def estimate_clean(scheduler: Any, output: torch.Tensor, timestep: Any, sample: 
         output = output[:, : sample.shape[1]]
     if "FlowMatch" in type(scheduler).__name__ or kind == _FLOW:
         return sample - _sigma_of(scheduler, timestep) * output
-    if hasattr(scheduler, "_sigma_to_alpha_sigma_t"):
-        alpha, sigma = scheduler._sigma_to_alpha_sigma_t(torch.tensor(_sigma_of(scheduler, timestep)))
-        return _solve(kind, sample, output, float(alpha), float(sigma))
-    if getattr(scheduler, "sigmas", None) is not None:  # the sample is scaled before it goes into the model
+    if getattr(scheduler, "sigmas", None) is not None:
         sigma = _sigma_of(scheduler, timestep)
+        scales = read_alpha_sigma(scheduler, sigma)
+        if scales is not None:
+            return _solve(kind, sample, output, *scales)
+        # The sample is scaled before it goes into the model.
         whole = (sigma**2 + 1) ** 0.5
         return _solve(kind, sample / whole, output, 1 / whole, sigma / whole)
     share = float(scheduler.alphas_cumprod[int(timestep)])
@@ -145,8 +147,8 @@ def _decode(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Image.Imag
     if vae is None:
         return _to_image(clean) if clean.dim() == 4 and clean.shape[1] in (1, 3) else None
     width, height = size
-    if clean.dim() == 3 and hasattr(pipe, "_unpack_latents"):
-        clean = pipe._unpack_latents(clean, height, width, pipe.vae_scale_factor)
+    if clean.dim() == 3:
+        clean = unpack_latents(pipe, clean, height, width)
     if clean.dim() != 4:
         return None
     config = vae.config

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import BaseModel, ConfigDict, Field
 
-from anyaccel.call_limits import LARGEST_SEED, parse_image_size
+from anyaccel.call_limits import LARGEST_SEED, parse_image_size, read_seeds
 from anyaccel.errors import UsageError, nearest
 from anyaccel.server.api_error import ApiError
 from anyaccel.server.messages import ModelFacts
@@ -111,7 +111,7 @@ def make_work(
         task=task,
         model=facts.name,
         prompt=request.prompt,
-        seeds=tuple((first + place) & LARGEST_SEED for place in range(request.n or 1)),
+        seeds=read_seeds(first, request.n or 1),
         width=width,
         height=height,
         lora=request.lora,

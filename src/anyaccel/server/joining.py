@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from anyaccel.upstream.torch_internals import TreeSpec, tree_flatten, tree_unflatten
+from anyaccel.upstream.torch_internals import TreeSpec, read_version, tree_flatten, tree_unflatten
 
 __all__ = ["Ticket", "are_alike", "join", "make_ticket", "split"]
 
@@ -65,7 +65,7 @@ def _are_equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 def _read_state(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address and the write count of a tensor; inference tensors count no writes."""
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), -1 if tensor.is_inference() else read_version(tensor)
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Spec]:

@@ -14,6 +14,8 @@ from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Phase, Wa
 from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
 from anyaccel.tracing.trace import Traced
+from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
+from anyaccel.upstream.torch_internals import read_parameter_table
 
 __all__ = ["Measurement", "set_parts", "supports_streaming"]
 
@@ -41,7 +43,7 @@ class Measurement:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
         self.size = size
-        self.always_there = () if unified_memory else tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
+        self.always_there = () if unified_memory else read_never_offloaded(pipe)
         self.seen = Seen()
         """What the first run did inside the models."""
         self._known: dict[tuple[Way, int], Footprint] = {}
@@ -112,8 +114,8 @@ def set_parts(pipe: Any, on: bool) -> None:
 
 def supports_streaming(model: torch.nn.Module) -> bool:
     """Return whether each weight of a model is read only in the forward of the layer that has it."""
-    takes_apart = getattr(model, "_supports_group_offloading", True)  # of diffusers' models, seen in 0.42.1
-    return takes_apart and all(_COMPUTED.isdisjoint(layer._parameters) for layer in model.modules())
+    computed = (_COMPUTED.isdisjoint(read_parameter_table(layer)) for layer in model.modules())
+    return supports_group_offloading(model) and all(computed)
 
 
 def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_ahead: bool) -> ModelSize:

@@ -12,6 +12,7 @@ from typing import Any
 
 from anyaccel.errors import ModelError, nearest
 from anyaccel.recipes import Recipe, recipes
+from anyaccel.upstream.diffusers_internals import find_renamed_class
 
 __all__ = ["Component", "ModelFolder", "find_recipe", "is_a", "read_json", "read_model_folder", "require_recipe"]
 
@@ -95,12 +96,11 @@ def _kebab(pipeline: str) -> str:
 def is_a(ours: Any, component: Component) -> bool:
     """Whether a model is of the class that an index names, by its name of today or by an older one."""
     from diffusers import ModelMixin
-    from diffusers.models.model_loading_utils import _fetch_remapped_cls_from_config
 
     if type(ours).__name__ == component.kind or not isinstance(ours, ModelMixin) or not component.config:
         return type(ours).__name__ == component.kind
     older = getattr(importlib.import_module("diffusers"), component.kind, None)
-    return older is not None and _fetch_remapped_cls_from_config(component.config, older) is type(ours)
+    return older is not None and find_renamed_class(component.config, older) is type(ours)
 
 
 def require_recipe(pipeline: str) -> Recipe:

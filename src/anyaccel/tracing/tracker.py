@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
 from anyaccel.planning.met_limits import Seen
 from anyaccel.planning.workspace import Workspace
-from anyaccel.upstream.torch_internals import TorchDispatchMode
+from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
 
 __all__ = ["Tracker"]
 
@@ -28,7 +28,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.used = self.peak = 0
         self.workspace = workspace
-        self._known = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._known = {read_address(tensor.untyped_storage()) for tensor in weights}
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._attention = _Attention(self, attention)
         self._paused = False
@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):
     def add(self, tensor: torch.Tensor, *, in_place_of_another: bool = False) -> None:
         """Count a tensor's storage, once; one that takes another's place does not make a peak."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = read_address(storage)
         if key in self._known:
             return
         known = self._alive.get(key)
@@ -102,7 +102,7 @@ class Tracker(TorchDispatchMode):
     def ignore(self, tensor: torch.Tensor) -> None:
         """Never count this one: it stands for another that counts."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = read_address(storage)
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
 
     def pass_by_again(self, run: Callable[[], Any]) -> tuple[Any, int]:
@@ -198,7 +198,7 @@ def _without_numbers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 @functools.cache
 def _aliases(func: Any) -> bool:
     """Whether an operation gives a view, changes what it is given, or gives several tensors."""
-    schema = func._schema
+    schema = read_schema(func)
     given, made = schema.arguments, schema.returns
     return len(made) != 1 or any(one.alias_info is not None for one in (*given, *made))
 

@@ -6,13 +6,17 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
+    "COMPONENTS_BAR",
     "GROUP_OFFLOADING",
     "HOOK_ATTRIBUTE",
     "PIPELINE_HOOKS",
@@ -21,16 +25,24 @@ __all__ = [
     "allow_uneven_shares",
     "casts_components",
     "find_denoising_step",
+    "find_renamed_class",
     "has_hook",
     "is_argument_error",
     "is_uneven_share",
     "make_tensor_parallel_config",
     "name_dtype_argument",
+    "read_alpha_sigma",
     "read_float32_modules",
+    "read_never_offloaded",
     "read_parallel_plan",
+    "read_progress_bar_config",
     "read_repeated_blocks",
+    "read_step_count",
     "read_tensor_parallel_devices",
+    "supports_group_offloading",
+    "unpack_latents",
     "use_mesh",
+    "use_progress_bars",
 ]
 
 HOOK_ATTRIBUTE = "_diffusers_hook"
@@ -43,6 +55,8 @@ SKIPPED_LAYERS = "It seems like some layers were not executed"
 """The start of its warning about layers that the first forward left out; they are fetched when they run."""
 PIPELINE_HOOKS = "_all_hooks"
 """Where a pipeline holds the hooks of its offloading (pipelines/pipeline_utils.py)."""
+COMPONENTS_BAR = "Loading pipeline components"
+"""The start of the text beside the progress bar of `from_pretrained` (pipelines/pipeline_utils.py)."""
 _UNEVEN = "must be divisible by mesh size"
 """Part of the assertion of `EquipartitionSharder.shard` (hooks/context_parallel.py)."""
 
@@ -165,3 +179,59 @@ def casts_components(kind: Any) -> bool:
     Pipelines do, by way of `_get_signature_keys` (pipelines/pipeline_utils.py); the AutoPipeline classes do not.
     """
     return hasattr(kind, "_get_signature_keys")
+
+
+def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
+    """Return the names of the models that offloading leaves on the device (pipelines/pipeline_utils.py)."""
+    return tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
+
+
+def supports_group_offloading(model: Any) -> bool:
+    """Return whether a model's layers may be moved one by one; other libraries' may (models/modeling_utils.py)."""
+    return bool(getattr(model, "_supports_group_offloading", True))
+
+
+def read_step_count(pipe: Any) -> int | None:
+    """Return the number of steps of the running call, where a pipeline notes it (`_num_timesteps`, pipelines/*/)."""
+    count = getattr(pipe, "_num_timesteps", None)
+    return count if isinstance(count, int) else None
+
+
+def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
+    """Return what `set_progress_bar_config` was called with; empty if it was not (pipelines/pipeline_utils.py)."""
+    return getattr(pipe, "_progress_bar_config", None) or {}
+
+
+@contextmanager
+def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
+    """Let `make_bar` make the progress bars of `from_pretrained` during the block (utils/logging.py, `tqdm`)."""
+    logging: Any = importlib.import_module("diffusers.utils.logging")
+    before, logging.tqdm = logging.tqdm, make_bar
+    try:
+        yield
+    finally:
+        logging.tqdm = before
+
+
+def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None:
+    """Return alpha and sigma of a noise level, by multistep schedulers' `_sigma_to_alpha_sigma_t`; None for others."""
+    import torch
+
+    convert = getattr(scheduler, "_sigma_to_alpha_sigma_t", None)
+    if convert is None:
+        return None
+    alpha, scaled = convert(torch.tensor(sigma))
+    return float(alpha), float(scaled)
+
+
+def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return packed latents as images, by `_unpack_latents` (pipelines/flux/pipeline_flux.py); others as they are."""
+    unpack: Callable[..., torch.Tensor] | None = getattr(pipe, "_unpack_latents", None)
+    return latents if unpack is None else unpack(latents, height, width, pipe.vae_scale_factor)
+
+
+def find_renamed_class(config: Mapping[str, Any], kind: type) -> type:
+    """Return the class that replaces an older one for a model's config (models/model_loading_utils.py)."""
+    loading: Any = importlib.import_module("diffusers.models.model_loading_utils")
+    found: type = loading._fetch_remapped_cls_from_config(config, kind)
+    return found

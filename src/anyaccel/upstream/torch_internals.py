@@ -25,14 +25,19 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only,
 from anyaccel.errors import VirtualDeviceError
 
 __all__ = [
+    "CACHE_LOGGER",
+    "CONVOLUTION_FORWARD",
+    "FORWARD_HOOK_TABLES",
     "GRAPH_BREAK_LOGGER",
     "MODULE_HOOKS",
+    "WEIGHT_TABLES",
     "DeviceContext",
     "FakeTensor",
     "PlainGenerator",
     "TorchDispatchMode",
     "TreeSpec",
     "allow_half_precision_attention",
+    "can_decompose",
     "claim_private_use",
     "count_dispatch_modes",
     "count_function_modes",
@@ -54,18 +59,29 @@ __all__ = [
     "is_recompiling",
     "is_tracing",
     "is_transformed",
+    "list_computed_weights",
     "load_dynamo",
     "make_guard",
+    "make_wrapper_subclass",
     "pad_sequence",
     "parse_graph_break",
     "pause_collection_after_compile",
     "pop_function_mode",
     "push_function_mode",
+    "read_address",
+    "read_buffer_table",
+    "read_child_table",
     "read_compile_times_s",
     "read_device_kind",
     "read_function_modes",
     "read_global_hooks",
+    "read_hook_tables",
+    "read_overload_name",
+    "read_parameter_table",
     "read_private_use_name",
+    "read_schema",
+    "read_timeout",
+    "read_version",
     "refresh_factories",
     "register_compiler",
     "register_device_module",
@@ -94,10 +110,19 @@ MODULE_HOOKS = (
     "_forward_hooks_always_called",
 )
 """Where a module holds the hooks around its forward (nn/modules/module.py)."""
+FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+"""Of these, the tables of the hooks themselves; the others say how a hook is called."""
+WEIGHT_TABLES = ("_parameters", "_buffers")
+"""Where a module holds its own weights (nn/modules/module.py)."""
+CONVOLUTION_FORWARD = "_conv_forward"
+"""The method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py)."""
+_COMPUTING_HOOKS = ("WeightNorm", "SpectralNorm")
 _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
 """The symbol of `c10::impl::device_guard_impl_registry`."""
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
 """The only place where Dynamo reports a graph break (_dynamo/symbolic_convert.py)."""
+CACHE_LOGGER = "torch.compiler._cache"
+"""Where `torch.compiler.load_cache_artifacts` reports what it cannot read (compiler/_cache.py)."""
 _BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
 _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
@@ -173,6 +198,73 @@ def refresh_factories() -> None:
     """
     _device_constructors.cache_clear()
     _device_constructors()
+
+
+# Tensors, modules and operations.
+
+
+def read_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to in place; inference tensors raise (_C/__init__.pyi)."""
+    return tensor._version
+
+
+def read_address(owner: Any) -> int:
+    """Return the address of a storage or a generator in C++, which its Python objects share (`_cdata`, storage.py)."""
+    return int(owner._cdata)
+
+
+def read_parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return the table of a module's own parameters; writing to it registers nothing (nn/modules/module.py)."""
+    return module._parameters
+
+
+def read_buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the table of a module's own buffers (nn/modules/module.py)."""
+    return module._buffers
+
+
+def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the table of the modules directly inside a module (nn/modules/module.py)."""
+    return module._modules
+
+
+def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the tables of hooks after and before a module's forward; filled in place (nn/modules/module.py)."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+def list_computed_weights(module: torch.nn.Module) -> list[str]:
+    """Return the names of weights that `weight_norm` and `spectral_norm` compute before each forward.
+
+    They are attributes that a hook of the class `WeightNorm` or `SpectralNorm` sets (nn/utils/weight_norm.py,
+    nn/utils/spectral_norm.py).
+    """
+    hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
+    return [hook.name for hook in hooks]
+
+
+def read_schema(func: Any) -> Any:
+    """Return the schema of an operation: its name, arguments and results (_ops.py, `OpOverload`)."""
+    return func._schema
+
+
+def read_overload_name(func: Any) -> str:
+    """Return the name of an operation's overload; "default" for the unnamed one (_ops.py, `OpOverload`)."""
+    return str(func._overloadname)
+
+
+def can_decompose(func: Any) -> bool:
+    """Return whether `func.decompose` takes an operation apart (_ops.py, `OpOverload._can_decompose`)."""
+    return bool(func._can_decompose())
+
+
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""Make a tensor of a subclass that has a shape and a device, and no memory (csrc/autograd/python_variable.cpp)."""
+
+
+def read_timeout(options: Any) -> Any:
+    """Return the timeout in the options of a distributed backend (distributed/distributed_c10d.py)."""
+    return options._timeout
 
 
 # For the emulator: device names, dispatch keys and pickling.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from typing import Any
 
 from anyaccel.backends.evidence import PipelineFinding
+from anyaccel.library_logging import silence_process
 from anyaccel.recipes import recipes, run
 from anyaccel.recipes.recipe import Recipe
 from anyaccel.verification.bench import describe_error
@@ -35,8 +34,7 @@ def settle_process(threads: int) -> None:
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False  # takes no GPU: without one it is only a switch
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    silence_process()
 
 
 def probe_pipeline(name: str, device: Any) -> PipelineFinding:
