@@ -234,15 +234,11 @@ def measure_jobs(count: int) -> float:
 
 def check() -> dict[str, Any]:
     """Measure a curve on this CPU, predict how long requests at random take, and measure that too."""
-    from anyaccel.bench.pipelines import make_call, make_pipeline
-    from anyaccel.bench.work import OURS
-    from benchmarks.serving import make_work, measure_load, steps_of_all
+    from benchmarks.serving import make_shared, make_work, measure_load, steps_of_all
 
-    work = make_work("cpu", tiny=True)
-    pipe = make_pipeline(work, OURS)
-    call = make_call(work, pipe)
+    shared, call = make_shared(make_work("cpu", tiny=True), KINDS)
     rows = []
-    with steps_of_all(pipe, call) as submit:
+    with steps_of_all(shared, call) as submit:
         curves = [measure_curve(submit, 4.0)]
         for load in LOADS:
             rate = load * find_best(curves[-1])
