@@ -19,9 +19,9 @@ from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
 from anyaccel.pictures import kept_model
+from anyaccel.pictures.call import check_picture_call
 from anyaccel.pictures.files import make_stem, read_destination, write_free, write_whole
 from anyaccel.pictures.format import read_origins
-from anyaccel.pictures.call import check_picture_call
 from anyaccel.pictures.generate import Result, generate
 from anyaccel.pictures.kept_model import load_model, release_model
 from anyaccel.pictures.order import make_order
@@ -220,7 +220,7 @@ def test_other_kinds_of_pipelines(tmp_path: Path, recipe: str, call: dict[str, A
 def test_a_pipeline_without_a_module_may_make_pictures() -> None:
     """Like one that a program made by `exec` without a `__name__`."""
     names: dict[str, Any] = {"__name__": None}
-    exec("class Made:\n    def __call__(self, prompt, width=64): ...", names)  # noqa: S102
+    exec("class Made:\n    def __call__(self, prompt, width=64): ...", names)
     pipe = names["Made"]()
     check_picture_call(pipe, {"width": 64})
     with pytest.raises(UsageError, match="Made takes no height"):

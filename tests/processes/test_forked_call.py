@@ -100,7 +100,9 @@ def wait_until_gone(pid: int) -> None:
 @pytest.mark.parametrize(
     ("before", "child"),
     [
-        pytest.param("", "time.sleep(60)", marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")),
+        pytest.param(
+            "", "time.sleep(60)", marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+        ),
         ("forked_call.end_with_parent = lambda parent: None", "time.sleep(1); return bytes(1_000_000)"),
     ],
     ids=["at once", "when it answers"],

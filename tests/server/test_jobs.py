@@ -177,11 +177,12 @@ def test_a_result_that_cannot_be_written_leaves_no_files(
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr("anyaccel.server.jobs.atomic_write", write)
-    with monkeypatch.context() as patch, pytest.raises((OSError, sqlite3.Error)):
-        if broken == "table":
-            patch.setattr(jobs, "_end", refuse)
+    end = jobs._end
+    monkeypatch.setattr(jobs, "_end", refuse if broken == "table" else end)
+    with pytest.raises((OSError, sqlite3.Error)):
         jobs.finish(job.id, [("0.png", b"x"), ("1.png", b"y")], {})
     assert not list((jobs.folder / "results").iterdir())
+    monkeypatch.setattr(jobs, "_end", end)
     assert jobs.fail(job.id, {"code": "storage"}).state == "failed"
 
 

@@ -118,7 +118,9 @@ def _holding(keep: Path | None) -> AbstractContextManager[object]:
         return nullcontext()
     # The lock file stays: if it were removed, a process that has just opened it would lock a file without a name.
     return lock_file(
-        keep.with_name(f".{keep.name}.lock"), f"another chart is being kept in {keep}", "wait for it, or use another FILE"
+        keep.with_name(f".{keep.name}.lock"),
+        f"another chart is being kept in {keep}",
+        "wait for it, or use another FILE",
     )
 
 

@@ -44,7 +44,7 @@ def _call_small(bench: Bench, operation: str, dtype: str) -> Sight:
     kind: torch.dtype = getattr(torch, dtype)
     try:
         there = _CALLS[operation](bench.device, kind).cpu()
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding
+    except Exception as error:  # an error of the device is a finding
         if is_out_of_memory(error):
             raise
         return Sight("error", describe_error(error))

@@ -68,7 +68,7 @@ def _probe_float8(bench: Bench, dtype: str, claim: Claim | Unknown) -> Sight:
     numbers = fill((32, 32)).to(kind)
     try:
         stored = torch.equal(numbers.to(bench.device).float().cpu(), numbers.float())
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding
+    except Exception as error:  # an error of the device is a finding
         if is_out_of_memory(error):
             raise
         return Sight("error", f"cannot be stored: {describe_error(error)}")
@@ -98,7 +98,7 @@ def _add(device: torch.device, numbers: torch.Tensor) -> bool:
 def _try(run: Callable[[], bool]) -> str:
     try:
         return "right" if run() else "wrong"
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding
+    except Exception as error:  # an error of the device is a finding
         if is_out_of_memory(error):
             raise
         return describe_error(error)
