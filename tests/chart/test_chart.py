@@ -5,6 +5,9 @@ everywhere.
 """
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from anyaccel.chart.markdown import write_markdown
 from anyaccel.chart.reasons import find_reason
 from anyaccel.checker.check import find_devices
 from anyaccel.checker.run import Ways, run_on_device, run_on_host
+from anyaccel.cli.chart import _holding, _run
+from anyaccel.cli.progress import Display
 from anyaccel.errors import AnyaccelError
 from anyaccel.recipes import Recipe, recipes
 from tests.conftest import NEEDS_RECIPES, Kept
@@ -144,22 +149,32 @@ def test_a_pipeline_that_kills_its_process_spoils_no_other() -> None:
 
 
 def test_one_chart_at_a_time_is_kept_in_a_file(tmp_path: Path) -> None:
-    from anyaccel.cli.chart import _holding
-
     with _holding(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another chart"):  # noqa: SIM117
         with _holding(tmp_path / "chart.json"):
             pass
     with _holding(tmp_path / "chart.json"):
-        assert (tmp_path / ".chart.json.lock").exists()
-    assert not (tmp_path / ".chart.json.lock").exists()
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_chart_that_was_ended_does_not_keep_the_next_one_from_its_file(tmp_path: Path, number: int) -> None:
+    keep = tmp_path / "chart.json"
+    program = "import sys, time, pathlib; from anyaccel.cli.chart import _holding\n"
+    program += "with _holding(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program, str(keep)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(AnyaccelError, match="another chart"):
+            _holding(keep)
+        other.send_signal(number)
+    with _holding(keep):
+        pass
 
 
 @NEEDS_RECIPES
 def test_what_is_kept_of_other_pipelines_stays(tmp_path: Path) -> None:
-    from anyaccel.cli.chart import _run
-
     for family in ("dit", "pixart"):
-        chart = _run(find_families([family], recipes().values()), ["xpu"], tmp_path / "chart.json", 1)
+        chart = _run(find_families([family], recipes().values()), ["xpu"], tmp_path / "chart.json", 1, Display())
         assert {line.family for line in chart.lines} == {find_families([family], recipes().values())[0].family}
     kept = {line.recipe for line in read_chart(tmp_path / "chart.json").lines}
     assert kept == {"dit", "pixart-alpha", "pixart-sigma"}

@@ -107,3 +107,18 @@ def test_what_cannot_be_is_said_in_a_line() -> None:
     assert done.returncode == 4
     assert done.stderr.strip().startswith("ERROR: no virtual accelerator is called 'tpu'")
     assert run_pytest_forked("test_foreign.py", "--accelerator", "mps", "--accelerator-real").returncode == 4
+
+
+def test_what_the_second_pytest_printed_before_it_ended_is_told(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import os, sys\n"
+        "def pytest_collection_modifyitems(config):\n"
+        "    if config.getoption('--accelerator-second'):\n"
+        "        print('the licence has expired', file=sys.stderr, flush=True)\n"
+        "        os._exit(5)\n"
+    )
+    (tmp_path / "test_own.py").write_text(OWN_LEDGERS)
+    done = run_pytest_forked(str(tmp_path / "test_own.py"), "-k", "test_clean", "-s")
+    assert done.returncode == 4, done.stdout
+    assert "ended with status 5" in done.stderr
+    assert "the licence has expired" in done.stderr

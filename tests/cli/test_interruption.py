@@ -2,7 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 import typer
 
@@ -31,3 +36,43 @@ def test_the_end_is_said_and_has_its_status(capsys: pytest.CaptureFixture[str]) 
     assert cleared == [True]
     assert "ended" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+HANGING = """
+import os, sys, time
+from anyaccel.chart import chart
+from anyaccel.checker import run
+from anyaccel.processes.forked_call import call_in_fork
+
+def hang(*arguments):
+    def sleep():
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    return call_in_fork(sleep)
+
+run.run_on_host = lambda recipes: {}
+run.run_on_device = chart._run_group = hang
+sys.argv[0] = "anyaccel"
+from anyaccel.cli.main import main
+main()
+"""
+"""The command line, with children that hang instead of running pipelines."""
+
+
+@pytest.mark.parametrize("command", ["check pixart-alpha --device mps", "chart --family dit --device mps --keep kept"])
+def test_sigterm_ends_the_children_of_a_command(command: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING, *command.split()],
+        env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=50)
+    assert time.monotonic() - started < 30
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1] == "ended"
+    assert ("0 pipelines are kept in kept" in errors) == ("--keep" in command)
+    assert not psutil.pid_exists(child)

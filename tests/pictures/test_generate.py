@@ -19,6 +19,7 @@ from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
 from anyaccel.pictures import kept_model
+from anyaccel.pictures.call import check_picture_call
 from anyaccel.pictures.files import make_stem, read_destination, write_free, write_whole
 from anyaccel.pictures.format import read_origins
 from anyaccel.pictures.generate import Result, generate
@@ -214,6 +215,16 @@ def test_other_kinds_of_pipelines(tmp_path: Path, recipe: str, call: dict[str, A
     folder = save_recipe(recipe, tmp_path)
     with pytest.raises(UsageError, match=words):
         generate("x", folder, seed=1, **CALL, **call)
+
+
+def test_a_pipeline_without_a_module_may_make_pictures() -> None:
+    """Like one that a program made by `exec` without a `__name__`."""
+    names: dict[str, Any] = {"__name__": None}
+    exec("class Made:\n    def __call__(self, prompt, width=64): ...", names)
+    pipe = names["Made"]()
+    check_picture_call(pipe, {"width": 64})
+    with pytest.raises(UsageError, match="Made takes no height"):
+        check_picture_call(pipe, {"height": 64})
 
 
 def test_the_variable_names_the_device_that_auto_means(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

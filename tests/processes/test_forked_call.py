@@ -2,14 +2,21 @@
 
 import os
 import signal
+import struct
+import subprocess
 import sys
+import threading
 import time
+import warnings
+from concurrent.futures import CancelledError
+from pathlib import Path
 
 import psutil
 import pytest
 
 from anyaccel.errors import ProcessDiedError, UsageError
-from anyaccel.processes.forked_call import call_in_fork
+from anyaccel.processes import forked_call
+from anyaccel.processes.forked_call import call_in_fork, forking_threads
 
 
 class UnpicklableError(Exception):
@@ -79,3 +86,123 @@ def test_ctrl_c_in_the_parent_kills_the_child() -> None:
     os.close(writer)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def wait_until_gone(pid: int) -> None:
+    for _ in range(300):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the child still runs")
+
+
+@pytest.mark.parametrize(
+    ("before", "child"),
+    [
+        pytest.param(
+            "", "time.sleep(60)", marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+        ),
+        ("forked_call.end_with_parent = lambda parent: None", "time.sleep(1); return bytes(1_000_000)"),
+    ],
+    ids=["at once", "when it answers"],
+)
+def test_a_child_ends_with_a_parent_that_is_killed(before: str, child: str) -> None:
+    program = f"""
+import os, time
+from anyaccel.processes import forked_call
+{before}
+def call():
+    print(os.getpid(), flush=True)
+    {child}
+forked_call.call_in_fork(call)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    wait_until_gone(pid)
+
+
+def test_a_child_that_is_killed_while_it_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_in_part(*arguments: object) -> None:
+        sender = arguments[-2]
+        os.write(sender.fileno(), struct.pack("!i", 1000) + b"x" * 10)  # type: ignore[attr-defined]
+        os._exit(137)
+
+    monkeypatch.setattr("anyaccel.processes.forked_call._run", answer_in_part)
+    with pytest.raises(ProcessDiedError, match="died with status 137"):
+        call_in_fork(lambda: None)
+
+
+def test_a_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread forks as soon as the first one has its pipe, if nothing keeps it from that."""
+    forks, sibling_may_start, seconds = [0], threading.Event(), list[float]()
+    simplefilter = warnings.simplefilter
+
+    def pause(*arguments: object) -> None:  # called between the creation of the pipe and the fork
+        forks[0] += 1
+        if forks[0] == 1:
+            sibling_may_start.set()
+            time.sleep(1)
+        simplefilter(*arguments)  # type: ignore[arg-type]
+
+    def die() -> None:
+        started = time.monotonic()
+        with pytest.raises(ProcessDiedError, match="died with status 3"):
+            call_in_fork(lambda: os._exit(3))
+        seconds.append(time.monotonic() - started)
+
+    def run_beside() -> None:
+        sibling_may_start.wait(60)
+        call_in_fork(lambda: time.sleep(15))
+
+    monkeypatch.setattr(warnings, "simplefilter", pause)
+    threads = [threading.Thread(target=one) for one in (die, run_beside)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert forks == [2]
+    assert seconds[0] < 12, "not only when the other child has ended"
+
+
+def test_a_process_that_is_forked_while_another_thread_forks_can_call() -> None:
+    with forked_call._fork_lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            os._exit(call_in_fork(lambda: 3))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+
+def test_an_error_ends_the_children_of_a_pool_and_starts_no_more() -> None:
+    reader, writer = os.pipe()
+
+    def hang() -> None:
+        os.write(writer, f"{os.getpid()}\n".encode())
+        time.sleep(60)
+
+    def call_twice() -> None:
+        try:
+            call_in_fork(hang)
+        finally:
+            call_in_fork(hang)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), forking_threads(2) as pool:  # noqa: PT012
+        calls = [pool.submit(call_twice) for _ in range(3)]
+        pids = ""
+        while pids.count("\n") < 2:
+            pids += os.read(reader, 100).decode()
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < 30
+    os.close(writer)
+    assert os.read(reader, 100) == b"", "no third child was started"
+    os.close(reader)
+    for call in calls:
+        with pytest.raises(CancelledError):
+            call.result()
+    for pid in pids.split():
+        wait_until_gone(int(pid))

@@ -1,6 +1,7 @@
 """A spawned worker with a pipe: messages, death, and no process that outlives its parent."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -29,6 +30,16 @@ def test_messages_go_both_ways_in_order() -> None:
     assert worker.wait() == -signal.SIGKILL
     assert pid is not None
     assert not psutil.pid_exists(pid)
+
+
+def test_a_message_that_cannot_be_pickled_is_the_senders_error() -> None:
+    with PipeWorker(children.echo, name="echo") as worker:
+        with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+            worker.send(lambda: None)
+        worker.send(None)
+        worker.send("after it")
+        assert worker.receive(60) is None
+        assert worker.receive(60) == "after it"
 
 
 def test_the_environment_is_the_childs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,18 @@ def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any, monkeypatch: pytest
     assert not any(isinstance(part, Float8Linear) for part in pipe.unet.modules())
 
 
+def test_a_busy_device_is_not_one_without_products_in_8_bits(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*args: Any, **options: Any) -> None:
+        raise RuntimeError("XPU out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
+    monkeypatch.setattr(quantize, "check_float8", run_out)
+    placement = force_plan(pipe, quantized=Decision("float8", "for the test"))
+    with pytest.raises(RuntimeError, match="XPU out of memory"):
+        quantize.quantize_denoisers(pipe, placement)
+    assert placement.report.quantized is None
+
+
 @pytest.mark.usefixtures("ready")
 def test_memory_that_runs_out_half_way_leaves_a_model_that_is_known_to_be_changed(
     pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

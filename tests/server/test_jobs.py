@@ -1,5 +1,6 @@
 """Jobs: none lost, none twice, whatever kills the process."""
 
+import errno
 import os
 import random
 import signal
@@ -126,11 +127,12 @@ def test_what_was_running_runs_once_more(tmp_path: Path) -> None:
     first = Jobs(tmp_path)
     name = first.submit({})[0].id
     first.take()
-    (tmp_path / "results" / f".{name}").mkdir()
+    for left in (name, f".{name}"):
+        (tmp_path / "results" / left).mkdir()
     first.close()
     second = Jobs(tmp_path)
     assert [job.state for job in second.recover()] == ["queued"]
-    assert not list((tmp_path / "results").iterdir())
+    assert [place.name for place in (tmp_path / "results").iterdir()] == [f".{name}"], "only a job's own name is ours"
     second.take()
     second.close()
     third = Jobs(tmp_path)
@@ -140,7 +142,48 @@ def test_what_was_running_runs_once_more(tmp_path: Path) -> None:
     assert job.state == "failed"
     assert job.error is not None
     assert job.error["code"] == "worker_died"
+    assert job.error["message"] == "the worker or the service ended twice while it ran this job"
     third.close()
+
+
+def test_an_attempt_that_an_orderly_stop_ended_does_not_count(jobs: Jobs) -> None:
+    name, cancelled = jobs.submit({})[0].id, jobs.submit({})[0].id
+    for _ in range(3):
+        assert jobs.take() is not None
+        [again] = jobs.requeue(count_attempt=False)
+        assert (again.id, again.state, again.attempts, again.started) == (name, "queued", 0, None)
+    jobs.take()
+    jobs.requeue()
+    jobs.take()
+    jobs.take()
+    jobs.cancel(cancelled)
+    states = {job.id: (job.state, job.attempts) for job in jobs.requeue(count_attempt=False)}
+    assert states == {name: ("queued", 1), cancelled: ("cancelled", 1)}, "an earlier death still counts"
+
+
+@pytest.mark.parametrize("broken", ["file", "table"])
+def test_a_result_that_cannot_be_written_leaves_no_files(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    job, _ = jobs.submit({})
+    jobs.take()
+
+    def write(path: Path, content: bytes) -> None:
+        if broken == "file" and path.name == "1.png":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(content)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("anyaccel.server.jobs.atomic_write", write)
+    end = jobs._end
+    monkeypatch.setattr(jobs, "_end", refuse if broken == "table" else end)
+    with pytest.raises((OSError, sqlite3.Error)):
+        jobs.finish(job.id, [("0.png", b"x"), ("1.png", b"y")], {})
+    assert not list((jobs.folder / "results").iterdir())
+    monkeypatch.setattr(jobs, "_end", end)
+    assert jobs.fail(job.id, {"code": "storage"}).state == "failed"
 
 
 def test_results_expire_by_age_and_size(jobs: Jobs) -> None:

@@ -123,6 +123,36 @@ def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path) -> None
     assert all(one.ended.is_set() for one in starts)
 
 
+class Slow(Silent):
+    """A place of work that is ready at once and never finishes a job."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.words = [Ready(())]
+
+    def send(self, message: object) -> None:
+        return
+
+
+def test_a_job_outlives_any_number_of_orderly_stops(tmp_path: Path) -> None:
+    settings = Settings(models=(), data=tmp_path)
+    for number in range(3):
+        jobs = Jobs(tmp_path)
+        if number == 0:
+            jobs.submit({"seeds": [1], "output_format": "png"})
+        dispatcher = Dispatcher(settings, jobs, Bus(), Metrics(jobs), lambda _: Slow())
+        dispatcher.start()
+        end = time.monotonic() + 60
+        while not jobs.count("running"):
+            assert time.monotonic() < end, jobs.list()
+            time.sleep(0.01)
+        assert jobs.list()[0].attempts == 1
+        dispatcher.stop()
+        [job] = jobs.list()
+        assert (job.state, job.attempts, job.error) == ("queued", 0, None)
+        jobs.close()
+
+
 def run(*options: str, **environment: str) -> Any:
     command = [sys.executable, "-m", "anyaccel", "serve", *options]
     return subprocess.run(

@@ -248,6 +248,25 @@ def test_only_own_stale_files_are_removed(tmp_path: Path, write: Callable[[Path]
     remove_temporary_files(tmp_path / "no such directory")
 
 
+def test_a_file_that_vanishes_meanwhile_keeps_no_other_from_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        (tmp_path / f".anyaccel-{number:016x}.tmp").touch()
+    lstat, vanished = Path.lstat, list[Path]()
+
+    def vanish(path: Path) -> os.stat_result:
+        if not vanished:
+            vanished.append(path)
+            path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", vanish)
+    remove_temporary_files(tmp_path, older_than_s=0)
+    assert vanished
+    assert list_names(tmp_path) == []
+
+
 def test_a_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         atomic_write(tmp_path / "missing" / "file", b"x")

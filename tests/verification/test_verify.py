@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Unknown
 from anyaccel.backends.evidence import Finding
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes, run
+from anyaccel.verification import probe_operations
 from anyaccel.verification.bench import describe_error
 from anyaccel.verification.probe_pipeline import measure_sensitivity
 from anyaccel.verification.probes import find_claims, probe
@@ -74,6 +76,19 @@ def test_a_sheet_that_is_wrong_is_contradicted() -> None:
 def test_an_open_question_is_answered() -> None:
     found = probe_host("random_numbers", Unknown(says="Nothing was found."))
     assert (found.expected, found.seen, found.verdict) == ("not known", "yes", "new")
+
+
+def test_an_operation_that_a_busy_device_has_no_memory_for_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(device: object, kind: object) -> torch.Tensor:
+        raise RuntimeError("NPU out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setitem(probe_operations._CALLS, "baddbmm", run_out)
+    bench = make_bench("cpu", quick=True)
+    [limit] = [one for one in anyaccel.sheet("mps").operations if one.operations == ("baddbmm",)]
+    sheet = replace(bench.sheet, operations=(limit,))
+    found = probe(replace(bench, sheet=sheet), "operations.baddbmm_reads_ignored_input")
+    assert (found.verdict, found.seen) == ("not tried", "")
+    assert "the memory did not suffice" in found.detail
 
 
 def test_every_claim_about_behaviour_has_a_probe() -> None:

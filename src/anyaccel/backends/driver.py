@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anyaccel.backends.claim import Answer, DtypeLimit, Yes
+from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.probe import probe_dtype
 from anyaccel.backends.sheet import Dtypes, Sheet
 from anyaccel.errors import NotMeasurableError
@@ -204,12 +205,12 @@ class Driver:
 
 
 def _measured(dtype: str, doubted: DtypeLimit, device: torch.device) -> Answer:
-    import torch
-
     try:
         effect = probe_dtype(dtype, device)
-    except torch.OutOfMemoryError:
-        return doubted  # a busy device is not one without the type
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return doubted
     says = f"asked of {device} itself, {dtype} gives: {effect or 'the right answer'}"
     if effect is None:
         return Yes(says=says, source=doubted.source, evidence="hardware")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from anyaccel.backends.claim import Effect
+from anyaccel.backends.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +33,9 @@ def probe_dtype(dtype: str, device: torch.device) -> Effect | None:
     expected = left + right
     try:
         back = (left.to(device) + right.to(device)).cpu()
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, RuntimeError, ValueError, AssertionError):
+    except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+        if is_out_of_memory(error):  # a busy device is not one without the type
+            raise
         return "error"
     if back.dtype != expected.dtype:
         return "narrowed"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from anyaccel.checker.report import DeviceReport, State, Violation
 from anyaccel.checker.run import Ways, run_on_device, run_on_host
 from anyaccel.errors import UsageError, nearest, summarize_error
+from anyaccel.processes.forked_call import forking_threads
 from anyaccel.recipes import Recipe
 
 __all__ = ["Attempt", "Cell", "Chart", "Found", "Line", "Site", "find_families", "make_chart"]
@@ -112,21 +113,21 @@ def find_families(asked: Sequence[str], known: Iterable[Recipe]) -> list[Recipe]
 
 def make_chart(
     recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, told: Told | None = None
-) -> Iterator[Line]:
-    """Run every recipe on every virtual device, both ways; a line comes as soon as it is whole."""
+) -> Generator[Line, None, None]:
+    """Run every recipe on every virtual device, both ways; a line comes as soon as it is whole.
+
+    Closing the generator, or an error in it, ends the processes.
+    """
     _import_pipelines(recipes)
     groups = list(_group(recipes))
     done, whole = 0, len(recipes) * len(devices)
-    with ThreadPoolExecutor(jobs) as pool:  # a thread waits for the processes of a group
+    with forking_threads(jobs) as pool:  # a thread waits for the processes of a group
         running = {pool.submit(_run_group, group, devices): group for group in groups}
-        try:
-            for finished in as_completed(running):
-                done += len(running[finished]) * len(devices)
-                if told:
-                    told(done, whole, running[finished][0].family)
-                yield from finished.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for finished in as_completed(running):
+            done += len(running[finished]) * len(devices)
+            if told:
+                told(done, whole, running[finished][0].family)
+            yield from finished.result()
 
 
 def _import_pipelines(recipes: Sequence[Recipe]) -> None:
@@ -165,6 +166,8 @@ def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any
     """The cells of some recipes; where their process dies, each runs in one of its own, and the guilty one says so."""
     try:
         reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
+    except CancelledError:  # nobody waits for the chart any more
+        raise
     except Exception as error:  # noqa: BLE001 - a process that dies is a finding too
         if len(recipes) > 1:
             return [cell for recipe in recipes for cell in _run_guarded(device, [recipe], expected)]

@@ -40,6 +40,8 @@ _WHOLE = pytest.StashKey["Ledger"]()
 _STACK = pytest.StashKey[ExitStack]()
 _SECOND = pytest.StashKey["_SecondPytest"]()
 _TIMEOUT_S = 3600.0
+_MOST_TOLD = 4000
+"""Characters of what a process printed before it ended."""
 
 
 @dataclass(frozen=True)
@@ -233,9 +235,11 @@ class _SecondPytest(JsonLineWorker):
         try:
             answer: list[dict[str, Any]] = self.request(nodeid)
         except EOFError:
+            status = self.close()
             raise pytest.UsageError(
-                f"the second pytest, which runs {nodeid}, ended with status {self.close()}; "
-                "see what `pytest --collect-only` says with OMP_NUM_THREADS=1"
+                f"the second pytest, which runs {nodeid}, ended with status {status}; "
+                "see what `pytest --collect-only` says with OMP_NUM_THREADS=1. The last of what it printed:\n"
+                + self.stderr[-_MOST_TOLD:]
             ) from None
         return answer
 

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +45,13 @@ class Ways:
 Told = Callable[[DeviceReport], None]
 
 
-def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | None = None) -> Iterator[DeviceReport]:
-    """Check one pipeline on some virtual devices; the reports come in the order that was asked for.
+def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | None = None) -> list[DeviceReport]:
+    """Check one pipeline on some virtual devices; return the reports in the order that was asked for.
 
     `told` hears of each as soon as it is there.
     """
+    from anyaccel.processes.forked_call import forking_threads
+
     expected = run_on_host([recipe])
 
     def check(device: str) -> DeviceReport:
@@ -64,8 +65,8 @@ def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | 
             told(report)
         return report
 
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:  # a thread waits for each process
-        yield from pool.map(check, devices)
+    with forking_threads(os.cpu_count() or 1) as pool:  # a thread waits for each process
+        return list(pool.map(check, devices))
 
 
 def run_on_host(recipes: Sequence[Recipe]) -> dict[str, Any]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anyaccel.cli.interruption import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
+from anyaccel.processes.signals import TerminatedError
+from anyaccel.storage.atomic_write import atomic_write
+from anyaccel.storage.file_lock import lock_file
 
 if TYPE_CHECKING:
     from anyaccel.chart.chart import Chart, Line
@@ -54,8 +58,8 @@ def show_chart(
     from anyaccel.recipes import recipes
 
     chosen = find_families(family or [], recipes().values())
-    with _holding(keep):
-        chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1)
+    with clearing_up() as display, _holding(keep):
+        chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1, display)
     _write_pages(chart, html, markdown)
     if as_json:
         print(json.dumps(_as_document(chart), separators=(",", ":")))
@@ -65,7 +69,7 @@ def show_chart(
         raise typer.Exit(1)
 
 
-def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int) -> Chart:
+def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int, display: Display) -> Chart:
     """The chart, from what was kept and what is still to be run; what is kept of other pipelines stays there."""
     from anyaccel.chart.chart import Chart, make_chart
     from anyaccel.chart.kept import write_chart
@@ -74,7 +78,7 @@ def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int)
     kept, before = _read_kept(keep, made, devices)
     lines = {line.recipe: line for line in kept}
     left = [recipe for recipe in chosen if recipe.name not in lines]
-    begun, display = time.monotonic(), Display()
+    begun = time.monotonic()
 
     def make(names: Iterable[str]) -> Chart:
         found = tuple(lines[name] for name in names if name in lines)
@@ -84,16 +88,15 @@ def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int)
 
     display.begin(f"{len(left)} pipelines on {len(devices)} devices")
     try:
-        for line in make_chart(left, devices, jobs=jobs, told=display.count):
-            lines[line.recipe] = line
-            if keep:
-                write_chart(make(recipes()), keep)
-    except KeyboardInterrupt:
+        with closing(make_chart(left, devices, jobs=jobs, told=display.count)) as new_lines:
+            for line in new_lines:
+                lines[line.recipe] = line
+                if keep:
+                    write_chart(make(recipes()), keep)
+    except (KeyboardInterrupt, TerminatedError):
         if keep:
             display.say(f"{len(lines)} pipelines are kept in {keep}; the same command goes on from there")
         raise
-    finally:
-        display.clear()
     return make(recipe.name for recipe in chosen)
 
 
@@ -108,23 +111,16 @@ def _read_kept(keep: Path | None, made: dict[str, Any], devices: list[str]) -> t
     return kept.lines, kept.seconds
 
 
-@contextmanager
-def _holding(keep: Path | None) -> Iterator[None]:
+def _holding(keep: Path | None) -> AbstractContextManager[object]:
     """Let no other chart write to the same file meanwhile."""
     if keep is None:
-        yield
-        return
-    lock = keep.with_name(f".{keep.name}.lock")
-    try:
-        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        raise UsageError(
-            f"another chart is being kept in {keep}", hint=f"wait for it; if there is none, delete {lock}"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
+        return nullcontext()
+    # The lock file stays: if it were removed, a process that has just opened it would lock a file without a name.
+    return lock_file(
+        keep.with_name(f".{keep.name}.lock"),
+        f"another chart is being kept in {keep}",
+        "wait for it, or use another FILE",
+    )
 
 
 def describe_making() -> dict[str, Any]:
@@ -155,15 +151,15 @@ def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None
     from anyaccel.chart.page import write_page
 
     if html:
-        html.write_text(write_page(_as_document(chart)), encoding="utf-8")
+        atomic_write(html, write_page(_as_document(chart)))
     if markdown:
-        markdown.write_text(write_markdown(chart, tuple(load_verifications().values())), encoding="utf-8")
+        atomic_write(markdown, write_markdown(chart, tuple(load_verifications().values())))
     for page in (html, markdown):
         if page:
             badges = page.absolute().parent / "badges"
             badges.mkdir(exist_ok=True)
             for device in chart.devices:
-                (badges / f"{device}.svg").write_text(make_badge(device, "works (virtual)", "works"), encoding="utf-8")
+                atomic_write(badges / f"{device}.svg", make_badge(device, "works (virtual)", "works"))
 
 
 def _describe(chart: Chart) -> list[str]:

@@ -10,8 +10,10 @@ import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.chart import describe_making
+from anyaccel.cli.interruption import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
+from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from anyaccel.checker.report import DeviceReport, Report
@@ -71,7 +73,7 @@ def check_pipeline(
     if html:
         from anyaccel.chart.report_page import write_report_page
 
-        html.write_text(write_report_page(report, describe_making()), encoding="utf-8")
+        atomic_write(html, write_report_page(report, describe_making()))
     if not report.passes:
         raise typer.Exit(1)
 
@@ -86,18 +88,16 @@ def _check_virtual(
 
     known = read_baseline(baseline) if baseline else None
     wanted = find_devices(devices)
-    display, done = Display(), 0
+    done = 0
 
     def tell(one: DeviceReport) -> None:
         nonlocal done
         done += 1
         display.count(done, len(wanted), one.device)
 
-    display.begin(f"checking {subject}")
-    try:
+    with clearing_up() as display:
+        display.begin(f"checking {subject}")
         report = check(subject, wanted, **ways, told=tell, **call)
-    finally:
-        display.clear()
     return report if known is None else leave_out_known(report, known)
 
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from anyaccel.errors import AnyaccelError, UsageError
+from anyaccel.processes.signals import end_with_parent
 
 __all__ = ["Ended", "run_ranks"]
 
@@ -52,17 +53,9 @@ class _Rank:
         """Run it to its end; it ends with this actor."""
         done = subprocess.run(
             command, env={**os.environ, **environment}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, check=False, preexec_fn=_die_with_parent,
+            text=True, check=False, preexec_fn=partial(end_with_parent, os.getpid()),
         )  # fmt: skip
         return Ended(rank, done.returncode, done.stdout[-_MOST_TOLD:])
-
-
-def _die_with_parent() -> None:
-    """On Linux a process can ask to be ended with the one that started it."""
-    import ctypes
-
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) -> list[Ended]:

@@ -51,6 +51,8 @@ def _parameters(pipe: Any) -> dict[str, inspect.Parameter]:
 def _list_output_fields(pipe: Any) -> set[str]:
     """Return the fields of the output classes in the module of a pipeline's call, such as `{"frames"}`."""
     module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
+    if module is None:  # a class that was made by `exec`, say: what its call returns is not known
+        return set()
     classes: list[Any] = [value for value in vars(module).values() if isinstance(value, type)]
     outputs = [kind for kind in classes if issubclass(kind, BaseOutput) and kind is not BaseOutput]
     return {field.name for output in outputs for field in dataclasses.fields(output)}

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 __all__ = ["ParentPipe", "PipeWorker", "wait_for_messages"]
@@ -42,8 +43,11 @@ class PipeWorker:
         threading.Thread(target=self._send_all, name=f"{self._process.name}-sender", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting; `receive` reports that the process has ended."""
-        self._outbox.put(message)
+        """Send a message without waiting; `receive` reports that the process has ended.
+
+        Raise, here and not in the thread that sends, if the message cannot be pickled.
+        """
+        self._outbox.put(ForkingPickler.dumps(message))
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Return the next message, or None after `timeout_s` seconds; raise EOFError if the process has ended."""
@@ -77,9 +81,9 @@ class PipeWorker:
 
     def _send_all(self) -> None:
         """Send in a thread of its own: a process that hangs does not read, and blocks whoever sends."""
-        while (message := self._outbox.get()) is not None:
+        while (pickled := self._outbox.get()) is not None:
             try:
-                self._connection.send(message)
+                self._connection.send_bytes(pickled)
             except OSError:
                 return
 

@@ -1,15 +1,19 @@
-"""Signal handlers that are installed for the length of a block."""
+"""Signal handlers that are installed for the length of a block, and a child process that ends with its parent."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["TerminatedError", "handling_signals", "raising_on_sigterm"]
+__all__ = ["TerminatedError", "end_with_parent", "handling_signals", "raising_on_sigterm"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 class TerminatedError(BaseException):
@@ -36,6 +40,19 @@ def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers:
 def raising_on_sigterm() -> AbstractContextManager[None]:
     """Raise `TerminatedError` on SIGTERM while the block runs, so that its work cleans up as it does after Ctrl-C."""
     return handling_signals(_raise_terminated, signal.SIGTERM)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the thread that started it ends; `parent` is that thread's process.
+
+    Known limitations: only Linux can do that, and elsewhere nothing happens.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before the call above
+            os._exit(1)
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:

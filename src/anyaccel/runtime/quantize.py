@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import UsageError, first_line
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed_level import SMALLEST_WEIGHT
@@ -32,7 +33,7 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
         try:
             _check(places)
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             words = first_line(error)
             _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)

@@ -138,7 +138,7 @@ class Dispatcher:
         return False
 
     def stop(self) -> None:
-        """End the worker; jobs that it had wait for the next start."""
+        """End the worker; jobs that it had wait for the next start, and this attempt of theirs does not count."""
         self.stopping = True
         with self.lock:
             workplace = self._workplace
@@ -247,18 +247,19 @@ class Dispatcher:
         with self.lock:
             self._workplace = None
             self.running.clear()
-            if self.stopping:
-                return
-            if self.start_state.state != "broken":
+            if not self.stopping and self.start_state.state != "broken":
                 self.start_state = Start(words="the worker ended, and is started again")
+        if self.stopping:
+            self._put_back(count_attempt=False)
+            return
         if was_ready:
             _LOG.error("anyaccel: the worker ended %s, and is started again", workplace.describe_end())
             self.metrics.worker_ends.labels("death").inc()
         self._put_back()
 
-    def _put_back(self) -> None:
+    def _put_back(self, *, count_attempt: bool = True) -> None:
         """No worker is there: what was running waits again, or has ended."""
-        for job in self.jobs.requeue():
+        for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
             self._tell_end(job) if job.state in ENDED else self.bus.publish(job.id, News("state"))
 

@@ -1,7 +1,8 @@
 """Jobs: every accepted request, kept in SQLite before it is answered, so that none is lost and none is done twice.
 
 A job is `queued`, then `running`, and ends as `done`, `failed` or `cancelled`. Whatever kills the process, the next one
-finds each job in one of these states, and `recover` puts what was running back into the queue, once.
+finds each job in one of these states, and `recover` puts what was running back into the queue, once. A service that
+stops in order puts it back itself, and such an attempt does not count.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 _ID = re.compile(r"job_[0-9a-f]{32}")
 _VERSION = 1
 _MOST_ATTEMPTS = 2
-"""A job whose worker died is run once more."""
-_DIED = {"code": "worker_died", "message": "the worker ended twice while it ran this job", "status": 500}
+"""A job whose worker or service died is run once more."""
+_DIED = {
+    "code": "worker_died",
+    "message": "the worker or the service ended twice while it ran this job",
+    "status": 500,
+}
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, lane TEXT NOT NULL, key TEXT, state TEXT NOT NULL, request TEXT NOT NULL,
@@ -170,17 +175,22 @@ class Jobs:
         if job.state != "running":  # cancelled meanwhile, or ended by another
             return job
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        for file, content in files:
-            atomic_write(folder / file, content)
-        with self._writing():
-            if self._get(name).state != "running":
-                shutil.rmtree(folder, ignore_errors=True)
-                return self._get(name)
-            size = sum(len(content) for _, content in files)
-            kept = json.dumps({**result, "files": [file for file, _ in files]})
-            self._end(name, "done", result=kept, size=size)
-            return self._get(name)
+        try:
+            folder.mkdir()
+            for file, content in files:
+                atomic_write(folder / file, content)
+            with self._writing():
+                if self._get(name).state == "running":
+                    size = sum(len(content) for _, content in files)
+                    kept = json.dumps({**result, "files": [file for file, _ in files]})
+                    self._end(name, "done", result=kept, size=size)
+                job = self._get(name)
+        except BaseException:  # a full disk, say: no job counts these files, and only the next start would remove them
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if job.state != "done":
+            shutil.rmtree(folder, ignore_errors=True)
+        return job
 
     def fail(self, name: str, error: Mapping[str, Any]) -> Job:
         """A job ended by an error."""
@@ -214,18 +224,24 @@ class Jobs:
             self._base.execute("DELETE FROM jobs WHERE id = ?", (name,))
         shutil.rmtree(self._folder_of(name), ignore_errors=True)
 
-    def requeue(self) -> list[Job]:
-        """The worker ended: jobs that were running wait again, or failed if that was their last time."""
+    def requeue(self, *, count_attempt: bool = True) -> list[Job]:
+        """Put running jobs back into the queue, or end those that ran as often as they may; return them.
+
+        Without `count_attempt`, for a service that stops in order, they wait as if they had not been taken.
+        """
         with self._writing():
             names = [row["id"] for row in self._base.execute("SELECT id FROM jobs WHERE state = 'running'")]
             for name in names:
                 job = self._get(name)
                 if job.cancelling:
                     self._end(name, "cancelled")
-                elif job.attempts >= _MOST_ATTEMPTS:
+                elif count_attempt and job.attempts >= _MOST_ATTEMPTS:
                     self._end(name, "failed", error=json.dumps(_DIED))
                 else:
-                    self._base.execute("UPDATE jobs SET state = 'queued', started = NULL WHERE id = ?", (name,))
+                    self._base.execute(
+                        "UPDATE jobs SET state = 'queued', started = NULL, attempts = ? WHERE id = ?",
+                        (job.attempts if count_attempt else job.attempts - 1, name),
+                    )
             return [self._get(name) for name in names]
 
     def recover(self) -> list[Job]:
@@ -238,7 +254,7 @@ class Jobs:
             ("inputs", {row["id"] for row in rows if row["state"] not in ENDED}),
         ):
             for place in (self.folder / folder).iterdir():
-                ours = _ID.fullmatch(place.name.removeprefix("."))  # whatever else lies there is somebody's
+                ours = _ID.fullmatch(place.name)  # whatever else lies there is somebody's
                 if ours and place.name not in known:
                     shutil.rmtree(place, ignore_errors=True)
         return again

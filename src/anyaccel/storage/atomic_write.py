@@ -67,9 +67,12 @@ def is_temporary_file(path: Path) -> bool:
 def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
     """Remove the temporary files of killed processes; age 0 is safe only where no other process writes."""
     latest = time.time() - older_than_s
-    with suppress(OSError):  # the directory cannot be listed, or another process removes the same files
-        for path in directory.iterdir():
-            if is_temporary_file(path) and path.lstat().st_mtime <= latest:
+    paths: list[Path] = []
+    with suppress(OSError):  # the directory cannot be listed
+        paths += filter(is_temporary_file, directory.iterdir())
+    for path in paths:
+        with suppress(OSError):  # another process removed or renamed it
+            if path.lstat().st_mtime <= latest:
                 path.unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.claim import OperationLimit, Quirk, SizeLimit, Unknown, Yes
+from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.quirks import HALF_KERNELS_MISSING, HOST_NUMBER_OFFSET_IGNORED, NON_CONTIGUOUS_ATTENTION
 from anyaccel.verification.bench import Bench, Sight, describe_error, fill
 
@@ -43,9 +44,9 @@ def _call_small(bench: Bench, operation: str, dtype: str) -> Sight:
     kind: torch.dtype = getattr(torch, dtype)
     try:
         there = _CALLS[operation](bench.device, kind).cpu()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding
+    except Exception as error:  # an error of the device is a finding
+        if is_out_of_memory(error):
+            raise
         return Sight("error", describe_error(error))
     met = bench.accelerator.ledger.rows("wrong") if bench.accelerator is not None else []
     if met:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown
+from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.probe import probe_dtype
 from anyaccel.verification.bench import Bench, Sight, describe_error, fill
 
@@ -67,7 +68,9 @@ def _probe_float8(bench: Bench, dtype: str, claim: Claim | Unknown) -> Sight:
     numbers = fill((32, 32)).to(kind)
     try:
         stored = torch.equal(numbers.to(bench.device).float().cpu(), numbers.float())
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding
+    except Exception as error:  # an error of the device is a finding
+        if is_out_of_memory(error):
+            raise
         return Sight("error", f"cannot be stored: {describe_error(error)}")
     product, addition = _try(lambda: _multiply_float8(bench.device, numbers)), _try(lambda: _add(bench.device, numbers))
     detail = f"stored: {'right' if stored else 'wrong'}; scaled product: {product}; addition: {addition}"
@@ -95,7 +98,9 @@ def _add(device: torch.device, numbers: torch.Tensor) -> bool:
 def _try(run: Callable[[], bool]) -> str:
     try:
         return "right" if run() else "wrong"
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding
+    except Exception as error:  # an error of the device is a finding
+        if is_out_of_memory(error):
+            raise
         return describe_error(error)
 
 

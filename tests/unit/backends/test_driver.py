@@ -145,9 +145,12 @@ def test_the_probe_tells_narrowing_from_refusal(
     assert probe_dtype("float64", HOST) == effect
 
 
-def test_a_busy_device_is_not_one_without_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("MPS backend out of memory (MPS allocated: 18 GB)")]
+)
+def test_a_busy_device_is_not_one_without_the_type(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(self: torch.Tensor, target: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("full")
+        raise error
 
     doubted = DtypeLimit(
         says="Refused.", source="https://x", evidence="documented", effect="narrowed", contradicted_by="https://y"
@@ -155,6 +158,8 @@ def test_a_busy_device_is_not_one_without_the_type(monkeypatch: pytest.MonkeyPat
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted))
     monkeypatch.setattr(torch.Tensor, "to", run_out)
     assert Driver(sheet).settle(HOST).dtype("float64") == doubted
+    with pytest.raises(RuntimeError, match=str(error)[:20]):
+        probe_dtype("float64", HOST)
 
 
 def test_fp8_is_not_asked_for_by_an_addition() -> None:
