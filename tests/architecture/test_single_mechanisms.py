@@ -67,6 +67,17 @@ def test_only_gc_control_calls_the_collector_and_only_storage_renames_files() ->
     assert list_offenders() == {}, "use processes/gc_control.py, or storage/atomic_write.py"
 
 
+def test_the_command_line_writes_no_file_in_part() -> None:
+    """What a user asked for is there whole or not at all."""
+    offenders = [
+        path.name
+        for path in sorted((SOURCE / "cli").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("write_text", "write_bytes")
+    ]
+    assert offenders == [], "use storage/atomic_write.py"
+
+
 def test_the_modules_that_own_the_calls_are_seen() -> None:
     collector = find_calls((SOURCE / GC_MODULE).read_text())
     assert {"gc.disable", "gc.enable", "gc.freeze", "gc.collect"} <= set(collector)
