@@ -50,7 +50,7 @@ class Boundary:
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on adapted inputs."""
-        # A compiled model is adapted in its graph: tracing one inside a mode breaks too often.
+        # The graph of a compiled model has its repairs (graph_repairs.py): tracing inside a mode breaks too often.
         modes = enter_model(None if self.compiled is not None and not self.compiled.failure else self.seam)
         try:
             args, kwargs = self._adapt(args, kwargs)
