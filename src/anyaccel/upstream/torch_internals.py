@@ -228,9 +228,9 @@ def forget_compiled_call(module: Any) -> Any:
     return vars(module).pop("_compiled_call_impl", None)  # the class's own is None
 
 
-def restore_compiled_call(module: Any, compiled: Any) -> None:
+def restore_compiled_call(layer: Any, compiled: Any) -> None:
     """Undo `forget_compiled_call`."""
-    vars(module)["_compiled_call_impl"] = compiled
+    layer._compiled_call_impl = compiled
 
 
 def pause_collection_after_compile() -> AbstractContextManager[Any]:
