@@ -30,6 +30,7 @@ import torch
 from anyaccel.upstream.torch_internals import is_transformed
 
 __all__ = [
+    "OVERRIDES_KEY",
     "ForwardOverrides",
     "Override",
     "Slot",
@@ -43,7 +44,8 @@ __all__ = [
 Forward: TypeAlias = Callable[..., Any]
 Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the forward beneath it and the arguments; returns the output."""
-_KEY = "_anyaccel_overrides"
+OVERRIDES_KEY = "_anyaccel_overrides"
+"""The attribute of a module that holds its overrides."""
 
 
 class Slot(IntEnum):
@@ -87,7 +89,7 @@ class _Chain:
 
 
 def _find_chain(module: torch.nn.Module) -> _Chain | None:
-    chain = vars(module).get(_KEY)
+    chain = vars(module).get(OVERRIDES_KEY)
     return chain if isinstance(chain, _Chain) else None
 
 
@@ -186,7 +188,7 @@ def remove_override(module: torch.nn.Module, slot: Slot) -> None:
     chain.change(slot, None)
     if chain.ordered:
         return
-    del vars(module)[_KEY]
+    del vars(module)[OVERRIDES_KEY]
     chain.top = None
     forward = vars(module).get("forward")
     if isinstance(forward, ForwardOverrides):
@@ -221,4 +223,4 @@ def _install(module: torch.nn.Module, chain: _Chain) -> None:
         forward = vars(module)["forward"] = ForwardOverrides(module, forward, chain)
     forward._chain = chain
     chain.top = weakref.ref(forward)
-    vars(module)[_KEY] = chain
+    vars(module)[OVERRIDES_KEY] = chain

@@ -1,6 +1,9 @@
 """Compiled forwards: where compiling fails, the image is made eagerly and the report says so."""
 
 import functools
+import gc
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -8,10 +11,15 @@ import pytest
 import torch
 
 import anyaccel
+from anyaccel.backends.cpu import CpuDriver
+from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import compile as compiling
-from anyaccel.runtime.compiled_forward import CompiledForward, compile_forward, find_compiled
+from anyaccel.runtime import speed
+from anyaccel.runtime.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
+from anyaccel.runtime.placement import find_placement
+from anyaccel.runtime.speed import remove_speedups
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -179,3 +187,141 @@ def test_the_report_forgets_what_was_compiled_when_that_is_removed(monkeypatch: 
     assert pipe.plan.report.compiled.value
     pipe.to("cpu", compile=False)
     assert pipe.plan.report.compiled is None
+
+
+class Blocks(torch.nn.Module):
+    """A model with a block that is compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Model()
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.block(sample)
+        return output
+
+    def compile_repeated_blocks(self, **options: Any) -> None:
+        self.block.compile(**options)
+
+
+def test_a_model_that_raises_keeps_its_compiled_blocks() -> None:
+    model = Blocks()
+    compile_blocks(model, "model", {"backend": "eager"})
+    compiled_block = model.block._compiled_call_impl
+    assert compiled_block is not None
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    assert model.block._compiled_call_impl is compiled_block
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert compiled.failure == ""
+
+
+def test_blocks_that_cannot_be_compiled_run_eagerly_for_good() -> None:
+    torch._dynamo.reset()
+    model = Blocks()
+    compile_blocks(model, "model", {"backend": fail})
+    with torch.no_grad():
+        assert model(torch.ones(2, 3)).shape == (2, 3)
+    assert model.block._compiled_call_impl is None
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert "compiles nothing" in compiled.failure
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_released_model_frees_its_weights_at_once() -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    weight = weakref.ref(model.layer.weight)
+    del model
+    assert weight() is None
+
+
+def test_the_report_tells_of_a_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, fail)
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    assert "unet" in pipe.plan.report.not_compiled.value
+    remove_speedups(pipe, find_placement(pipe))
+    assert not pipe.plan.report.not_compiled
+    run(recipe, pipe)
+    assert "unet" in pipe.plan.report.not_compiled.value
+    assert "unet" not in pipe.plan.report.compiled.value
+
+
+def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    sibling: Any = anyaccel.DiffusionPipeline.from_pipe(pipe)
+    sibling.to("cpu", dtype="float32", compile=False)
+    assert find_compiled(pipe.unet) is None
+    run(recipe, pipe)
+    assert find_compiled(pipe.unet) is not None
+    assert "unet" in pipe.plan.report.compiled.value
+
+
+def test_nothing_is_compiled_where_memory_requires_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    placement = find_placement(pipe)
+    assert placement is not None
+    assert placement.speed is not None
+    whole, sliced = placement.plan, anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing="max").plan
+    placement.call_plan = sliced
+    speed._compile(pipe, placement, placement.speed)
+    assert find_compiled(pipe.unet) is None
+    assert "attention is sliced" in pipe.plan.report.not_compiled.reason
+    placement.call_plan = whole
+    speed._compile(pipe, placement, placement.speed)
+    assert find_compiled(pipe.unet) is not None
+    assert pipe.plan.report.not_compiled is None
+
+
+def test_an_interrupted_call_does_not_count_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    saved: list[Any] = []
+    monkeypatch.setattr(speed, "load_payload", lambda key: None)
+    monkeypatch.setattr(speed, "save_compiled", lambda *given: saved.append(given))
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = pipe.unet.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, pipe)
+    hook.remove()
+    assert not saved
+    for _ in range(2):
+        run(recipe, pipe)
+    assert len(saved) == 1
+
+
+@pytest.mark.parametrize("options", [{"speed": "fast"}, {"compile": True}, {"capture": True}])
+def test_a_denoiser_that_was_removed_is_left_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(lambda function: (function(), function)))
+    recipe = recipes()["wan-two-experts"]
+    stock: Any = recipe.make()
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", **options)
+    for each in (stock, pipe):
+        each.transformer_2 = None
+        each.register_to_config(boundary_ratio=None)
+    expected = run(recipe, stock)
+    assert run(recipe, pipe).shape == expected.shape
+    pipe.to("cpu", compile=False)

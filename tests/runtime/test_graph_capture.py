@@ -4,9 +4,11 @@ import collections
 import copy
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anyaccel.backends.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, remove_override, set_override
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.memory import MemoryRule
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime import recovery
 from anyaccel.runtime.graph_capture import GraphCapture
+from anyaccel.runtime.memory import CallPlan
 from anyaccel.runtime.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed import _collect_later
@@ -299,6 +305,35 @@ def test_a_captured_pipeline_makes_the_same_image(graphs: FakeGraphs, monkeypatc
     replayed = graphs.replayed
     assert abs(run(recipe, pipe) - expected).max() < 1e-5
     assert graphs.replayed == replayed
+
+
+def test_a_size_without_room_is_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipes()["stable-diffusion"]
+    monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(graphs))
+    pipe = place(recipe.make(), "cpu", dtype="float32", capture=True)
+    pipe(**{**recipe.call(), "num_inference_steps": 4})
+    recorded = graphs.recorded
+    assert recorded
+    forecast: Any = SimpleNamespace(recorded_peak_bytes=2, capacity_bytes=1)
+    monkeypatch.setattr(recovery, "plan_call", lambda *given: CallPlan(Decision(MemoryRule(), "a test"), forecast))
+    pipe(**{**recipe.call(), "num_inference_steps": 4, "height": 32, "width": 32})
+    assert graphs.recorded == recorded
+    assert not pipe.plan.report.capture.value
+    assert "not at this size" in pipe.plan.report.capture.reason
+
+
+@torch.no_grad()
+def test_a_released_module_frees_its_weights_at_once(graphs: FakeGraphs) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    capture(module, graphs)
+    weight = weakref.ref(module.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del module
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @dataclass

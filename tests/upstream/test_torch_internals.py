@@ -269,9 +269,12 @@ def test_a_module_compiled_in_place_runs_eagerly_again() -> None:
         layer.compile(backend=compile_graph)
         layer(torch.ones(1, 2))
         assert len(graphs) == 1
-        internals.forget_compiled_call(layer)
+        compiled = internals.forget_compiled_call(layer)
         layer(torch.ones(3, 2))
-    assert len(graphs) == 1
+        assert len(graphs) == 1
+        internals.restore_compiled_call(layer, compiled)
+        layer(torch.ones(3, 2))
+    assert len(graphs) == 2
 
 
 def test_compilers_and_their_cache_are_found() -> None:

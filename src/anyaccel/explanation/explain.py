@@ -125,7 +125,7 @@ class _Asking:
         self.facts = read_facts(self.full.pipe)
         plan = replace(
             plan,
-            compiling=choose_compiling(target.sheet, self.facts, wishes),
+            compiling=choose_compiling(target.sheet, self.facts, wishes, plan.repairs.value),
             parallel=choose_split(target, self.facts, wishes, plan.dtype.value),
         )
         self.plan = plan if plan.parallel.value is None else do_the_same(plan)

@@ -50,7 +50,11 @@ class Compiling:
 
 
 def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[str, ...] = ()) -> Decision[Compiling]:
-    """Whether and when the models that take the time are compiled; as a whole where repairs are made in the graph."""
+    """Return whether and when the models that take the time are compiled.
+
+    A device that needs repairs compiles whole models: those are made in the graph (`runtime/graph_repairs.py`). A graph
+    that holds one which cannot be made there is refused by the device, and its model runs eagerly.
+    """
     speedup = sheet.speedup("compile")
     if wishes.compile is False:
         return Decision(Compiling("never"), "compile=False was asked for")

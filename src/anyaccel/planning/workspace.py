@@ -55,7 +55,7 @@ class Workspace:
             return kernel
         return kernel + sum(_in_eights(shape) for shape in (given, made)) * element_bytes
 
-    def of_attention(self, query: Shape, key: Shape, width: int, element_bytes: int, *, plain_mask: bool = True) -> int:
+    def of_attention(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
         """For one call of attention, by its shapes: a sum for each row where it is fused, all scores twice where not.
 
         A mask that does not lie in memory row by row makes fused kernels step back.

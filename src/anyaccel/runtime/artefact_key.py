@@ -26,6 +26,7 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
         "dtype": plan.dtype.value,
         "how": f"{plan.compiling.value.region}; {plan.compile.value}",
         "with": f"fusions {plan.fusions}; channels last {plan.channels_last}; in {plan.quantized}",
+        "attention": str(plan.attention),
         "device": placement.opened.driver.device_name(placement.opened.index),
         **find_versions(),
     }

@@ -57,7 +57,7 @@ class Boundary:
         device = self._find_device()
         if device.type != self.device.type:
             return self._run_elsewhere(device, forward, args, kwargs)
-        # A compiled model is adapted in its graph: tracing one inside a mode breaks too often.
+        # The graph of a compiled model has its repairs (graph_repairs.py): tracing inside a mode breaks too often.
         modes = enter_model(None if self.compiled is not None and not self.compiled.failure else self.seam)
         try:
             args, kwargs = self._adapt(args, kwargs)

@@ -1,4 +1,4 @@
-"""Compiling: `torch.compile` as the device's sheet says, with the plan's repairs made in the graph."""
+"""Compiling: `torch.compile` as the device's sheet says, with the repairs of `graph_repairs.py` made in the graph."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.planning.compile import CompileRule
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.plan import Plan
 from anyaccel.runtime.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.fusions import fuse
+from anyaccel.runtime.graph_repairs import GraphRepairs, read_graph_repairs
 from anyaccel.runtime.module_fingerprint import LayerHooks
-from anyaccel.runtime.placement import Placement, find_components, find_models, read_facts
+from anyaccel.runtime.placement import Placement, find_components, find_denoisers, find_models, read_facts
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
@@ -52,7 +52,7 @@ def compile_components(
     whole = rule.fullgraph if fullgraph is None else fullgraph
     with _put_back(rule.cache_variable):
         for name in chosen:
-            _compile(pipe, name, placement.plan, whole)
+            _compile(pipe, name, placement, whole)
     report = placement.report
     names = tuple(dict.fromkeys((*(report.compiled.value if report.compiled else ()), *chosen)))
     cached = f", cached in {placement.cache_dir}" if placement.cache_dir else ""
@@ -63,9 +63,11 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     """Compile what takes the time of a picture in place, as the plan says: denoisers, and what decodes."""
     plan = placement.plan
     compiling = plan.compiling.value
-    options = _find_options(plan, plan.compile.value.fullgraph)
+    options = _find_options(placement, plan.compile.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
-    denoisers = [name for name in placement.denoisers if not LayerHooks(models[name]).has_foreign_forward()]
+    denoisers = [
+        name for name, model in find_denoisers(pipe, placement).items() if not LayerHooks(model).has_foreign_forward()
+    ]
     decoders = [
         name
         for name, model in models.items()
@@ -109,12 +111,12 @@ def _choose(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
     return asked
 
 
-def _compile(pipe: Any, name: str, plan: Plan, fullgraph: bool) -> None:
+def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> None:
     """Put a compiled model in the place of one; of an autoencoder, whose methods are called, the parts inside."""
     module = getattr(pipe, name)
     if is_compiled(module):
         return
-    options = _find_options(plan, fullgraph)
+    options = _find_options(placement, fullgraph)
     if hasattr(module, "decode") and not hasattr(module, "generate"):
         for part in ("encoder", "decoder"):
             inside = getattr(module, part, None)
@@ -124,28 +126,27 @@ def _compile(pipe: Any, name: str, plan: Plan, fullgraph: bool) -> None:
     setattr(pipe, name, torch.compile(module, **options))
 
 
-def _find_options(plan: Plan, fullgraph: bool) -> dict[str, Any]:
+def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
+    plan = placement.plan
     rule: CompileRule = plan.compile.value
-    lacking = [(name, other) for name, other in plan.replacements.value if name == "float64" and other != "pairs"]
     if rule.backend == "inductor":
         set_triton_assembler()
     return {
-        "backend": _find_backend(rule.backend, tuple(lacking), plan.fusions.value),
+        "backend": _find_backend(rule.backend, read_graph_repairs(plan, placement.device), plan.fusions.value),
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
     }
 
 
 @functools.cache  # graphs are shared among models for as long as their backend is one object
-def _find_backend(name: str, lacking: tuple[tuple[str, str], ...], fusions: tuple[str, ...]) -> Any:
-    """The compiler's name, or the compiler behind passes: types that the device lacks, and what is done as one."""
-    if not lacking and not fusions:
+def _find_backend(name: str, repairs: GraphRepairs, fusions: tuple[str, ...]) -> Any:
+    """Return the compiler's name, or the compiler behind passes that change a graph first."""
+    if not repairs and not fusions:
         return name
-    types = {getattr(torch, one): getattr(torch, other) for one, other in lacking}
 
     def compile_changed(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if types:
-            _replace_types(module, types)
+        if repairs:
+            repairs.apply(module)
         if fusions:
             fuse(module, fusions)
         compile_graph = find_compiler(name)
@@ -153,22 +154,6 @@ def _find_backend(name: str, lacking: tuple[tuple[str, str], ...], fusions: tupl
         return compiled
 
     return compile_changed
-
-
-def _replace_types(module: torch.fx.GraphModule, types: dict[torch.dtype, torch.dtype]) -> None:
-    """Ask for the type that stands in wherever a graph asks for one that the device lacks."""
-
-    def exchange(value: Any) -> Any:
-        return types.get(value, value) if isinstance(value, torch.dtype) else value
-
-    for node in module.graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            node.args = torch.fx.map_arg(node.args, lambda found: found)
-            node.args = tuple(exchange(value) for value in node.args)
-            node.kwargs = {name: exchange(value) for name, value in node.kwargs.items()}
-            if node.op == "call_method" and node.target == "double" and torch.float64 in types:
-                node.target, node.args = "to", (*node.args, types[torch.float64])
-    module.recompile()
 
 
 @contextmanager

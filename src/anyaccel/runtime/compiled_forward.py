@@ -17,7 +17,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.module_fingerprint import LayerHooks, PatchedCode
-from anyaccel.upstream.torch_internals import forget_compiled_call
+from anyaccel.upstream.torch_internals import forget_compiled_call, restore_compiled_call
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
@@ -67,8 +67,7 @@ class CompiledForward:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            remove_compiled_blocks(module)
-            output = forward(*args, **kwargs)  # what the model itself raises is raised here
+            output = _run_eagerly(module, forward, args, kwargs)
             self._give_up(module, summarize_error(error))
             _LOG.warning("anyaccel: compiling %s failed, and it runs eagerly: %s", self.name, self.failure)
             return output
@@ -97,7 +96,18 @@ def find_compiled(module: Any) -> CompiledForward | None:
     return override if isinstance(override, CompiledForward) else None
 
 
-def remove_compiled_blocks(module: torch.nn.Module) -> None:
-    """Let blocks that were compiled in place run eagerly."""
-    for part in module.modules():
-        forget_compiled_call(part)
+def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
+    """Let blocks that were compiled in place run eagerly; return what was removed, by module."""
+    removed = [(part, forget_compiled_call(part)) for part in module.modules()]
+    return [(part, compiled) for part, compiled in removed if compiled is not None]
+
+
+def _run_eagerly(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a forward without compiled blocks; what the model itself raises is no failure of theirs, and keeps them."""
+    removed = remove_compiled_blocks(module)
+    try:
+        return forward(*args, **kwargs)
+    except BaseException:
+        for part, compiled in removed:
+            restore_compiled_call(part, compiled)
+        raise

@@ -12,7 +12,6 @@ from torch.nn import functional
 __all__ = ["fuse"]
 
 _NORMS = (functional.group_norm, torch.group_norm)
-_SILUS = (functional.silu, torch.nn.SiLU)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -38,7 +37,7 @@ def _fuse_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
     if given.get("weight") is None or given.get("bias") is None or not _has_kernel():
         return False
     following = next(iter(node.users)) if len(node.users) == 1 else None
-    silu = following is not None and following.target in _SILUS
+    silu = following is not None and following.target is functional.silu
     last = following if silu and following is not None else node
     with graph.inserting_before(last):
         made = graph.call_function(
@@ -58,7 +57,7 @@ def _has_kernel() -> bool:
 
 
 def _value(node: Any) -> torch.Tensor | None:
-    """The tensor that a node was traced with, where it lies on a device that these operations are for."""
+    """Return the tensor that a node was traced with, unless gradients are needed for it."""
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
 

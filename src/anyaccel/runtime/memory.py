@@ -212,7 +212,7 @@ def does_not_fit(
     rules: list[MemoryRule] | None = None,
     capacity: int | None = None,
 ) -> DoesNotFitError:
-    """The error for a call that no rule fits, with the largest size that would."""
+    """The error for a call that no rule fits, with a smaller size that does."""
     best = _find_smaller(pipe, placement, request, rules, capacity) if rules and capacity else None
     hint = f"a size that fits is {best[0]} × {best[1]}" if best else "take a device with more memory"
     return DoesNotFitError(
@@ -223,7 +223,7 @@ def does_not_fit(
 def _find_smaller(
     pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule], capacity: int
 ) -> tuple[int, int] | None:
-    """A smaller picture of the same shape that fits: halves of the asked size."""
+    """Return the first size that fits of 3/4, 1/2, 3/8 and 1/4 of each side, or None."""
     width, height = request.arguments.get("width"), request.arguments.get("height")
     multiple = 2 * getattr(pipe, "vae_scale_factor", 8)
     for share in (3 / 4, 1 / 2, 3 / 8, 1 / 4):

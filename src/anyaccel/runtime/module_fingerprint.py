@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from anyaccel.forward_overrides import ForwardOverrides
+from anyaccel.forward_overrides import OVERRIDES_KEY, ForwardOverrides
 from anyaccel.upstream import accelerate_internals, diffusers_internals
 from anyaccel.upstream.torch_internals import (
     CONVOLUTION_FORWARD,
@@ -44,7 +44,8 @@ class LayerHooks:
         inside = [part for part in module.modules() if part is not module]
         tables = [table for part in inside for table in read_hook_tables(part)]
         self._tables = [*tables, *read_global_hooks()]
-        self._layers = [part.__dict__ for part in module.modules()]
+        self._module = weakref.ref(module)  # weak: the module holds this among its attributes
+        self._layers = [part.__dict__ for part in inside]
         self._forward = type(module).forward
         self._children = [read_child_table(part) for part in module.modules()]
         self._known = [list(children.values()) for children in self._children]
@@ -55,13 +56,17 @@ class LayerHooks:
 
     def has_foreign_forward(self) -> bool:
         """Return whether another library replaced the forward of the module or of a layer."""
-        forward = self._layers[0].get("forward")
+        module = self._module()
+        if module is None:
+            return False
+        forward = vars(module).get("forward")
         if isinstance(forward, ForwardOverrides):
             forward = forward.beneath
         if forward is not None and getattr(forward, "__func__", None) is not self._forward:
             return True
         return any(
-            accelerate_internals.has_hook(layer) or diffusers_internals.has_hook(layer) for layer in self._layers
+            accelerate_internals.has_hook(layer) or diffusers_internals.has_hook(layer)
+            for layer in (vars(module), *self._layers)
         )
 
     def covers_all_layers(self) -> bool:
@@ -138,12 +143,15 @@ class ModuleFingerprint:
     """What a module was when this was made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._layers = [part.__dict__ for part in module.modules()]
+        # Weak, since the module holds this among its attributes: a cycle would keep its weights until a collection.
+        self._module = weakref.ref(module)
+        self._inside = [part.__dict__ for part in module.modules() if part is not module]
         self._code = PatchedCode(module, torch, torch.Tensor)
         self._parts = [weakref.ref(part) for part in module.modules()]
         self._types = list(self._read_types())
-        processors = [vars(item) for layer in self._layers if hasattr(item := layer.get("processor"), "__dict__")]
-        owned = [pair for owner in (*self._layers, *processors) for pair in owner.items()]
+        layers = list(self._read_layers())
+        processors = [vars(item) for layer in layers if hasattr(item := layer.get("processor"), "__dict__")]
+        owned = [pair for owner in (*layers, *processors) for pair in owner.items()]
         self._lists = [value for _, value in owned if type(value) is list]
         named = [
             value
@@ -151,7 +159,7 @@ class ModuleFingerprint:
             if (type(value) is dict and name not in WEIGHT_TABLES) or name in FORWARD_HOOK_TABLES
         ]
         self._dicts = [*processors, *named]
-        self._weights = [layer[name] for layer in self._layers for name in WEIGHT_TABLES]
+        self._weights = [layer[name] for layer in layers for name in WEIGHT_TABLES]
         self._attributes = list(self._read_attributes())
         # Weak references to tensors, so that a fingerprint does not keep memory.
         self._items = [weakref.ref(item) if isinstance(item, torch.Tensor) else item for item in self._read_items()]
@@ -169,17 +177,23 @@ class ModuleFingerprint:
             and all(map(eq, self._read_addresses(), self._addresses))
         )
 
+    def _read_layers(self) -> Iterator[dict[str, Any]]:
+        """Yield the attributes of every layer, the module's own first; nothing for a module that was released."""
+        module = self._module()
+        return iter(()) if module is None else chain([vars(module)], self._inside)
+
     def _count(self) -> list[int]:
         # Compared first, since `map` ends with the shorter side.
         tensor = vars(torch.Tensor)  # which inherits most methods: a patch adds one
-        return [len(owner) for owner in chain([tensor], self._layers, self._dicts, self._lists, self._weights)]
+        return [len(owner) for owner in chain([tensor], self._read_layers(), self._dicts, self._lists, self._weights)]
 
     def _read_types(self) -> Iterator[type]:
         return (type(part()) for part in self._parts)
 
     def _read_attributes(self) -> Iterator[Any]:
         return chain.from_iterable(
-            layer.values() if "forward" not in layer else _without_overrides(layer) for layer in self._layers
+            _without_overrides(layer) if OVERRIDES_KEY in layer or "forward" in layer else layer.values()
+            for layer in self._read_layers()
         )
 
     def _read_items(self) -> Iterator[Any]:
@@ -194,6 +208,8 @@ class ModuleFingerprint:
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
     """Yield a layer's attributes; overrides of ours count only as what they found beneath them."""
     for name, value in layer.items():
+        if name == OVERRIDES_KEY:
+            continue
         if name != "forward" or not isinstance(value, ForwardOverrides):
             yield value
         elif value.beneath is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "being_offloaded",
     "drop_placement",
     "find_components",
+    "find_denoisers",
     "find_models",
     "find_placement",
     "find_wishes",
@@ -182,6 +183,12 @@ def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
     """The models of a pipeline by name, as they are beneath what was compiled."""
     parts = {name: unwrap_compiled(part) for name, part in find_components(pipe).items()}
     return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+
+
+def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module]:
+    """The models that run at every step, by name; without those that the user removed since."""
+    models = find_models(pipe)
+    return {name: models[name] for name in placement.denoisers if name in models}
 
 
 def read_facts(pipe: Any) -> Facts:

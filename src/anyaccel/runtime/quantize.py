@@ -12,7 +12,7 @@ from anyaccel.errors import UsageError, first_line
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speed_level import SMALLEST_WEIGHT
 from anyaccel.runtime.float8 import Float8Linear, check_float8
-from anyaccel.runtime.placement import Placement, find_models
+from anyaccel.runtime.placement import Placement, find_denoisers, find_models
 
 __all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]
 
@@ -23,11 +23,10 @@ _MULTIPLE = 16
 
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
-    """Once: the matrices of the models that run at every step; where that fails, the plan says why."""
+    """Quantize the matrices of the models that run at every step, once; where that fails, the report says why."""
     if not placement.plan.quantized.value or placement.report.quantized is not None:
         return
-    models = find_models(pipe)
-    todo = {name: models[name] for name in placement.denoisers if not is_quantized(models[name])}
+    todo = {name: model for name, model in find_denoisers(pipe, placement).items() if not is_quantized(model)}
     for name, model in todo.items():
         places = _find_places(model)
         try:

@@ -30,14 +30,14 @@ def make_handlers(device: torch.device) -> dict[Any, Any]:
         tensor, where = args
         if tensor.device.type != kind:
             return _index_host(func, tensor, where, kind)
-        return func(tensor, _settle_masks(where, kind))
+        return func(tensor, _settle_masks(where))
 
     def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, mask = args[0], args[1] if len(args) > 1 else kwargs["mask"]
         if tensor.device.type != kind:
             return func(*args, **kwargs)
         whole = torch.broadcast_shapes(tensor.shape, mask.shape)
-        return tensor.expand(whole)[_settle_masks(mask.expand(whole), kind)]
+        return tensor.expand(whole)[_settle_masks(mask.expand(whole))]
 
     def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_host.run(func, args, kwargs) if len(args) + len(kwargs) == 1 else func(*args, **kwargs)
@@ -74,7 +74,7 @@ def _read(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _settle_masks(where: Any, kind: str) -> Any:
+def _settle_masks(where: Any) -> Any:
     """An index in which every mask has become the places where it is true."""
     entries = where if isinstance(where, tuple) else (where,)
     if not any(isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in entries):

@@ -24,7 +24,7 @@ from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payloa
 from anyaccel.runtime.compile import compile_for_speed, compiling, has_decoder
 from anyaccel.runtime.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.graph_capture import GraphCapture
-from anyaccel.runtime.placement import Placement, find_models
+from anyaccel.runtime.placement import Placement, find_denoisers, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.runtime.step_reuse import counting_steps, find_steps
@@ -42,6 +42,8 @@ class Speed:
     images: int = 0
     seconds: float = 0.0
     compiled: bool = False
+    models: tuple[str, ...] = ()
+    """The models that were compiled."""
     shapes: set[str] = field(default_factory=set)
     """The shapes that were run compiled."""
     cache_outcomes: Counter[str] = field(default_factory=Counter)
@@ -59,7 +61,7 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
     _check_compiled(placement)
-    if placement.plan.capture.value and _has_room(placement):
+    if placement.plan.capture.value:
         _set_capture(pipe, placement, speed)
     new = speed.compiled and bucket_of(part) not in speed.shapes
     key = load_compiled(pipe, placement, speed, bucket_of(part)) if new else None
@@ -67,6 +69,8 @@ def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[N
     with _reuse_steps(pipe, placement), _collect_later(new):
         yield
     seconds = time.perf_counter() - start
+    if new:
+        speed.shapes.add(bucket_of(part))  # not before: what was interrupted is compiled and saved by a later call
     speed.images += part.images
     speed.seconds += seconds
     if key is not None:
@@ -92,7 +96,7 @@ def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
         if steps is None:
             yield
             return
-        for model in [find_models(pipe)[name] for name in placement.denoisers]:
+        for model in find_denoisers(pipe, placement).values():
             set_override(model, Slot.STEP_REUSE, functools.partial(_reuse_output, id(model)))
         yield
     text = f"{steps.run} runs, {steps.reused} outputs reused" if steps.reused else "every step was run"
@@ -106,7 +110,6 @@ def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], 
 
 def load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
     """Load what the compile cache has for a shape, before it is first run; return its key if nothing was loaded."""
-    speed.shapes.add(shape)
     key = describe_key(pipe, placement, shape)
     payload = load_payload(key)
     if payload is None:
@@ -134,15 +137,29 @@ def save_compiled(speed: Speed, key: dict[str, str], seconds: float) -> None:
 
 
 def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
+    """Compile what the plan says once that pays, and again after another pipeline removed what was compiled."""
+    sliced = placement.call_plan.attention.value != placement.plan.attention.value
+    if speed.compiled and (sliced or not _are_compiled(placement, speed.models)):
+        remove_speedups(pipe, placement)
     choice = placement.plan.compiling.value
     each = speed.seconds / max(1, speed.images)
     if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.wishes.pictures):
         return
-    speed.compiled = True
+    if sliced:  # graphs hold attention as planned, not as memory requires it at this size
+        reason = "not at this size: attention is sliced to fit into the memory"
+        placement.report.not_compiled = Decision(tuple(find_denoisers(pipe, placement)), reason)
+        return
+    speed.compiled, placement.report.not_compiled = True, None
     _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", choice.takes_s)
-    names = compile_for_speed(pipe, placement)
+    names = speed.models = compile_for_speed(pipe, placement)
     reason = f"{placement.plan.compiling}: {placement.plan.compiling.reason}"
     placement.report.compiled = Decision(names, reason)
+
+
+def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
+    """Return whether models still run what was compiled: pipelines share models, and models are replaced."""
+    there = dict(_list_compiled(placement))
+    return all(find_compiled(there[name]) is not None for name in names if name in there)
 
 
 def _check_compiled(placement: Placement) -> None:
@@ -177,17 +194,20 @@ def _has_room(placement: Placement) -> bool:
 
 
 def _set_capture(pipe: Any, placement: Placement, speed: Speed) -> None:
-    """Let denoisers be captured: compiled ones, or any if the user requests it."""
+    """Let denoisers be captured: compiled ones, or any if the user requests it, and only where there is room."""
+    if not _has_room(placement):
+        for model in find_denoisers(pipe, placement).values():
+            remove_override(model, Slot.CAPTURE)
+        return
     driver, index = placement.opened.driver, placement.opened.index
     recorder = driver.recorder(index)
     if recorder is None or not (speed.compiled or placement.wishes.capture):
         return
-    models = find_models(pipe)
-    for name in placement.denoisers:
-        capture = get_override(models[name], Slot.CAPTURE)
+    for model in find_denoisers(pipe, placement).values():
+        capture = get_override(model, Slot.CAPTURE)
         if not isinstance(capture, GraphCapture):
-            capture = GraphCapture(models[name], recorder, functools.partial(driver.synchronize, index))
-            set_override(models[name], Slot.CAPTURE, capture)
+            capture = GraphCapture(model, recorder, functools.partial(driver.synchronize, index))
+            set_override(model, Slot.CAPTURE, capture)
         capture.begin_call()
 
 
@@ -219,9 +239,14 @@ def remove_speedups(pipe: Any, placement: Placement | None) -> None:
         for part in (model, *model.children()):
             for slot in (Slot.STEP_REUSE, Slot.CAPTURE, Slot.COMPILE):
                 remove_override(part, slot)
-    if placement is None or placement.speed is None or not placement.speed.compiled:
+    if placement is None:
+        return
+    report = placement.report
+    report.not_compiled = report.capture = None
+    if placement.speed is None or not placement.speed.compiled:
         return
     placement.speed.compiled = False
-    placement.report.compiled = placement.report.compiled_sizes = None
-    for name in placement.denoisers:
-        remove_compiled_blocks(find_models(pipe)[name])
+    placement.speed.shapes.clear()
+    report.compiled = report.compiled_sizes = None
+    for model in find_denoisers(pipe, placement).values():
+        remove_compiled_blocks(model)

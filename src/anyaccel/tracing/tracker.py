@@ -152,13 +152,13 @@ class _Attention(TorchFunctionMode):
         sliced = self.rule.slices(shapes[0], key.shape[-2])
         if sliced is None:
             made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
-            self.tracker.pass_by(workspace.of_attention(*shapes, query.element_size(), plain_mask=plain))
+            self.tracker.pass_by(workspace.of_attention(*shapes, plain_mask=plain))
             return made
         # Heads laid out in a row, the parts of the result, and the result.
         flat = [part.reshape(-1, *part.shape[-2:]) for part in (query, key, value)]
         parts = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
         masks = 0 if mask is None and not given.get("is_causal") else 2 * sliced[0][0] * sliced[0][1] * sliced[1][1]
-        self.tracker.pass_by(workspace.of_attention(*sliced, query.element_size(), plain_mask=plain) + masks)
+        self.tracker.pass_by(workspace.of_attention(*sliced, plain_mask=plain) + masks)
         made = torch.empty_like(parts)
         del flat, parts
         return made

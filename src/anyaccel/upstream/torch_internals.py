@@ -85,6 +85,7 @@ __all__ = [
     "refresh_factories",
     "register_compiler",
     "register_device_module",
+    "restore_compiled_call",
     "scaled_mm",
     "set_triton_assembler",
     "skip_in_graphs",
@@ -314,9 +315,14 @@ def count_function_modes() -> int:
     return torch._C._len_torch_function_stack()
 
 
-def forget_compiled_call(module: Any) -> None:
-    """Undo `Module.compile()` for a module (nn/modules/module.py, `_compiled_call_impl`)."""
-    vars(module).pop("_compiled_call_impl", None)  # the class's own is None
+def forget_compiled_call(module: Any) -> Any:
+    """Undo `Module.compile()` for a module (nn/modules/module.py, `_compiled_call_impl`); return what was removed."""
+    return vars(module).pop("_compiled_call_impl", None)  # the class's own is None
+
+
+def restore_compiled_call(layer: Any, compiled: Any) -> None:
+    """Undo `forget_compiled_call`."""
+    layer._compiled_call_impl = compiled
 
 
 def pause_collection_after_compile() -> AbstractContextManager[Any]:

@@ -138,8 +138,8 @@ def test_a_convolution_that_is_reordered_copies_what_goes_in_and_out() -> None:
 
 def test_scores_are_held_where_attention_is_not_fused() -> None:
     query = key = (2, 8, 4096, 40)
-    assert Workspace(fused_attention=False).of_attention(query, key, 40, 2) == 2 * 4 * 16 * 4096**2
-    assert Workspace().of_attention(query, key, 40, 2) == 4 * 16 * 4096
+    assert Workspace(fused_attention=False).of_attention(query, key, 40) == 2 * 4 * 16 * 4096**2
+    assert Workspace().of_attention(query, key, 40) == 4 * 16 * 4096
 
 
 def test_large_tensors_take_whole_segments() -> None:
