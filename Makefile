@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1
 # pip compiles nothing (see below): what Python compiles at an import must be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-slow test-order test-first-to-last test-last-to-first chart calibrate evaluate check lint types imports docs docs-serve clean
+.PHONY: help demo test test-all test-slow test-order test-first-to-last test-last-to-first chart calibrate evaluate check lint types imports docs docs-serve clean
 
 help: ## Show what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,8 +29,13 @@ demo: $(READY) ## Install the package and generate an image on the best device o
 evaluate: $(READY_TEST) ## The embedded model's figures (about an hour on two cores)
 	$(BIN)/python -m training evaluate --json benchmarks/results/embedded_cpu.json
 
-test: $(READY_TEST) ## The tests
-	$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+test: $(READY_TEST) ## The tests, but for those that take long (8 minutes on two cores)
+	$(PYTEST) -m "not slow and not long"
+
+test-all: $(READY_TEST)
+	$(PYTEST) -m "not slow"
 
 test-slow: $(READY_TEST) ## The long sweeps
 	$(BIN)/python -m pytest -m slow
@@ -50,7 +55,7 @@ calibrate: $(READY_TEST) ## Public failures and known good cases on the virtual 
 
 check: $(READY_CHECK) ## The one check, for people and for CI
 	$(MAKE) lint
-	$(MAKE) --jobs 2 test types imports docs
+	$(MAKE) --jobs 2 test-all types imports docs
 
 lint: $(READY_CHECK)
 	$(BIN)/ruff check .

@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_same_picture_in_turns(folder: Path) -> None:
     call = {"num_inference_steps": 8, "height": 16, "width": 16}
     variants = ("stock eager", "anyaccel", "anyaccel fast")
@@ -46,6 +47,7 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
     assert "times as fast as stock eager" in text
 
 
+@pytest.mark.long
 def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
     [row] = run_together([Work(model=str(tmp_path), device="cpu", variants=("stock eager",))], rounds=1)
     assert re.match(r"stock eager failed: .*model_index\.json", row["error"])

@@ -49,6 +49,7 @@ def test_names_are_unique_and_every_case_has_a_source() -> None:
         assert case.says
 
 
+@pytest.mark.long
 def test_nine_failures_in_ten_are_caught(outcomes: list[Outcome]) -> None:
     summary = summarise(outcomes)
     missed = [outcome.name for outcome in outcomes if outcome.effect and not outcome.good]

@@ -58,6 +58,7 @@ def test_the_six_devices() -> None:
     assert len({recipe.pipeline for recipe in recipes().values()}) >= 200
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
 def test_pipelines_work_placed_on_a_device(turn: int, device: str, kept: Kept) -> None:
@@ -70,6 +71,7 @@ def test_pipelines_work_placed_on_a_device(turn: int, device: str, kept: Kept) -
         assert bool(find_reason(recipe.name)) or not known
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
 def test_plain_pipelines_give_the_picture_of_the_cpu(turn: int, device: str, kept: Kept) -> None:

@@ -112,6 +112,7 @@ def test_unknown_devices_are_refused() -> None:
         find_devices(["mps", "quantum"])
 
 
+@pytest.mark.long
 def test_the_command_ends_with_one_where_the_answer_is_no() -> None:
     command = [Path(sys.executable).parent / "anyaccel", "check", "tests.checker.bad_pipeline:make", "-d", "neuron"]
     done = subprocess.run([*map(str, command), "--plain"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -120,6 +121,7 @@ def test_the_command_ends_with_one_where_the_answer_is_no() -> None:
     assert f"bad_pipeline.py:{line_of('float64')}" in done.stdout
 
 
+@pytest.mark.long
 def test_where_threads_run_a_fresh_process_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -34,6 +34,7 @@ def run_pytest_forked(*words: str) -> "subprocess.CompletedProcess[str]":
     return run_in_fork(work, ["pytest"], {}, timeout_s=300)
 
 
+@pytest.mark.long
 def test_a_foreign_suite_on_a_virtual_device() -> None:
     done = run_pytest("test_foreign.py", "--accelerator", "neuron", "--accelerator-strict")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -45,6 +46,7 @@ def test_a_foreign_suite_on_a_virtual_device() -> None:
     assert "test_foreign.py:37" in line
 
 
+@pytest.mark.long
 def test_marked_tests_run_in_a_process_each() -> None:
     done = run_pytest_forked("test_marked.py")
     assert done.returncode == 1
@@ -92,6 +94,7 @@ def test_of_another_device(accelerator):
 """
 
 
+@pytest.mark.long
 def test_on_one_device_each_test_has_its_ledger_and_workers_hand_theirs_over(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN_LEDGERS)
     done = run_pytest_forked(str(tmp_path / "test_own.py"), "--accelerator", "mps", "-n", "1")

@@ -25,6 +25,7 @@ def test_the_seed_models_are_described() -> None:
     assert find_description("nobody/nothing") is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", SEEDS)
 def test_a_seed_model_is_portable(model: str) -> None:
     device = find_devices("all")[SEEDS.index(model)]

@@ -133,6 +133,7 @@ def test_the_report_names_no_home_and_keeps_its_fence(run_cli: RunCli, tmp_path:
     assert report.count("```") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "print('banner')", "raise OSError('no card')"])
 def test_a_vendor_module_may_do_its_worst(run_cli: RunCli, tmp_path: Path, code: str) -> None:
     (tmp_path / "torch_npu.py").write_text(code)

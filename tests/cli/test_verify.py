@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from anyaccel.backends.evidence import read_verification
 from tests.conftest import NEEDS_RECIPES, RunCli
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 def test_the_host_agrees_with_its_sheet(run_cli: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "evidence.json"

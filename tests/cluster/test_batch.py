@@ -89,6 +89,7 @@ def kill_worker_and_leader(leader: "subprocess.Popen[str]", out: Path) -> list[p
     return workers
 
 
+@pytest.mark.long
 def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str) -> None:
     rows = alone / "rows.jsonl"
     for attempt in range(10):  # where the test was held up, all rows are made before anything is killed
@@ -112,6 +113,7 @@ def test_workers_and_the_leader_may_die(tmp_path: Path, alone: Path, model: str)
     assert check_pictures(out, alone / "out", ROWS) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interruption_is_told_and_the_folder_goes_on(ended: bool, tmp_path: Path, model: str) -> None:
     out = tmp_path / "out"
@@ -126,6 +128,7 @@ def test_an_interruption_is_told_and_the_folder_goes_on(ended: bool, tmp_path: P
     assert "leaked" not in errors
 
 
+@pytest.mark.long
 def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model: str) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows.write_text(
@@ -165,6 +168,7 @@ def test_what_is_wrong_is_said_before_the_work(
     check_refused(run_cli_forked, tmp_path, content, options, words)
 
 
+@pytest.mark.long
 def test_what_the_model_does_not_take_is_said_before_the_work(run_cli: RunCli, tmp_path: Path, model: str) -> None:
     check_refused(run_cli, tmp_path, '{"prompt": "x", "sedd": 3}', ["--model", model], "takes no sedd")
 
@@ -179,6 +183,7 @@ def check_refused(run: RunCli, folder: Path, content: str, options: list[str], w
     assert not list(out.glob("pictures/*"))
 
 
+@pytest.mark.long
 def test_on_ray_the_same_worker_runs(tmp_path: Path, model: str) -> None:
     """On a cluster of its own; two nodes, with workers and a node that die, are the slow test."""
     rows, out = write_rows(tmp_path / "rows.jsonl", 3), tmp_path / "out"

@@ -55,6 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_folder")
 def test_replicas_that_are_killed_under_load_cost_no_job_and_no_picture(tmp_path: Path, tiny: str) -> None:
     live = Live(

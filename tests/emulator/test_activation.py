@@ -69,6 +69,7 @@ def test_a_program_without_a_file_has_lines_too() -> None:
     assert fork_program(code).stdout.rstrip().endswith("<string>:3")
 
 
+@pytest.mark.long
 def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: Path) -> None:
     """The script knows diffusers alone."""
     ledger = tmp_path / "ledger.json"
@@ -128,6 +129,7 @@ def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.long
 def test_a_program_that_a_program_starts_has_a_ledger_of_its_own(tmp_path: Path) -> None:
     """And the path is where it was at the start, wherever the program goes."""
     code = """

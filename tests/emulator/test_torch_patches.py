@@ -145,8 +145,11 @@ print("restored")
 """
 
 
-@pytest.mark.parametrize("device", ["virtual:neuron", "virtual:xpu"])
-@pytest.mark.parametrize("users", [("scripts", "emulator"), ("emulator", "scripts")])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("device", "users"),
+    [("virtual:neuron", ("scripts", "emulator")), ("virtual:xpu", ("emulator", "scripts"))],
+)
 def test_a_virtual_device_and_a_script_apply_all_and_give_all_back(device: str, users: tuple[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ROUND_TRIP, device, *users], cwd=ROOT, capture_output=True, text=True, timeout=120

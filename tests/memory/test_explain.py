@@ -101,6 +101,7 @@ def test_more_is_held_by_more_pictures_and_wider_types() -> None:
     assert find_peak(memory="component") < usual
 
 
+@pytest.mark.long
 def test_slicing_falls_out_of_the_numbers() -> None:
     """What the document for Macs advises for sizes above 512: the scores of attention pass what the device takes."""
     small, large = (anyaccel.explain(SD, "mps:16GiB", height=side, width=side) for side in (512, 768))

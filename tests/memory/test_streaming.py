@@ -181,6 +181,7 @@ def test_what_of_diffusers_is_relied_on() -> None:
     assert diffusers.AutoencoderOobleck._supports_group_offloading is False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_streamed_pipeline_is_a_pipeline(streams: bool) -> None:
     peft = pytest.importorskip("peft")
@@ -235,6 +236,7 @@ def test_a_streamed_pipeline_is_a_pipeline(streams: bool) -> None:
     on_hpu(use, streams=streams)
 
 
+@pytest.mark.long
 def test_two_pipelines_share_models() -> None:
     def use() -> None:
         recipe = recipes()[NAME]

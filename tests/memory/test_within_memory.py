@@ -41,12 +41,14 @@ def check_capacities(name: str, device: str, shrink: float) -> list[dict[str, An
     return rows
 
 
+@pytest.mark.long
 def test_less_and_less_memory() -> None:
     rows = check_capacities("stable-diffusion", "hpu", 0.6)
     order = list(dict.fromkeys(row["rule"].split(",")[0] for row in rows))
     assert order == ["everything resident", "one model at a time", "one layer at a time"]
 
 
+@pytest.mark.long
 def test_less_and_less_memory_that_the_host_shares() -> None:
     rows = check_capacities("flux", "mps", 0.6)
     order = list(dict.fromkeys(row["rule"].split(",")[0] for row in rows))
@@ -234,6 +236,7 @@ def test_weights_on_disk_go_with_the_pipeline() -> None:
     assert left < 10_000, "the weights of the last phase were not let go"
 
 
+@pytest.mark.long
 def test_a_pipeline_moves_on_from_any_residence() -> None:
     def use(accelerator: VirtualAccelerator) -> list[float]:
         use_quietly()
@@ -251,6 +254,7 @@ def test_a_pipeline_moves_on_from_any_residence() -> None:
     assert max(run_forked("hpu", use)) < SAME
 
 
+@pytest.mark.long
 def test_a_smaller_type_is_the_last_resort_and_only_where_it_is_allowed() -> None:
     name = "stable-diffusion"
     _, reference = measure_full(name, "hpu")

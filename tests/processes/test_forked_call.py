@@ -136,6 +136,7 @@ def test_a_child_that_is_killed_while_it_answers_is_reported(monkeypatch: pytest
         call_in_fork(lambda: None)
 
 
+@pytest.mark.long
 def test_a_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second thread forks as soon as the first one has its pipe, if nothing keeps it from that."""
     forks, sibling_may_start, seconds = [0], threading.Event(), list[float]()

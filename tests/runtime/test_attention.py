@@ -204,6 +204,7 @@ def find_faults(accelerator: VirtualAccelerator) -> list[str]:
             if row.effect in ("wrong", "error")]  # fmt: skip
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 def test_the_plan_slices_where_the_device_would_get_it_wrong() -> None:
     """With a limit that the tiny models pass in plain diffusers: right and within the limit when placed."""

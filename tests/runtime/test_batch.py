@@ -327,6 +327,7 @@ def test_a_callback_sees_every_image_and_a_failure_leaves_the_pipeline_usable() 
     run_forked("mps", use, strict=True)
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize("name", ["stable-diffusion-image-variation", "stable-video-diffusion", "dit"])
 def test_pipelines_without_a_prompt_are_counted_by_what_they_take(name: str) -> None:

@@ -50,6 +50,7 @@ def shrink(unet: Any) -> Any:
         return kind.from_config({**unet.config, **smaller}).eval()
 
 
+@pytest.mark.long
 def test_as_many_graphs_as_buckets_and_none_in_a_second_process(tmp_path: Path) -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         said: list[str] = []
@@ -87,6 +88,7 @@ def test_as_many_graphs_as_buckets_and_none_in_a_second_process(tmp_path: Path) 
     assert run_forked("neuron", use_again) == (1, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -118,6 +120,7 @@ def test_denoisers_of_every_kind_are_one_graph(name: str) -> None:
     assert bad == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pictures", [10, 100_000])
 def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -> None:
     """FLUX asks for `unflatten`, which cannot be traced while a mode of torch's functions is on."""
@@ -136,6 +139,7 @@ def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -
     assert difference < 1e-3
 
 
+@pytest.mark.long
 def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
     """The next picture is the one that would have come without it, from torch's own random numbers too."""
     call = {name: value for name, value in CALL.items() if name != "seed"} | {"height": 16, "width": 16}
@@ -164,6 +168,7 @@ def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
     assert config == {"disable": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["stable-diffusion-image-to-image", "stable-diffusion-inpaint"])
 def test_pipelines_that_need_a_picture_are_warmed_up_with_one(name: str) -> None:
     def use(accelerator: VirtualAccelerator) -> int:
@@ -175,6 +180,7 @@ def test_pipelines_that_need_a_picture_are_warmed_up_with_one(name: str) -> None
     assert run_forked("neuron", use) == 1
 
 
+@pytest.mark.long
 def test_all_models_and_named_ones() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         recipe = recipes()["stable-diffusion"]

@@ -44,7 +44,8 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["stable-diffusion", "flux", "wan"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stable-diffusion", "wan"])
 def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,7 +63,8 @@ def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
     assert sum("runs eagerly" in record.message for record in caplog.records) == len(report.not_compiled.value)
 
 
-@pytest.mark.parametrize("name", ["wan", "ltx", "stable-diffusion"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wan", "stable-diffusion"])
 def test_channels_last_is_for_2d_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()[name]
@@ -246,6 +248,7 @@ def test_a_released_model_frees_its_weights_at_once() -> None:
     assert weight() is None
 
 
+@pytest.mark.long
 def test_the_report_tells_of_a_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, fail)
     recipe = recipes()["stable-diffusion"]
@@ -272,6 +275,7 @@ def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pyt
     assert "unet" in pipe.plan.report.compiled.value
 
 
+@pytest.mark.long
 def test_nothing_is_compiled_where_memory_requires_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
@@ -291,6 +295,7 @@ def test_nothing_is_compiled_where_memory_requires_slices(monkeypatch: pytest.Mo
     assert pipe.plan.report.not_compiled is None
 
 
+@pytest.mark.long
 def test_an_interrupted_call_does_not_count_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     saved: list[Any] = []
@@ -312,6 +317,7 @@ def test_an_interrupted_call_does_not_count_as_compiled(monkeypatch: pytest.Monk
     assert len(saved) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"speed": "fast"}, {"compile": True}, {"capture": True}])
 def test_a_denoiser_that_was_removed_is_left_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")

@@ -322,6 +322,7 @@ def known(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if name in recipes()]
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 def test_no_wide_number_goes_into_a_denoiser() -> None:
     names = known(DENOISERS)

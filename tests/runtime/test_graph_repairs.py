@@ -60,6 +60,7 @@ def test_a_compiled_pipeline_attends_in_the_slices_of_its_plan(monkeypatch: pyte
     assert not unsliced
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("rule", [AttentionRule(most_scores=40), AttentionRule(heads="max"), AttentionRule(heads=2)])

@@ -175,6 +175,7 @@ class FailedError(Exception):
     """Whatever a model or a hook may raise."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "neuron"])
 def test_what_ends_a_model_ends_the_call_and_the_next_is_as_before(folder: Path, device: str) -> None:
     """Ctrl-C may come anywhere: deep in the denoiser, and in a hook that runs before ours in a model inside another."""

@@ -151,6 +151,7 @@ def test_what_cannot_be_placed(device: Any, wishes: dict[str, Any], words: str) 
     assert abs(expected - run(recipe, pipe)).max() < 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "method"),
     [

@@ -62,6 +62,7 @@ def test_copies_run_their_own_weights(pipe: Any, stock: Any) -> None:
     assert torch.equal(pipe.unet(*ARGUMENTS).sample, expected)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_traces_exports_and_full_graphs(pipe: Any, stock: Any) -> None:
     expected = stock.unet(*ARGUMENTS).sample

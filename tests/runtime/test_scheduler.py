@@ -204,6 +204,7 @@ def test_no_scheduler_of_diffusers_is_forgotten() -> None:
     assert karras - {*WORKS, *NEEDS_A_PACKAGE} == set()
 
 
+@pytest.mark.long
 def test_every_scheduler_gives_the_latents_of_the_cpu_and_never_asks_the_device() -> None:
     assert find_faults("neuron") == {}
 

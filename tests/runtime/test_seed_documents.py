@@ -327,6 +327,7 @@ def test_neuron_compile_takes_what_the_pull_request_says() -> None:
     assert kinds[1:] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiler_imported")
 def test_neuron_warmup_compiles_a_size_once_and_a_second_process_finds_it(
     models: dict[str, str], tmp_path: Path

@@ -31,6 +31,7 @@ def test_a_plan_cannot_be_edited_or_replaced() -> None:
         placement.plan = pipe.plan
 
 
+@pytest.mark.long
 def test_calls_compiling_and_reuse_leave_the_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_find_backend", lambda *given: "eager")
     recipe = recipes()["stable-diffusion"]
@@ -67,6 +68,7 @@ def test_nan_and_memory_leave_the_plan_alone() -> None:
     assert happened == in_result
 
 
+@pytest.mark.long
 def test_running_out_of_memory_leaves_the_plan_alone() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         recipe = recipes()["stable-diffusion"]

@@ -1,6 +1,6 @@
 """`anyaccel run`: scripts that were written for CUDA, unedited, on virtual devices.
 
-Each program runs on one device here, in turn; `python -m tests.scripts` and the slow test run all of them on all.
+Every third program runs on one device here, in turn; `python -m tests.scripts` and the slow test run all on all.
 """
 
 import warnings
@@ -40,10 +40,11 @@ def find_reference(program: str, models: Path) -> Outcome | None:
     return None if program in WITHOUT_REFERENCE or program in REFUSED else run_reference(program, models)
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
-@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=PROGRAMS)
+@pytest.mark.parametrize("number", range(0, len(PROGRAMS), 3), ids=PROGRAMS[::3])
 def test_a_program_runs_on_a_device(number: int, models: Path) -> None:
-    program, device = PROGRAMS[number], DEVICES[number % len(DEVICES)]
+    program, device = PROGRAMS[number], DEVICES[number // 3 % len(DEVICES)]
     outcome = run_on(device, program, models)
     assert compare(outcome, find_reference(program, models)) == "", outcome.stderr
 
@@ -63,6 +64,7 @@ def test_nine_in_ten_run_unedited_on_every_device_and_the_rest_say_why(models: P
     assert len(RUNNING) / len(PROGRAMS) >= 0.9
 
 
+@pytest.mark.long
 @NEEDS_RECIPES
 def test_the_command_runs_a_script_as_python_would(run_cli: RunCli, models: Path, tmp_path: Path) -> None:
     arguments = [str(models), str(tmp_path), "--steps", "3"]

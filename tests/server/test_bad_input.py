@@ -156,6 +156,7 @@ def test_other_ways_in_are_closed(live: Live) -> None:
         assert httpx.request("POST", f"{live.address}/healthz", content=bytes(1000), timeout=60).status_code == 401
 
 
+@pytest.mark.long
 def test_half_a_request_is_not_waited_for(live: Live) -> None:
     address = urlsplit(live.address)
     place = (str(address.hostname), int(address.port or 0))

@@ -30,6 +30,7 @@ LONG = {"prompt": "a dog", "num_inference_steps": 1000, "seed": 1}
 LIMITS = ("--limit", "max_steps=1000")
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_or_hangs_is_replaced_and_an_end_waits_for_what_is_under_way(tmp_path: Path) -> None:
     live = Live(tmp_path, "--max-batch", "1", "--limit", "hang_s=15", *LIMITS)
     with live.http() as http:
@@ -160,6 +161,7 @@ def run(*options: str, **environment: str) -> Any:
     )
 
 
+@pytest.mark.long
 def test_what_cannot_be_served_is_said_and_ends(tmp_path: Path) -> None:
     missing = run(str(tmp_path / "none"), "--port", "0", "--data", str(tmp_path / "data"))
     assert (missing.returncode, "Traceback" in missing.stderr) == (3, False)
@@ -193,6 +195,7 @@ def test_addresses_that_others_reach_want_a_key() -> None:
         check_address(host, (), without_key=False)
 
 
+@pytest.mark.long
 def test_a_request_has_a_deadline_and_a_kill_loses_nothing(tmp_path: Path) -> None:
     live = Live(tmp_path, "--max-batch", "1", "--limit", "deadline_s=12", *LIMITS)
     with live.http() as http:

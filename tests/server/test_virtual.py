@@ -41,6 +41,7 @@ def expected(folder: Path) -> list[Any]:
     return serve(folder, "cpu")[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("device", "joined", "padded"), [("neuron", True, True), ("hpu", True, None), ("mps", False, None)]
 )

@@ -369,8 +369,8 @@ def test_operations_describe_themselves() -> None:
     assert [argument.name for argument in internals.read_schema(torch.ops.aten.normal_.default).arguments][
         -1
     ] == "generator"
-    assert internals.read_overload_name(add) == "Tensor"
-    assert internals.read_overload_name(torch.ops.aten.view.default) == "default"
+    assert internals.read_schema(add).overload_name == "Tensor"
+    assert internals.read_schema(torch.ops.aten.view.default).overload_name == ""
     assert internals.can_decompose(torch.ops.aten.matmul.default)
     assert not internals.can_decompose(torch.ops.aten.mm.default)
 

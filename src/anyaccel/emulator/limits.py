@@ -10,7 +10,7 @@ import torch
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, SizeLimit
 from anyaccel.backends.quirks import HOST_NUMBER_OFFSET_IGNORED, UNINITIALISED_MEMORY_IS_NAN
 from anyaccel.backends.sheet import Sheet
-from anyaccel.upstream.torch_internals import read_overload_name, read_schema
+from anyaccel.upstream.torch_internals import read_schema
 
 __all__ = ["LimitBook", "OperationFacts", "read_operation"]
 
@@ -43,12 +43,12 @@ class OperationFacts:
 
 def read_operation(func: Any) -> OperationFacts:
     """The facts of one operation."""
-    schema, overload = read_schema(func), read_overload_name(func)
+    schema = read_schema(func)
     name = schema.name.split("::")[-1]
-    by_counts = name != "repeat_interleave" or overload == "Tensor"
+    by_counts = name != "repeat_interleave" or schema.overload_name == "Tensor"
     return OperationFacts(
         name=name,
-        overload=f"{name}.{overload}" if overload != "default" else name,
+        overload=f"{name}.{schema.overload_name}" if schema.overload_name else name,
         label=schema.name,
         mutates=schema.is_mutable,
         is_view=any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable,

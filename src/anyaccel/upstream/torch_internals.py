@@ -76,7 +76,6 @@ __all__ = [
     "read_function_modes",
     "read_global_hooks",
     "read_hook_tables",
-    "read_overload_name",
     "read_parameter_table",
     "read_private_use_name",
     "read_schema",
@@ -247,11 +246,6 @@ def list_computed_weights(module: torch.nn.Module) -> list[str]:
 def read_schema(func: Any) -> Any:
     """Return the schema of an operation: its name, arguments and results (_ops.py, `OpOverload`)."""
     return func._schema
-
-
-def read_overload_name(func: Any) -> str:
-    """Return the name of an operation's overload; "default" for the unnamed one (_ops.py, `OpOverload`)."""
-    return str(func._overloadname)
 
 
 def can_decompose(func: Any) -> bool:
