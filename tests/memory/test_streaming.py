@@ -97,6 +97,27 @@ def test_a_model_is_as_it_was_when_streaming_ends(streams: bool) -> None:
     on_hpu(use, streams=streams)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_weights_return_to_the_memory_they_came_from(streams: bool) -> None:
+    """Copying them back took most of the time without a stream; with one, `weight.data = tensor` was lost."""
+
+    def use() -> None:
+        model, x = Model(), torch.randn(2, 4)
+        start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
+        places = {name: one.data_ptr() for name, one in model.named_parameters()}
+        model(x.to("hpu"))
+        end_streaming_call(model)
+        assert {name: one.data_ptr() for name, one in model.named_parameters()} == places
+        plain = Model()
+        plain.load_state_dict(model.state_dict())
+        for one in (model, plain):
+            one.second.bias.data = torch.full((4,), 3.0)
+        for _ in range(2):
+            assert off(model(x.to("hpu")).cpu(), plain(x)) < 1e-5
+
+    on_hpu(use, streams=streams)
+
+
 def test_the_next_layer_is_fetched_ahead_once_the_order_is_known() -> None:
     def use() -> None:
         model, x = Model(), torch.randn(2, 4).to("hpu")

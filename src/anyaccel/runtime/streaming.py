@@ -8,6 +8,7 @@ What it relies on in diffusers besides `apply_group_offloading` is in `upstream/
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -42,10 +43,46 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
     )
     _join_attention(model)
+    for _, registry in _list_registries(model):
+        hook = registry.get_hook(GROUP_OFFLOADING)
+        if hook is not None:
+            hook.group.__class__ = _make_group_class()
     registry = HookRegistry.check_if_exists_or_initialize(model)
     setattr(registry, _WEIGHTS, tuple(model.parameters()))
     for module, registry in _list_registries(model):
         setattr(registry, _BEFORE, before[module])
+
+
+@functools.cache
+def _make_group_class() -> type:
+    from diffusers.hooks.group_offloading import ModuleGroup
+
+    class HostBackedGroup(ModuleGroup):
+        """A group whose tensors return to the host memory that they came from.
+
+        Without a stream diffusers copies weights back after each layer, which took 13.2 s instead of 4.0 s per step of
+        FLUX.1-schnell on one H200. With one it returns to the memory of the beginning, so that a later
+        `weight.data = tensor` would be lost.
+        """
+
+        @torch.compiler.disable()  # type: ignore[untyped-decorator]
+        def onload_(self) -> None:
+            for tensor in _list_tensors(self):
+                if tensor.device != self.offload_device or type(tensor.data) is not torch.Tensor:
+                    continue
+                known = self.cpu_param_dict.get(tensor)
+                if known is None or known.data_ptr() != tensor.data_ptr():
+                    self.cpu_param_dict[tensor] = tensor.data
+            super().onload_()
+
+        @torch.compiler.disable()  # type: ignore[untyped-decorator]
+        def offload_(self) -> None:
+            if self.stream is None:
+                for tensor in list(self.cpu_param_dict):
+                    tensor.data = self.cpu_param_dict.pop(tensor)
+            super().offload_()  # what is on the host already stays as it is
+
+    return HostBackedGroup
 
 
 def is_streamed(model: torch.nn.Module) -> bool:
