@@ -77,6 +77,35 @@ def test_a_pipeline_whose_weights_are_elsewhere_is_a_pipeline(device: str, resid
     run_forked(device, use, timeout_s=300)
 
 
+def test_a_change_in_a_callback_that_would_be_lost_is_refused() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        use_quietly()
+        pipe = place(make(), "mps", dtype="float32", memory="phase")
+        before = picture(pipe)
+
+        def change(pipe: Any, *given: Any) -> dict[str, Any]:
+            with torch.no_grad():
+                pipe.vae.decoder.conv_out.bias.add_(0.2)  # whose turn has not come
+            return {}
+
+        with pytest.raises(UsageError, match="weights of vae were changed"):
+            pipe(**recipes()[NAME].call(), callback_on_step_end=change)
+        assert off(picture(pipe.to("cpu", memory="resident")), before) < SAME
+
+    run_forked("mps", use, timeout_s=300)
+
+
+def test_weights_that_wait_on_disk_in_inference_mode() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        use_quietly()
+        pipe = place(make(), "mps", dtype="float32", memory="phase")
+        with torch.inference_mode():
+            inside = picture(pipe)  # raised: inference tensors do not track version counter
+        assert off(picture(pipe), inside) < SAME
+
+    run_forked("mps", use, timeout_s=300)
+
+
 @pytest.mark.parametrize(("device", "residence"), [ELSEWHERE[0], ELSEWHERE[2]])
 def test_a_change_that_would_be_lost_is_refused(device: str, residence: str) -> None:
     def use(accelerator: VirtualAccelerator) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.errors import AnyaccelError, UsageError, first_line
+from anyaccel.errors import AnyaccelError, first_line
 from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
@@ -29,6 +29,7 @@ from anyaccel.runtime.residence import (
     end_phase,
     find_lost_change,
     has_unstreamed_weights,
+    make_lost_change_error,
     set_residence,
 )
 from anyaccel.runtime.seam import make_glue_seam
@@ -89,12 +90,7 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
     """Weights that lie elsewhere cannot be changed in place: what somebody wrote to them is lost, and must not be."""
     changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
     if changed is not None:
-        raise UsageError(
-            f"the weights of {changed} were changed while they lay elsewhere ({placement.memory_rule}), and the change "
-            "is lost",
-            hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; '
-            "an adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
-        )
+        raise make_lost_change_error(changed)
     if placement.residence == "layer" and has_unstreamed_weights(pipe):
         move_weights(pipe, placement, "layer")
 

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from anyaccel.backends.device import OpenDevice, open_device
+from anyaccel.errors import UsageError
 from anyaccel.planning.memory import Residence
 from anyaccel.runtime.placement import being_offloaded, find_components, find_models, read_facts
 from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, start_streaming, stop_streaming
@@ -28,7 +29,14 @@ from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.upstream.diffusers_internals import read_never_offloaded
 from anyaccel.upstream.torch_internals import read_buffer_table, read_parameter_table, read_version
 
-__all__ = ["bring_home", "end_phase", "find_lost_change", "has_unstreamed_weights", "set_residence"]
+__all__ = [
+    "bring_home",
+    "end_phase",
+    "find_lost_change",
+    "has_unstreamed_weights",
+    "make_lost_change_error",
+    "set_residence",
+]
 
 _ROOM = "_anyaccel_room"
 
@@ -84,6 +92,15 @@ def find_lost_change(pipe: Any) -> str | None:
             if one.is_meta and (read_version(one) or (known is not None and id(one) not in known)):
                 return name
     return None
+
+
+def make_lost_change_error(name: str) -> UsageError:
+    """Return the error for weights that were changed where there are none."""
+    return UsageError(
+        f"the weights of {name} were changed while they waited on disk or on the host, and the change is lost",
+        hint='pipe.to("cpu", memory="resident") brings them back as they were: change them there, and place again; '
+        "an adapter that was added to a model directly must be deleted before, and loaded through the pipeline",
+    )
 
 
 def bring_home(pipe: Any) -> None:
@@ -154,7 +171,9 @@ class _FromDisk(ModelHook):  # type: ignore[misc]
         return module
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Its turn has come."""
+        """Bring the weights of the model whose turn it is."""
+        if self.shelf.has_lost_change():  # made in a callback, say: reading the file would hide it
+            raise make_lost_change_error(self.name)
         self.room.enter(self.name, self.shelf)
         return args, kwargs
 
@@ -186,14 +205,20 @@ class _Shelf:
 
     def let_go(self) -> None:
         """Leave the shapes of the weights alone; buffers, and what is in no file, go to the host."""
-        if any(self._was_changed(first) for first in self.fresh):
-            self.write()
-        self.fresh = {}
-        for places in self.places.values():
-            before = _get(places)
-            shape = torch.empty(before.shape, dtype=before.dtype, device="meta")
-            _put(places, torch.nn.Parameter(shape, requires_grad=before.requires_grad))
-        self._move_others(torch.device("cpu"))
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode count no versions
+            if any(self._was_changed(first) for first in self.fresh):
+                self.write()
+            self.fresh = {}
+            for places in self.places.values():
+                before = _get(places)
+                shape = torch.empty(before.shape, dtype=before.dtype, device="meta")
+                _put(places, torch.nn.Parameter(shape, requires_grad=before.requires_grad))
+            self._move_others(torch.device("cpu"))
+
+    def has_lost_change(self) -> bool:
+        """Return whether somebody wrote to weights that are not there."""
+        weights = (_get(places) for places in self.places.values())
+        return any(weight.is_meta and read_version(weight) > 0 for weight in weights)
 
     def _was_changed(self, first: str) -> bool:
         was, version = self.fresh[first]
@@ -201,6 +226,10 @@ class _Shelf:
 
     def read(self, device: torch.device) -> None:
         """Bring the weights to a device."""
+        with torch.inference_mode(False), torch.no_grad():  # as above
+            self._read(device)
+
+    def _read(self, device: torch.device) -> None:
         with safe_open(self.path, framework="pt") as file:
             for first, places in list(self.places.items()):
                 before = _get(places)
