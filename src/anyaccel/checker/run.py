@@ -46,7 +46,7 @@ Told = Callable[[DeviceReport], None]
 
 
 def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | None = None) -> list[DeviceReport]:
-    """Check one pipeline on some virtual devices; return the reports in the order that was asked for.
+    """Check one pipeline on some virtual devices; return the reports in the order of `devices`.
 
     `told` hears of each as soon as it is there.
     """

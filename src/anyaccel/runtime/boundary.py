@@ -179,7 +179,7 @@ def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:
     parts = [component]
     if hasattr(component, "decode") and not hasattr(component, "generate"):
         parts += component.children()
-    return [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # whose forward is no Python
+    return [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]  # its forward is TorchScript
 
 
 def _find_timestep(module: torch.nn.Module) -> tuple[int | None, str]:

@@ -224,15 +224,15 @@ class _Run:
         where = f"{module} at pass {step}"
         narrow = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
         if narrow and not is_quantized(component):
-            mended = False
+            is_finite = False
             self._cast(component, torch.float32, torch.float32)
             try:
                 result, outputs = self._once()
-                mended = not find_broken(outputs)
+                is_finite = not find_broken(outputs)
             finally:  # also after Ctrl-C or a lack of memory
-                if not mended:
+                if not is_finite:
                     self._cast(component, next(iter(narrow)), None)
-            if mended:
+            if is_finite:
                 self._report_float32(name, where)
                 return result
         raise NotFiniteError(

@@ -103,7 +103,7 @@ def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Modul
 
 
 def _run_eagerly(module: torch.nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a forward without compiled blocks; what the model itself raises is no failure of theirs, and keeps them."""
+    """Run a forward without its compiled blocks; restore them if the model itself raises."""
     removed = remove_compiled_blocks(module)
     try:
         return forward(*args, **kwargs)
