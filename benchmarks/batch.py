@@ -69,7 +69,7 @@ def time_loop(rows: Path, out: Path) -> float:
     from anyaccel.pictures.kept_model import load_afresh
     from anyaccel.pictures.order import make_order
     from anyaccel.pictures.picture import make_picture
-    from anyaccel.planning.wishes import Wishes
+    from anyaccel.planning.options import Wishes
 
     torch.set_num_threads(1)
     order = make_order("", None, "cpu", 0, dtype="float32")

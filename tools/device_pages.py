@@ -3,9 +3,9 @@
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from anyaccel.backends.describe import Row, describe_sheet
 from anyaccel.backends.registry import build_registry
 from anyaccel.backends.sheet import Sheet
+from anyaccel.backends.sheet_text import Row, describe_sheet
 
 PLACEHOLDER = "devices"
 _WIDE = ["---", "hide: [toc]", "---", ""]

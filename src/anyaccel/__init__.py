@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from anyaccel.backends.device import is_available as is_available
     from anyaccel.backends.device import open_device as open_device
     from anyaccel.backends.device import sheet as sheet
-    from anyaccel.backends.portable import adjust_dtype as adjust_dtype
-    from anyaccel.backends.portable import device_count as device_count
-    from anyaccel.backends.portable import empty_cache as empty_cache
-    from anyaccel.backends.portable import manual_seed as manual_seed
-    from anyaccel.backends.portable import max_memory as max_memory
-    from anyaccel.backends.portable import memory as memory
-    from anyaccel.backends.portable import randn as randn
-    from anyaccel.backends.portable import reset_peak_memory as reset_peak_memory
-    from anyaccel.backends.portable import supports_training as supports_training
-    from anyaccel.backends.portable import synchronize as synchronize
+    from anyaccel.backends.device_functions import adjust_dtype as adjust_dtype
+    from anyaccel.backends.device_functions import device_count as device_count
+    from anyaccel.backends.device_functions import empty_cache as empty_cache
+    from anyaccel.backends.device_functions import manual_seed as manual_seed
+    from anyaccel.backends.device_functions import max_memory as max_memory
+    from anyaccel.backends.device_functions import memory as memory
+    from anyaccel.backends.device_functions import randn as randn
+    from anyaccel.backends.device_functions import reset_peak_memory as reset_peak_memory
+    from anyaccel.backends.device_functions import supports_training as supports_training
+    from anyaccel.backends.device_functions import synchronize as synchronize
     from anyaccel.checker.check import check as check
     from anyaccel.checker.report import Report as Report
     from anyaccel.emulator.activation import virtual as virtual
@@ -56,24 +56,24 @@ _HOMES = {
     "Result": "anyaccel.pictures.generate",
     "Sheet": "anyaccel.backends",
     "Report": "anyaccel.checker.report",
-    "adjust_dtype": "anyaccel.backends.portable",
+    "adjust_dtype": "anyaccel.backends.device_functions",
     "check": "anyaccel.checker.check",
-    "device_count": "anyaccel.backends.portable",
+    "device_count": "anyaccel.backends.device_functions",
     "devices": "anyaccel.backends.device",
-    "empty_cache": "anyaccel.backends.portable",
+    "empty_cache": "anyaccel.backends.device_functions",
     "explain": "anyaccel.explanation.explain",
     "generate": "anyaccel.pictures.generate",
     "is_available": "anyaccel.backends.device",
-    "manual_seed": "anyaccel.backends.portable",
-    "max_memory": "anyaccel.backends.portable",
-    "memory": "anyaccel.backends.portable",
+    "manual_seed": "anyaccel.backends.device_functions",
+    "max_memory": "anyaccel.backends.device_functions",
+    "memory": "anyaccel.backends.device_functions",
     "open_device": "anyaccel.backends.device",
     "place": "anyaccel.runtime.pipeline",
-    "randn": "anyaccel.backends.portable",
-    "reset_peak_memory": "anyaccel.backends.portable",
+    "randn": "anyaccel.backends.device_functions",
+    "reset_peak_memory": "anyaccel.backends.device_functions",
     "sheet": "anyaccel.backends.device",
-    "supports_training": "anyaccel.backends.portable",
-    "synchronize": "anyaccel.backends.portable",
+    "supports_training": "anyaccel.backends.device_functions",
+    "synchronize": "anyaccel.backends.device_functions",
     "virtual": "anyaccel.emulator.activation",
 }
 

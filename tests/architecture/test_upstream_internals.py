@@ -34,7 +34,7 @@ OPERATORS = {"aten", "_ATEN", "torch.ops.aten"}
 EXCEPTIONS = {
     ("runtime/pipeline.py", "_execution_device"): "an override has to be a method of the class",
     ("checker/pytest_plugin.py", "_pytest"): "pytest's, whose runner has no public name",
-    ("backends/mps.py", "_int_mm"): "the name of an ATen operator on a sheet",
+    ("backends/devices/mps.py", "_int_mm"): "the name of an ATen operator on a sheet",
     ("verification/probe_operations.py", "_int_mm"): "the name of an ATen operator on a sheet",
 }
 """What may be used elsewhere, each with the reason. The list shrinks: an entry that is no longer needed is an error."""

@@ -13,7 +13,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.ledger import Row
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.recipes.libraries import diffusers
+from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration.case import Case
 
 __all__ = ["Outcome", "Summary", "calibrate", "load_libraries", "observe", "strict_kinds", "summarise"]

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.recipes import recipes
-from anyaccel.recipes.libraries import diffusers
+from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration import snippets
 from tests.calibration.case import Case
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import torch
 
-from anyaccel.recipes.libraries import diffusers
+from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration.case import Case
 
 _DIFFUSERS = "https://github.com/huggingface/diffusers/"

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.recipes import recipes, run
-from anyaccel.recipes.libraries import diffusers
+from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration.case import Snippet
 
 

@@ -5,7 +5,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.claim import DtypeLimit, Yes
-from anyaccel.backends.probe import probe_dtype
+from anyaccel.backends.dtype_probe import probe_dtype
 
 pytestmark = pytest.mark.hardware
 

@@ -15,7 +15,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.errors import DoesNotFitError, UsageError
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.options import Wishes
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import memory, recovery, remembered
 from anyaccel.runtime.pipeline import place

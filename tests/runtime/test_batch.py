@@ -19,7 +19,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.recipes.calls import picture
+from anyaccel.recipes.parts.calls import picture
 from anyaccel.runtime.batch import SharedProgress, join_results, split_request
 from anyaccel.runtime.request import Request, read_request
 from tests.conftest import NEEDS_RECIPES

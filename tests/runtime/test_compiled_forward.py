@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import anyaccel
-from anyaccel.backends.cpu import CpuDriver
+from anyaccel.backends.devices.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.recipes import recipes, run

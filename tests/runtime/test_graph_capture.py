@@ -18,7 +18,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anyaccel.backends.cpu import CpuDriver
+from anyaccel.backends.devices.cpu import CpuDriver
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, remove_override, set_override
 from anyaccel.planning.decision import Decision

@@ -10,8 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import anyaccel
 from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.facts import Facts
+from anyaccel.planning.options import Wishes
 from anyaccel.planning.plan import make_plan
-from anyaccel.planning.wishes import Wishes
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import attention
 from anyaccel.runtime import compile as compiling

@@ -19,7 +19,7 @@ from anyaccel.emulator.process import run_forked
 from anyaccel.errors import UsageError
 from anyaccel.planning import Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
-from anyaccel.recipes.calls import picture
+from anyaccel.recipes.parts.calls import picture
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.seam import make_glue_seam, make_model_seam
 from tests.conftest import NEEDS_RECIPES

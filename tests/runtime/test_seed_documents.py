@@ -21,7 +21,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.process import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.recipes.flux import transformer_shape
+from anyaccel.recipes.families.flux import transformer_shape
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyaccel.forward_overrides import Slot, get_override
-from anyaccel.planning.speed_level import Reuse
+from anyaccel.planning.quality_levels import Reuse
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.step_reuse import counting_steps

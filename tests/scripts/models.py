@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from anyaccel.recipes import recipes
-from anyaccel.recipes.adapters import processor_width
-from anyaccel.recipes.calls import mask, picture
+from anyaccel.recipes.families.adapters import processor_width
+from anyaccel.recipes.parts.calls import mask, picture
 
 __all__ = ["make_models"]
 

@@ -201,7 +201,7 @@ def test_pickles_are_rebuilt_by_torch() -> None:
 def test_functions_of_a_skipped_package_are_not_traced() -> None:
     def compile_a_call() -> bool:
         internals.skip_in_graphs("anyaccel.backends")
-        from anyaccel.backends.host import is_host
+        from anyaccel.backends.torch_device import is_host
 
         compiled = torch.compile(lambda values: values + is_host(values.device), backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="skip"):

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from anyaccel.backends.size import parse_size
 from anyaccel.errors import UsageError
+from anyaccel.units import parse_size
 
 if TYPE_CHECKING:
     from anyaccel.backends.registry import Registry

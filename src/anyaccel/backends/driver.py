@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from anyaccel.backends.claim import Answer, DtypeLimit, Yes
+from anyaccel.backends.dtype_probe import probe_dtype
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.backends.probe import probe_dtype
 from anyaccel.backends.sheet import Dtypes, Sheet
 from anyaccel.errors import NotMeasurableError
 

@@ -158,11 +158,12 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
 
 
 def _find_built_in() -> list[Backend]:
-    package = importlib.import_module(__package__)
+    package = importlib.import_module(f"{__package__}.devices")
     modules = [
-        importlib.import_module(f"{__package__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
     ]
-    return [_take_in_evidence(module.BACKEND) for module in modules if hasattr(module, "BACKEND")]
+    return [_take_in_evidence(module.BACKEND) for module in modules]
 
 
 def _take_in_evidence(backend: Backend) -> Backend:

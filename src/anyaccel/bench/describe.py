@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from anyaccel.backends.size import readable
+from anyaccel.units import readable
 
 __all__ = ["describe_bench"]
 

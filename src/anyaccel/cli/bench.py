@@ -71,7 +71,7 @@ def bench_models(
 
 def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[str, Any], pictures: int) -> list[Any]:
     """The models as works; one that is not there is refused before any is run."""
-    from anyaccel.backends.portable import dtype_name
+    from anyaccel.backends.device_functions import dtype_name
     from anyaccel.bench.work import Work
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
     from anyaccel.pictures.named_model import name_model

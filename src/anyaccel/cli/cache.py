@@ -19,10 +19,10 @@ cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is ke
 @cache_app.command("list")
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
     """List what is kept: for which pipeline, size, type, device and versions."""
-    from anyaccel.backends.size import readable
     from anyaccel.runtime.artefact_key import find_versions
     from anyaccel.runtime.artefacts import find_folder, list_entries, measure_graphs
     from anyaccel.storage.cache_dir import find_graphs_folder
+    from anyaccel.units import readable
 
     entries, here, graphs = list_entries(), find_versions(), measure_graphs()
     states = {one.name: _state(not one.fault, {n: one.key.get(n, "") for n in here} == here) for one in entries}
@@ -114,9 +114,9 @@ def prune_cache(
     everything: Annotated[bool, typer.Option("--all", help="Remove all, and what compilers keep themselves.")] = False,
 ) -> None:
     """Remove what is damaged or of other versions than are installed."""
-    from anyaccel.backends.size import readable
     from anyaccel.runtime.artefact_key import find_versions
     from anyaccel.runtime.artefacts import prune_entries, remove_graphs
+    from anyaccel.units import readable
 
     if older is not None and not older >= 0:  # nan is none either
         raise UsageError(f"an age is a number of days from 0 up, not {older:g}", hint="--older 30")

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from anyaccel.backends.availability import Device
-from anyaccel.backends.describe import describe_sheet, sheet_as_json
 from anyaccel.backends.device import devices, find_device, sheet, this_machine
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
+from anyaccel.backends.sheet_text import describe_sheet, sheet_as_json
 from anyaccel.errors import UsageError
 
 __all__ = ["colour_verdict", "make_console", "show_devices"]

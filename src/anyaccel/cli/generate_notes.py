@@ -17,8 +17,8 @@ _MOST_WORDS = 5
 
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
     """Each in a sentence."""
-    from anyaccel.backends.half_precision import measure_half_precision
-    from anyaccel.backends.host import is_host
+    from anyaccel.backends.half_precision_probe import measure_half_precision
+    from anyaccel.backends.torch_device import is_host
     from anyaccel.embedded.vocabulary import find_unknown_words
 
     plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value

@@ -83,7 +83,7 @@ class Maker:
             from anyaccel.pictures.call import list_parameters
             from anyaccel.pictures.kept_model import load_afresh
             from anyaccel.pictures.order import make_order
-            from anyaccel.planning.wishes import Wishes
+            from anyaccel.planning.options import Wishes
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)

@@ -11,7 +11,6 @@ from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
-from anyaccel.backends.size import parse_size
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.collectives import install_collectives
 from anyaccel.emulator.compiler import install_compiler
@@ -22,6 +21,7 @@ from anyaccel.emulator.seams import install_seams
 from anyaccel.emulator.tensor import activate
 from anyaccel.emulator.vendor import install_vendor_packages, make_device_module
 from anyaccel.errors import UsageError, VirtualDeviceError
+from anyaccel.units import parse_size
 from anyaccel.upstream.torch_internals import load_dynamo
 
 __all__ = ["start", "start_spec", "virtual"]

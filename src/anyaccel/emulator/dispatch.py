@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.claim import Limit
-from anyaccel.backends.host import is_host
+from anyaccel.backends.torch_device import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.cells import SUBSTITUTES
 from anyaccel.emulator.generator import place_of

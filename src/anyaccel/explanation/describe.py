@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from anyaccel.backends.size import readable
 from anyaccel.planning.memory import Forecast
 from anyaccel.planning.plan import Plan
+from anyaccel.units import readable
 
 __all__ = ["describe_explanation"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.half_precision import measure_half_precision
-from anyaccel.backends.portable import dtype_name
+from anyaccel.backends.device_functions import dtype_name
+from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError
@@ -24,6 +24,8 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.facts import ComponentFacts, Facts
 from anyaccel.planning.footprint import Measure
+from anyaccel.planning.kernel_workspace import read_workspace
+from anyaccel.planning.limit_hits import find_met_limits
 from anyaccel.planning.memory import (
     PLAIN,
     MemoryRule,
@@ -31,11 +33,9 @@ from anyaccel.planning.memory import (
     make_forecast,
     predict,
 )
-from anyaccel.planning.met_limits import find_met_limits
+from anyaccel.planning.options import Wishes, check_residence, read_wishes
 from anyaccel.planning.plan import Plan, do_the_same, make_plan
-from anyaccel.planning.speed import choose_compiling
-from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
-from anyaccel.planning.workspace import read_workspace
+from anyaccel.planning.speedups import choose_compiling
 from anyaccel.runtime.admission import find_multiple
 from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts

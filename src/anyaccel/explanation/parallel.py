@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from anyaccel.backends.size import readable
 from anyaccel.errors import UsageError
 from anyaccel.explanation.target import Target
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.footprint import Footprint, Measure, ModelSize, Way
 from anyaccel.planning.memory import predict
+from anyaccel.planning.options import FLOATING_BYTES, Wishes
 from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitWay, choose_parallel, weigh_rank
-from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
+from anyaccel.units import readable
 from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 
 __all__ = ["choose_split", "share_out", "tell_gain"]

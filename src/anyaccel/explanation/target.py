@@ -8,8 +8,8 @@ from anyaccel.backends.device import find_device, is_available, open_device, rea
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.backends.sheet import Product, Sheet
-from anyaccel.backends.size import parse_size
 from anyaccel.errors import NotMeasurableError, UnknownDeviceError, UsageError
+from anyaccel.units import parse_size
 
 __all__ = ["Target", "find_target"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.device import OpenDevice, find_device
-from anyaccel.backends.half_precision import measure_half_precision
+from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.pictures.named_model import NamedModel, find_revision
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.options import Wishes
 from anyaccel.processes.gc_control import gc_paused, release_unreachable
 from anyaccel.runtime.place import resolve_device
 from anyaccel.runtime.placement import remember_wishes

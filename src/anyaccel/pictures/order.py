@@ -13,7 +13,7 @@ from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
 from anyaccel.pictures.named_model import NamedModel, name_model
-from anyaccel.planning.wishes import check_speed
+from anyaccel.planning.options import check_speed
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ def _choose_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
 
 
 def _read_dtype(dtype: Any) -> str:
-    from anyaccel.backends.portable import dtype_name, dtype_of
+    from anyaccel.backends.device_functions import dtype_name, dtype_of
 
     name = dtype_name(dtype)
     kind = dtype_of(name)

@@ -2,7 +2,7 @@
 
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.options import Wishes
 from anyaccel.planning.plan import Plan, make_plan
-from anyaccel.planning.wishes import Wishes
 
 __all__ = ["ComponentFacts", "Decision", "Facts", "Plan", "Wishes", "make_plan"]

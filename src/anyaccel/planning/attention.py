@@ -9,7 +9,7 @@ from anyaccel.backends.claim import SizeLimit
 from anyaccel.backends.quirks import NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.options import Wishes
 
 __all__ = ["AS_IT_IS", "AttentionRule", "choose_attention"]
 

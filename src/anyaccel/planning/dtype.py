@@ -8,7 +8,7 @@ from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import Facts
-from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
+from anyaccel.planning.options import FLOATING_BYTES, Wishes
 
 __all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements", "find_smaller_dtype"]
 

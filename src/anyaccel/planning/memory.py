@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from anyaccel.backends.size import readable
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.footprint import PHASES, Footprint, Measure, Way
-from anyaccel.planning.met_limits import MetLimit
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.limit_hits import MetLimit
+from anyaccel.planning.options import Wishes
+from anyaccel.units import readable
 
 __all__ = [
     "PLAIN",

@@ -9,7 +9,7 @@ from anyaccel.backends.sheet import Distributed, Sheet
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, Facts
-from anyaccel.planning.wishes import Wishes, read_parallel
+from anyaccel.planning.options import Wishes, read_parallel
 
 __all__ = ["ALONE", "TOGETHER", "Ranks", "Split", "SplitWay", "choose_parallel", "command_line", "weigh_rank"]
 

@@ -10,26 +10,26 @@ from anyaccel.backends.claim import Quirk
 from anyaccel.backends.quirks import FLOAT32_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule, choose_attention
-from anyaccel.planning.batch import choose_images_per_call
-from anyaccel.planning.compile import CompileRule, choose_compile, choose_mode
+from anyaccel.planning.compiler import CompileRule, choose_compile, choose_mode
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
 from anyaccel.planning.facts import Facts
+from anyaccel.planning.images_per_call import choose_images_per_call
 from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
+from anyaccel.planning.options import FLOATING_BYTES, Wishes
 from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
-from anyaccel.planning.repair import choose_repairs
+from anyaccel.planning.quality_levels import Reuse, choose_quantized, choose_reuse
 from anyaccel.planning.run_report import RunReport
-from anyaccel.planning.schedule import choose_schedule
-from anyaccel.planning.speed import (
+from anyaccel.planning.scheduler_location import choose_schedule
+from anyaccel.planning.speedups import (
     Compiling,
     choose_capture,
     choose_channels_last,
     choose_compiling,
     choose_fusions,
 )
-from anyaccel.planning.speed_level import Reuse, choose_quantized, choose_reuse
-from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
+from anyaccel.planning.workarounds import choose_repairs
 
 __all__ = ["NO_MEMORY", "Plan", "do_the_same", "make_plan"]
 

@@ -1,6 +1,7 @@
-"""Every pipeline class of diffusers that runs here, tiny, with random weights and nothing to download.
+"""Tiny versions of diffusers' pipelines, with random weights and nothing to download.
 
-A recipe is found by itself: a module of this folder with `RECIPES`. Neither the import nor `recipes()` loads torch.
+A new recipe needs no registration: `recipes()` scans the modules of `families/` for `RECIPES`. Neither the import nor
+`recipes()` loads torch.
 """
 
 from anyaccel.recipes.not_covered import NOT_COVERED

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyaccelError
-from anyaccel.recipes.libraries import diffusers, numpy, torch
-from anyaccel.recipes.weights import draw_weights
+from anyaccel.recipes.lazy_modules import diffusers, numpy, torch
+from anyaccel.recipes.parts.weights import draw_weights
 
 if TYPE_CHECKING:
     import numpy.typing as npt

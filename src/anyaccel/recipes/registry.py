@@ -1,4 +1,4 @@
-"""Which recipes there are: those of the files of this folder."""
+"""The registry of recipes: every module of `recipes/families/`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ["recipes"]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Every recipe by its name, in the order of the files and of the recipes in them."""
-    package = importlib.import_module(__package__)
-    files = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
-    found: dict[str, Recipe] = {}
-    for file in files:
-        for recipe in getattr(importlib.import_module(f"{__package__}.{file}"), "RECIPES", ()):
-            if recipe.name in found:
-                raise AnyaccelError(f"two recipes are called {recipe.name!r}", hint=f"rename the one in {file}.py")
-            found[recipe.name] = recipe
-    return found
+    """Return every recipe by name, in the order of the modules and of the recipes in them."""
+    package = importlib.import_module(f"{__package__}.families")
+    by_name: dict[str, Recipe] = {}
+    for module_name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):
+        for recipe in importlib.import_module(f"{package.__name__}.{module_name}").RECIPES:
+            if recipe.name in by_name:
+                raise AnyaccelError(
+                    f"two recipes are called {recipe.name!r}", hint=f"rename the one in {module_name}.py"
+                )
+            by_name[recipe.name] = recipe
+    return by_name

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.compiled_forward import find_compiled

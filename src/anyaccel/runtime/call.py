@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.torch_device import is_host
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
-from anyaccel.planning.compile import CompileRule
+from anyaccel.planning.compiler import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.fusions import fuse

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_on
+from anyaccel.backends.torch_device import is_on
 
 __all__ = ["FROM_DATA", "adjust_tensor", "as_builder", "find_place", "make_handlers", "read_target"]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from anyaccel.backends.device import OpenDevice
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.dtypes import read_target
 from anyaccel.runtime.placement import Placement
 

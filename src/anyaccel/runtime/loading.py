@@ -9,9 +9,9 @@ from typing import Any
 import diffusers
 import torch
 
-from anyaccel.backends.portable import dtype_name, dtype_of
+from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.options import Wishes
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
 from anyaccel.runtime.pipeline import Portable, inherit_placement, make_portable, plain_class
 from anyaccel.runtime.placement import remember_wishes

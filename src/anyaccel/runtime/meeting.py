@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.pairs import make_pair
 from anyaccel.runtime.scheduler import HostNumbers
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_on
-from anyaccel.backends.size import readable
+from anyaccel.backends.torch_device import is_on
 from anyaccel.errors import DoesNotFitError, NotMeasurableError
 from anyaccel.planning.decision import Decision
+from anyaccel.planning.kernel_workspace import read_workspace
 from anyaccel.planning.memory import (
     Forecast,
     MemoryRule,
@@ -22,9 +22,8 @@ from anyaccel.planning.memory import (
     list_rules,
     make_forecast,
 )
+from anyaccel.planning.options import Wishes
 from anyaccel.planning.parallel import weigh_rank
-from anyaccel.planning.wishes import Wishes
-from anyaccel.planning.workspace import read_workspace
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.placement import Placement, find_components, read_facts
 from anyaccel.runtime.request import Request, shape_of
@@ -32,6 +31,7 @@ from anyaccel.tracing.clone import clone_pipeline
 from anyaccel.tracing.measure import Measurement
 from anyaccel.tracing.shell import map_tensors
 from anyaccel.tracing.trace import Traced
+from anyaccel.units import readable
 
 __all__ = [
     "find_capacity",

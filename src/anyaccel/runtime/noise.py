@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.meeting import Carry
 
 __all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "drawing_from", "make_generators", "make_handlers"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.errors import LimitError
 from anyaccel.runtime.dtypes import FROM_DATA, as_builder, find_place, read_target
 from anyaccel.upstream.torch_internals import make_wrapper_subclass, pad_sequence, tree_map

@@ -17,15 +17,15 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, is_available, open_device
 from anyaccel.backends.device_spec import DeviceSpec
-from anyaccel.backends.host import is_host
 from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Distributed
+from anyaccel.backends.torch_device import is_host
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.library_logging import EXPERIMENTAL_ADVICE, drop_log_records
 from anyaccel.planning.facts import Facts
+from anyaccel.planning.options import FLOATING_BYTES, Wishes
 from anyaccel.planning.parallel import Ranks, Split
 from anyaccel.planning.plan import Plan
-from anyaccel.planning.wishes import FLOATING_BYTES, Wishes
 from anyaccel.runtime.guidance import share_guidance
 from anyaccel.runtime.placement import Placement, find_models, read_facts
 from anyaccel.runtime.request import Request

@@ -14,18 +14,18 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, find_device, open_device, read_device
 from anyaccel.backends.device import sheet as find_sheet
+from anyaccel.backends.device_functions import dtype_name
 from anyaccel.backends.device_spec import AUTO
-from anyaccel.backends.half_precision import measure_half_precision
+from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.backends.portable import dtype_name
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import DoesNotFitError, UsageError, first_line
 from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
+from anyaccel.planning.options import Wishes, check_residence, read_wishes
 from anyaccel.planning.plan import Plan, make_plan
-from anyaccel.planning.wishes import Wishes, check_residence, read_wishes
 from anyaccel.runtime.boundary import drop_stale_casts, set_boundaries
 from anyaccel.runtime.memory import list_pipeline_residences, plan_weights
 from anyaccel.runtime.parallel import check_splits, count_ranks, join_ranks, read_ranks, split_models, take_own_device

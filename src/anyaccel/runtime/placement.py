@@ -17,9 +17,9 @@ from anyaccel.backends.device import OpenDevice
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, Facts
 from anyaccel.planning.memory import MemoryRule, Residence
+from anyaccel.planning.options import Wishes
 from anyaccel.planning.plan import NO_MEMORY, Plan
 from anyaccel.planning.run_report import RunReport
-from anyaccel.planning.wishes import Wishes
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_internals import unwrap_compiled
 

@@ -10,7 +10,7 @@ import torch
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import UsageError, first_line
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.speed_level import SMALLEST_WEIGHT
+from anyaccel.planning.quality_levels import SMALLEST_WEIGHT
 from anyaccel.runtime.float8 import Float8Linear, check_float8
 from anyaccel.runtime.placement import Placement, find_denoisers, find_models
 

@@ -16,7 +16,7 @@ from anyaccel.errors import AnyaccelError, first_line
 from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
-from anyaccel.planning.repair import choose_repairs
+from anyaccel.planning.workarounds import choose_repairs
 from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.boundary import set_boundaries

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.torch_device import is_host
 from anyaccel.runtime.scheduler_methods import override_method
 
 __all__ = ["HostNumbers", "keep_on_host"]

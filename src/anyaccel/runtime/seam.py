@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.torch_device import is_host
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime import attention, dtypes, noise, pairs, shapes, unwritten
 from anyaccel.runtime.ferry import Ferry

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_on
+from anyaccel.backends.torch_device import is_on
 
 __all__ = ["make_handlers"]
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.size import readable
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.library_logging import drop_log_records
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.speed import is_worth_compiling
+from anyaccel.planning.speedups import is_worth_compiling
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.runtime.artefact_key import describe_key
 from anyaccel.runtime.artefacts import load_payload, remove_payload, save_payload
@@ -28,6 +27,7 @@ from anyaccel.runtime.placement import Placement, find_denoisers, find_models
 from anyaccel.runtime.quantize import quantize_denoisers
 from anyaccel.runtime.request import Request, bucket_of
 from anyaccel.runtime.step_reuse import counting_steps, find_steps
+from anyaccel.units import readable
 from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
 
 __all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "load_compiled", "remove_speedups", "save_compiled"]

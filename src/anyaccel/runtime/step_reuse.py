@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.speed_level import Reuse
+from anyaccel.planning.quality_levels import Reuse
 from anyaccel.runtime.scheduler_methods import override_method
 from anyaccel.upstream.diffusers_internals import read_step_count
 from anyaccel.upstream.torch_internals import tree_map

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host, is_on
-from anyaccel.backends.portable import adjust_dtype, dtype_name
+from anyaccel.backends.device_functions import adjust_dtype, dtype_name
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.emulator.torch_patches import apply_patch
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.options import Wishes
 from anyaccel.scripts.migration import Migration
 
 __all__ = ["install_libraries"]

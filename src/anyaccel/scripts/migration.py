@@ -15,11 +15,11 @@ import torch
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.device import sheet as find_sheet
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.errors import UnmappedError
 from anyaccel.planning.facts import Facts
+from anyaccel.planning.options import Wishes
 from anyaccel.planning.plan import Plan, make_plan
-from anyaccel.planning.wishes import Wishes
 
 __all__ = ["Migration", "Site", "is_devices_own", "read_site"]
 

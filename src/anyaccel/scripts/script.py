@@ -37,7 +37,7 @@ _INTERRUPTED = 130
 
 def start_migration(device: str) -> Any:
     """Open the device, and let `cuda` mean it in this process from now on; gives the migration."""
-    from anyaccel.planning.wishes import Wishes
+    from anyaccel.planning.options import Wishes
     from anyaccel.runtime.place import resolve_device
 
     # A vendor's own switch of this kind would map the same calls a second time.

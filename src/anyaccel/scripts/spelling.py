@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device import find_device
-from anyaccel.backends.portable import adjust_dtype
+from anyaccel.backends.device_functions import adjust_dtype
 from anyaccel.emulator.torch_patches import apply_patch, replace_class
 from anyaccel.scripts.migration import Migration
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.claim import Limit
-from anyaccel.backends.host import is_host
+from anyaccel.backends.torch_device import is_host
 from anyaccel.emulator.streams import make_stream_classes
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.errors import NotMeasurableError, UnmappedError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host, is_on
+from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.runtime import noise
 from anyaccel.runtime.seam import GlueSeam, Handler, make_glue_seam

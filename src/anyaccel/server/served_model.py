@@ -18,7 +18,7 @@ from anyaccel.pictures.kept_model import LoadedModel, load_afresh
 from anyaccel.pictures.order import make_order
 from anyaccel.pictures.origin import Origin
 from anyaccel.pictures.picture import foresee_origin
-from anyaccel.planning.wishes import Wishes
+from anyaccel.planning.options import Wishes
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.admission import find_multiple
 from anyaccel.runtime.loading import AutoPipelineForImage2Image, AutoPipelineForInpainting

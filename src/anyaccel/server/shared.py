@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.backends.host import is_host
+from anyaccel.backends.torch_device import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.placement import Placement, find_components, find_models, find_placement, keep_placement

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
-from anyaccel.planning.met_limits import Seen
-from anyaccel.planning.workspace import Workspace
+from anyaccel.planning.kernel_workspace import Workspace
+from anyaccel.planning.limit_hits import Seen
 from anyaccel.tracing.shell import WATCHED_BYTES, first_floating, make_shell, map_tensors
 from anyaccel.tracing.tracker import Tracker
 

@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
-from anyaccel.planning.met_limits import Seen
-from anyaccel.planning.workspace import Workspace
+from anyaccel.planning.kernel_workspace import Workspace
+from anyaccel.planning.limit_hits import Seen
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
 
 __all__ = ["Tracker"]

@@ -1,0 +1,1 @@
+"""The built-in accelerators: one module each, with its sheet, its driver and `BACKEND`."""

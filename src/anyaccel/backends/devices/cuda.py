@@ -1,0 +1,449 @@
+"""NVIDIA CUDA, and AMD ROCm, which torch calls `cuda` too and which is told apart by the build of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from anyaccel.backends.citations import (
+    DIFFUSERS_SOURCE,
+    DIFFUSERS_TORCH_UTILS,
+    GB,
+    GIB,
+    INDUCTOR_CACHE,
+    PYTORCH,
+    SCHEDULER_SYNC,
+    TENSORS,
+    TORCH_DISTRIBUTED,
+    TORCH_INSTALL,
+    TORCH_SOURCE,
+)
+from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, Unknown, Yes
+from anyaccel.backends.cuda_graphs import make_recorder
+from anyaccel.backends.driver import Driver, Recorder
+from anyaccel.backends.quirks import CONVOLUTIONS_REORDER, NON_CONTIGUOUS_ATTENTION
+from anyaccel.backends.registry import Backend
+from anyaccel.backends.requirement import BuiltFor, SystemIs
+from anyaccel.backends.sheet import (
+    Compiler,
+    Distributed,
+    DtypeOrder,
+    Dtypes,
+    MemoryTerms,
+    Product,
+    Quantisation,
+    Sheet,
+    Speedup,
+    Variable,
+)
+
+_CUDA = TORCH_SOURCE + "torch/cuda/__init__.py"
+_MIG = "https://docs.nvidia.com/datacenter/tesla/mig-user-guide/supported-gpus.html"
+_NIM = "https://docs.nvidia.com/nim/large-language-models/1.7.0/supported-models.html"
+_HIP = "https://docs.pytorch.org/docs/2.13/notes/hip.html"
+_HIP_VARIABLES = "https://rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html"
+_AMD_GPUS = "https://github.com/ROCm/legacy-rocm-build/blob/develop/docs/reference/gpu-arch-specs.rst"
+_AMD_FP8 = "https://github.com/ROCm/legacy-rocm-build/issues/6019"
+_CHANNELS_LAST = "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
+_FLOAT8 = "https://github.com/sayakpaul/diffusers-torchao"
+_OUR_MEMORY = "benchmarks/results/memory_cuda.json"
+_OUR_H200 = "benchmarks/results/round_trip_cuda.json"
+_OUR_SPEED = "benchmarks/results/speed_cuda.json"
+_BEFORE_HOPPER = ("a100-40gb", "a100-80gb", "a10g")
+_BEFORE_CDNA4 = ("mi250x", "mi300x", "mi325x", "rx7900xtx")
+
+
+def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, source: str, reported_as: str) -> Product:
+    measured = source == _OUR_H200
+    return Product(
+        name=name,
+        title=title,
+        memory_bytes=memory_bytes,
+        per_server=per_server,
+        software="a CUDA build of torch",
+        reported_as=reported_as,
+        says="As the device reports it." if measured else "The figure on the label.",
+        source=source,
+        evidence="hardware" if measured else "documented",
+    )
+
+
+def _amd(name: str, title: str, memory_bytes: int, says: str = "The figure on the label.") -> Product:
+    return Product(
+        name=name,
+        title=title,
+        memory_bytes=memory_bytes,
+        per_server=None,
+        software="a ROCm build of torch",
+        reported_as=title.removeprefix("AMD ").removeprefix("Instinct ").removeprefix("Radeon "),
+        says=says,
+        source=_AMD_GPUS,
+        evidence="documented",
+    )
+
+
+def _measured(name: str, gain: float, says: str) -> Speedup:
+    return Speedup(name=name, gain=gain, says=says, source=_OUR_SPEED, evidence="hardware")
+
+
+CUDA = Sheet(
+    name="cuda",
+    title="NVIDIA CUDA",
+    vendor="NVIDIA",
+    documentation="https://docs.pytorch.org/docs/stable/notes/cuda.html",
+    torch_build="cuda",
+    preference=90,
+    can_be_virtual=False,
+    dtypes=Dtypes(
+        float64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        int64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float32=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float16=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        bfloat16=Yes(
+            says="Native from compute capability 8.0 on, emulated and slower before.",
+            source=_CUDA,
+            evidence="documented",
+        ),
+        complex64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        complex128=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float8_e4m3fn=DtypeLimit(
+            says="Matrix products need compute capability 8.9 or 9.0 and up; storage works everywhere.",
+            source=PYTORCH + "164251",
+            evidence="hardware",
+            effect="error",
+            hint="keep weights in it and cast them for use, or run in bfloat16",
+            only_on=_BEFORE_HOPPER,
+        ),
+        float8_e5m2=DtypeLimit(
+            says="Matrix products need compute capability 8.9 or 9.0 and up; storage works everywhere.",
+            source=PYTORCH + "164251",
+            evidence="hardware",
+            effect="error",
+            hint="keep weights in it and cast them for use, or run in bfloat16",
+            only_on=_BEFORE_HOPPER,
+        ),
+    ),
+    default_dtypes=DtypeOrder(
+        says="bfloat16 keeps float32's range and is native from compute capability 8.0 on.",
+        source=_CUDA,
+        evidence="documented",
+        order=("bfloat16", "float16", "float32"),
+    ),
+    random_numbers=Yes(
+        says="The device has generators of its own; the numbers differ from the host's for one seed.",
+        source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
+        evidence="documented",
+    ),
+    data_dependent_shapes=Yes(
+        says="Works in eager mode, at the price of a host round trip.", source=SCHEDULER_SYNC, evidence="hardware"
+    ),
+    new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
+    host_round_trip=RoundTrip(
+        says="7.7 µs on an idle H200, and the queue drains: `nonzero().item()` in a scheduler does it every step.",
+        source=_OUR_H200,
+        evidence="hardware",
+        effect="slow",
+        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        cost_us=7.7,
+    ),
+    batches=Yes(
+        says="diffusers runs its batch tests on it.",
+        source="https://github.com/huggingface/diffusers/blob/v0.42.1/tests/pipelines/test_pipelines_common.py",
+        evidence="documented",
+    ),
+    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    fused_attention=Yes(
+        says="Flash and memory-efficient attention keep one sum a row; heads past 256 numbers add up in float32.",
+        source=_OUR_MEMORY,
+        evidence="hardware",
+    ),
+    memory=MemoryTerms(
+        says="A process's context takes 0.3 to 0.4 GiB; cuBLAS keeps 33 MiB; a tensor of 10 MiB and more gets whole "
+        "segments of 2 MiB where the rest is no more than 1 MiB.",
+        source=_OUR_MEMORY,
+        evidence="hardware",
+        kept_bytes=400 * 2**20,
+        segment_bytes=2 * 2**20,
+        fixed_bytes=33 * 2**20,
+    ),
+    quantised_weights=(
+        Quantisation(
+            name="torchao-int8",
+            bits=8.1,
+            says="Weights in eight bits, products in the type that the model runs in.",
+            source="https://github.com/huggingface/diffusers/pull/10009",
+            evidence="documented",
+        ),
+        Quantisation(
+            name="gguf-q4",
+            bits=4.5,
+            says="GGUF weights are unpacked by plain torch as they are used.",
+            source="https://github.com/huggingface/diffusers/pull/9964",
+            evidence="documented",
+        ),
+        Quantisation(
+            name="bitsandbytes-nf4",
+            bits=4.13,
+            says="Weights in four bits.",
+            source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
+            evidence="documented",
+        ),
+    ),
+    speedups=(
+        _measured("compile", 1.3, "Compiled, stock pipelines took 0.43 to 0.79 of the time."),
+        _measured("capture", 1.5, "With recordings SD 1.5 took 0.41 and SDXL 0.78 of stock compiled's time."),
+        Speedup(
+            name="channels_last",
+            gain=1.1,
+            says="Convolutions in half precision work channels last.",
+            source=_CHANNELS_LAST,
+            evidence="documented",
+        ),
+        Speedup(
+            name="group_norm",
+            gain=1.3,
+            says="Normalization over groups channels last, with its activation, is a kernel of our own.",
+            source=_CHANNELS_LAST,
+            evidence="inferred",
+        ),
+        Speedup(
+            name="float8",
+            gain=1.3,
+            says="Products of large matrices in 8 bits, scaled by rows, take little more than half of the time.",
+            source=_FLOAT8,
+            evidence="documented",
+        ),
+    ),
+    largest_tensor=(Unknown(says="No limit on every tensor was found; see the operations and quirks."),),
+    operations=(
+        OperationLimit(
+            name="convolution_past_int32",
+            says="A convolution over more than 2**31 elements ends in an illegal memory access.",
+            source=PYTORCH + "117736",
+            evidence="hardware",
+            effect="error",
+            hint="tile the VAE",
+            operations=("convolution",),
+            past_elements=2**31,
+        ),
+        OperationLimit(
+            name="channels_last_interpolate_past_int32",
+            says="Nearest interpolation in channels_last gives zeros past 2**31 elements.",
+            source=PYTORCH + "141831",
+            evidence="hardware",
+            effect="wrong",
+            hint="call .contiguous() first, or tile the VAE",
+            operations=("upsample_nearest2d",),
+            past_elements=2**31,
+        ),
+    ),
+    quirks=(
+        Quirk(
+            name=CONVOLUTIONS_REORDER,
+            says="A convolution in half precision copies its input, weight and result to channels last while it runs, "
+            " unless the input lies so already: decoding at 1024 × 1024 holds 2.4 GiB, and 1.5 without.",
+            source=_OUR_MEMORY,
+            evidence="hardware",
+            effect="slow",
+            hint="tile the VAE, or decode one image at a time",
+        ),
+        Quirk(
+            name="masked_attention_past_2_32",
+            information_only=True,
+            says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",
+            source=PYTORCH + "187227",
+            evidence="hardware",
+            effect="wrong",
+            hint="slice the attention, or use another attention kernel",
+        ),
+    ),
+    compiler=Compiler(
+        says="torch.compile generates Triton kernels.",
+        source=INDUCTOR_CACHE,
+        evidence="documented",
+        backend="inductor",
+        dynamic=True,
+        fullgraph=False,
+        modes=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        cache_variable="TORCHINDUCTOR_CACHE_DIR",
+        cache_default="torchinductor_$USER in the folder for temporary files",
+    ),
+    distributed=Distributed(
+        says="nccl is torch's backend for CUDA.", source=TORCH_DISTRIBUTED, evidence="documented", backend="nccl"
+    ),
+    visible_devices="CUDA_VISIBLE_DEVICES",
+    ray_resource="GPU",
+    requirements=(
+        SystemIs(
+            systems=("Linux", "Windows"),
+            hint="use mps on a Mac",
+            says="CUDA builds of torch exist for Linux and Windows.",
+            source=TORCH_INSTALL,
+            evidence="documented",
+        ),
+        BuiltFor(
+            builds=("cuda", "hip"),
+            hint=f"install a build of torch for your card: {TORCH_INSTALL}",
+            says="A CPU build of torch has no CUDA in it.",
+            source=TORCH_INSTALL,
+            evidence="documented",
+        ),
+    ),
+    device_files=("/dev/nvidia[0-9]*", "/dev/kfd"),
+    aliases=("nvidia",),
+    product_pattern=r"(rtx|gtx|geforce|quadro|tesla|titan|g[bh]\d00|[abhpv]\d00$|[al]\d{1,2}[sg]?$|a\d000|t4$)",
+    products=(
+        _nvidia("b200", "NVIDIA B200", 180 * GB, 8, _MIG, r"\bB200\b"),
+        _nvidia("h200", "NVIDIA H200", 150_109_880_320, 8, _OUR_H200, r"\bH200\b"),
+        _nvidia("h100", "NVIDIA H100 80 GB", 80 * GB, 8, _MIG, r"\bH100\b.*80GB"),
+        _nvidia("a100-80gb", "NVIDIA A100 80 GB", 80 * GB, 8, _MIG, r"\bA100\b.*80GB"),
+        _nvidia("a100-40gb", "NVIDIA A100 40 GB", 40 * GB, 8, _MIG, r"\bA100\b.*40GB"),
+        _nvidia("l40s", "NVIDIA L40S", 48 * GB, None, _NIM, r"\bL40S\b"),
+        _nvidia("a10g", "NVIDIA A10G", 24 * GB, None, _NIM, r"\bA10G\b"),
+    ),
+)
+
+_ROCM_FP8 = DtypeLimit(
+    says="OCP fp8 runs on gfx950 and gfx12 alone; MI300 and MI325 have the FNUZ form, older cards none.",
+    source=_AMD_FP8,
+    evidence="hardware",
+    effect="error",
+    hint="run in bfloat16, or store the weights in fp8 and cast them for use",
+    only_on=_BEFORE_CDNA4,
+)
+
+ROCM = replace(
+    CUDA,
+    name="rocm",
+    title="AMD ROCm",
+    vendor="AMD",
+    documentation=_HIP,
+    device_type="cuda",
+    torch_build="hip",
+    fused_attention=Unknown(says="Which cards and releases have fused attention was not found."),
+    memory=Unknown(says="What the device's software keeps for itself was not found."),
+    speedups=(),
+    quantised_weights=(),
+    dtypes=replace(
+        CUDA.dtypes,
+        float64=Yes(says="Used through the interface of CUDA.", source=_HIP, evidence="documented"),
+        bfloat16=Yes(says="torch reports it as supported on every card.", source=_CUDA, evidence="documented"),
+        complex64=Unknown(says="No table of complex types on ROCm was found."),
+        complex128=Unknown(says="No table of complex types on ROCm was found."),
+        float8_e4m3fn=_ROCM_FP8,
+        float8_e5m2=_ROCM_FP8,
+    ),
+    random_numbers=Yes(says="Through torch.cuda, as on CUDA.", source=_HIP, evidence="documented"),
+    new_shapes=Yes(
+        says="Works; convolutions may be tuned anew for a shape, see the quirk miopen_search.",
+        source="https://github.com/ROCm/TheRock/issues/2591",
+        evidence="hardware",
+    ),
+    host_round_trip=RoundTrip(
+        says="The queue drains, as on CUDA; no figure was found.",
+        source=SCHEDULER_SYNC,
+        evidence="inferred",
+        effect="slow",
+        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        cost_us=None,
+    ),
+    batches=Unknown(says="Nothing was found for or against batches on ROCm."),
+    largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    operations=(),
+    quirks=(
+        Quirk(
+            name=NON_CONTIGUOUS_ATTENTION,
+            says="Fused attention was wrong for a value tensor that is not contiguous (bfloat16, MI300X, ROCm 7.0).",
+            source="https://github.com/ROCm/pytorch/issues/3230",
+            evidence="hardware",
+            effect="wrong",
+            hint="call .contiguous() on query, key and value",
+            contradicted_by=_HIP,
+        ),
+        Quirk(
+            name="miopen_search",
+            information_only=True,
+            says="The first VAE decode may search kernels for minutes (37 min on ROCm 7.12, 1 min on 7.14).",
+            source="https://github.com/ROCm/TheRock/issues/2591",
+            evidence="hardware",
+            effect="slow",
+            hint="set MIOPEN_FIND_MODE=2 and leave torch.backends.cudnn.benchmark off",
+        ),
+        Quirk(
+            name="vae_decode_timeout",
+            information_only=True,
+            says="VAE decode above 1024 pixels ran into the driver's time-out (ROCm 6.3, WSL).",
+            source="https://github.com/ROCm/legacy-rocm-build/issues/4729",
+            evidence="hardware",
+            effect="error",
+            hint="set MIOPEN_FIND_MODE=2, or tile the VAE",
+        ),
+    ),
+    distributed=Distributed(
+        says="nccl (which is RCCL there) and gloo.", source=_HIP, evidence="documented", backend="nccl"
+    ),
+    variables=(
+        Variable(
+            name="MIOPEN_FIND_MODE",
+            value="",
+            when="by_user",
+            says="2 takes the first kernel that works instead of searching for the fastest.",
+            source="https://github.com/ROCm/MIOpen/blob/develop/docs/how-to/find-and-immediate.rst",
+            evidence="documented",
+        ),
+    ),
+    visible_devices="ROCR_VISIBLE_DEVICES",
+    ray_resource="GPU",
+    requirements=(
+        SystemIs(
+            systems=("Linux", "Windows"),
+            hint="ROCm builds of torch exist for Linux and Windows",
+            says="ROCm builds of torch exist for Linux and Windows.",
+            source=_HIP_VARIABLES,
+            evidence="documented",
+        ),
+        BuiltFor(
+            builds=("hip",),
+            hint=f"install a ROCm build of torch: {TORCH_INSTALL}",
+            says="A build for CUDA or the CPU has no ROCm in it.",
+            source=_HIP,
+            evidence="documented",
+        ),
+    ),
+    device_files=("/dev/kfd",),
+    aliases=("hip",),
+    product_pattern=r"(rx|radeon|instinct|mi)-?\d",
+    products=(
+        _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
+        _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
+        _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
+        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB on the card, in two dies that torch counts apart."),
+        _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
+    ),
+)
+
+
+class CudaDriver(Driver):
+    """CUDA: work can be recorded as a graph, and marked by events."""
+
+    marks = True
+
+    def __init__(self, sheet: Sheet) -> None:
+        super().__init__(sheet)
+        self._pools: dict[int, Any] = {}
+
+    def mark(self, index: int) -> Callable[[], None]:
+        event = self.module().current_stream(index).record_event()
+        return event.synchronize  # type: ignore[no-any-return]
+
+    def recorder(self, index: int) -> Recorder | None:
+        import torch
+
+        if index not in self._pools:  # one for all recordings, which run one after another; it outlives them
+            self._pools[index] = torch.cuda.MemPool()
+
+        return make_recorder(index, self._pools[index].id)
+
+
+BACKEND = Backend(sheet=CUDA, variants=(ROCM,), driver=CudaDriver)

@@ -1,0 +1,406 @@
+"""Apple silicon through Metal Performance Shaders."""
+
+from __future__ import annotations
+
+from anyaccel.backends.citations import (
+    COMFYUI,
+    DIFFUSERS,
+    DIFFUSERS_TORCH_UTILS,
+    GIB,
+    PYTORCH,
+    TORCH_DISTRIBUTED,
+    TORCH_INSTALL,
+    TORCH_SOURCE,
+)
+from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.quirks import (
+    HOST_NUMBER_OFFSET_IGNORED,
+    NON_CONTIGUOUS_ATTENTION,
+    UNINITIALISED_MEMORY_IS_NAN,
+)
+from anyaccel.backends.registry import Backend
+from anyaccel.backends.requirement import ArchitectureIs, SystemIs, VersionIs
+from anyaccel.backends.sheet import (
+    Compiler,
+    Distributed,
+    DtypeOrder,
+    Dtypes,
+    MemoryTerms,
+    Product,
+    Quantisation,
+    Sheet,
+    Variable,
+)
+
+_DIFFUSERS_PAGE = "https://huggingface.co/docs/diffusers/optimization/mps"
+_VARIABLES = "https://docs.pytorch.org/docs/stable/mps_environment_variables.html"
+_OPERATION_UTILS = "https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/mps/OperationUtils.mm"
+_WATERMARKS = (
+    "https://dev.to/nefayran/mps-backend-out-of-memory-on-a-mac-what-the-numbers-mean-and-how-to-set-the-watermark-43dp"
+)
+
+SHEET = Sheet(
+    name="mps",
+    title="Apple silicon (MPS)",
+    vendor="Apple",
+    documentation="https://docs.pytorch.org/docs/stable/notes/mps.html",
+    preference=80,
+    unified_memory=True,
+    dtypes=Dtypes(
+        float64=DtypeLimit(
+            says="Refused: the MPS framework doesn't support float64 (TypeError).",
+            source=PYTORCH + "122602",
+            evidence="hardware",
+            effect="error",
+            raises="TypeError",
+            hint="cast to float32 before moving to the device, NumPy schedules included",
+            becomes="float32",
+        ),
+        int64=DtypeLimit(
+            says="Reductions, sorting and cumsum were cast to int32 before macOS 13.3, and diffusers asks for int32 "
+            "on every macOS.",
+            source=PYTORCH + "95231",
+            evidence="hardware",
+            effect="narrowed",
+            hint="use int32 for ids and timesteps",
+            becomes="int32",
+            contradicted_by=_OPERATION_UTILS,
+        ),
+        float32=Yes(says="A native Metal type.", source=_OPERATION_UTILS, evidence="documented"),
+        float16=Yes(says="A native Metal type.", source=_OPERATION_UTILS, evidence="documented"),
+        bfloat16=DtypeLimit(
+            says="MPS BFloat16 is only supported on macOS 14 or newer (TypeError).",
+            source="https://github.com/pytorch/torchchat/issues/616",
+            evidence="hardware",
+            effect="error",
+            raises="TypeError",
+            hint="use float16, or update macOS",
+            becomes="float16",
+            only_if=("macos<14",),
+        ),
+        complex64=Yes(
+            says="Most operations take it, matrix products since torch 2.4; a few still refuse it, such as dropout.",
+            source=TORCH_SOURCE + "torch/testing/_internal/common_mps.py",
+            evidence="documented",
+        ),
+        complex128=DtypeLimit(
+            says="Moving it there succeeds, then operations raise: Undefined type ComplexDouble.",
+            source=PYTORCH + "176981",
+            evidence="hardware",
+            effect="error",
+            hint="cast to complex64 first",
+            becomes="complex64",
+        ),
+        float8_e4m3fn=DtypeLimit(
+            says="The MPS backend does not have support for that dtype (TypeError).",
+            source=PYTORCH + "148420",
+            evidence="hardware",
+            effect="error",
+            raises="TypeError",
+            hint="cast the weights to float16 on the host",
+        ),
+        float8_e5m2=DtypeLimit(
+            says="The MPS backend does not have support for that dtype (TypeError).",
+            source=PYTORCH + "132624",
+            evidence="hardware",
+            effect="error",
+            raises="TypeError",
+            hint="cast the weights to float16 on the host",
+        ),
+    ),
+    default_dtypes=DtypeOrder(
+        says="float16 is what diffusers shows for Macs; bfloat16 needs macOS 14.",
+        source=_DIFFUSERS_PAGE,
+        evidence="documented",
+        order=("float16", "bfloat16", "float32"),
+    ),
+    random_numbers=Yes(
+        says="torch.mps has a generator of its own; its numbers differ from the host's for one seed, and diffusers "
+        "draws on the host there.",
+        source=TORCH_SOURCE + "torch/mps/__init__.py",
+        evidence="documented",
+    ),
+    data_dependent_shapes=Unknown(says="Nothing was found on nonzero and masks on MPS."),
+    new_shapes=Limit(
+        says="Every new shape adds a graph to a cache that is never emptied: 315 shapes took 13.7 GB.",
+        source=PYTORCH + "132596",
+        evidence="hardware",
+        effect="slow",
+        hint="keep to a few sizes in one process",
+    ),
+    host_round_trip=RoundTrip(
+        says="A linear layer took 23 µs without waiting and 245 µs with it.",
+        source=PYTORCH + "152199",
+        evidence="hardware",
+        effect="slow",
+        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        cost_us=222.0,
+    ),
+    batches=Limit(
+        says="Several prompts in a batch gave noise, black images or an abort.",
+        source=DIFFUSERS + "363",
+        evidence="hardware",
+        effect="wrong",
+        hint="run one image a call",
+    ),
+    training=Limit(
+        says="diffusers marks training as not supported.",
+        source=DIFFUSERS_TORCH_UTILS,
+        evidence="documented",
+        effect="error",
+        hint="train on another device",
+    ),
+    fused_attention=Limit(
+        says="Attention over more than eight queries holds all its scores, in float32, up to torch 2.13.",
+        source="https://github.com/pytorch/pytorch/pull/178545",
+        evidence="documented",
+        effect="slow",
+        hint="slice the attention",
+    ),
+    memory=MemoryTerms(
+        says="The system recommends two thirds of the memory up to 32 GB (10.67 of 16, 21.33 of 32) and three quarters "
+        "above (72 of 96, https://github.com/ggml-org/llama.cpp/issues/3213); macOS 26 recommends 74 to 84 %.",
+        source="https://github.com/abetlen/llama-cpp-python/issues/687",
+        evidence="hardware",
+        shares=((32 * GIB, 2 / 3), (None, 3 / 4)),
+    ),
+    quantised_weights=(
+        Quantisation(
+            name="bitsandbytes-nf4",
+            bits=4.13,
+            says="Four bits work since diffusers took it in: FLUX.2-dev was tried.",
+            source="https://github.com/huggingface/diffusers/pull/13915",
+            evidence="hardware",
+        ),
+        Quantisation(
+            name="gguf-q4",
+            bits=4.5,
+            says="GGUF weights are unpacked by plain torch as they are used.",
+            source="https://github.com/huggingface/diffusers/pull/9964",
+            evidence="inferred",
+        ),
+    ),
+    largest_tensor=(
+        SizeLimit(
+            says="An NDArray over 2**32 is refused; the document gives no unit, and Metal's own words say bytes.",
+            source=_DIFFUSERS_PAGE,
+            evidence="documented",
+            effect="error",
+            hint="slice the attention and tile the VAE",
+            contradicted_by=COMFYUI + "2044",
+            amount=2**32,
+            unit="elements",
+            of="tensor",
+        ),
+        SizeLimit(
+            says="Attention scores of about 2**31 elements and more corrupt the picture, without an error.",
+            source=COMFYUI + "14837",
+            evidence="hardware",
+            effect="wrong",
+            hint="slice the attention",
+            amount=2**31,
+            unit="elements",
+            of="attention_scores",
+        ),
+    ),
+    operations=(
+        OperationLimit(
+            name="baddbmm_reads_ignored_input",
+            says="baddbmm with beta=0 reads the input that it should ignore: diffusers' sliced attention passes "
+            "torch.empty there, and one NaN turns the picture black.",
+            source=DIFFUSERS + "14438",
+            evidence="hardware",
+            effect="wrong",
+            hint="pass torch.zeros, or slice around scaled_dot_product_attention",
+            operations=("baddbmm",),
+            reads_ignored_input=True,
+        ),
+        OperationLimit(
+            name="bmm_past_2_32",
+            says="bmm is wrong where an input or output has over 2**32 elements.",
+            source=PYTORCH + "197636",
+            evidence="hardware",
+            effect="wrong",
+            hint="split the batch",
+            operations=("bmm",),
+            past_elements=2**32,
+        ),
+        OperationLimit(
+            name="conv_transpose3d_half",
+            says="ConvTranspose3D refuses float16 and bfloat16.",
+            source=PYTORCH + "154696",
+            evidence="hardware",
+            effect="error",
+            hint="run the video VAE in float32",
+            operations=("conv_transpose3d",),
+            dtypes=("float16", "bfloat16"),
+        ),
+        OperationLimit(
+            name="int_mm",
+            says="Integer matrix products are missing, which int8 quantisation needs.",
+            source="https://github.com/MiniMax-AI/MiniMax-H3/issues/56",
+            evidence="hardware",
+            effect="error",
+            hint="set PYTORCH_ENABLE_MPS_FALLBACK=1, or do not quantise",
+            operations=("_int_mm",),
+        ),
+    ),
+    quirks=(
+        Quirk(
+            name="first_pass_differs",
+            information_only=True,
+            says="The first pass gives slightly other results than the later ones: run one step and drop it.",
+            source=_DIFFUSERS_PAGE,
+            evidence="documented",
+            effect="wrong",
+            hint="update torch",
+            only_if=("torch<2.0",),
+        ),
+        Quirk(
+            name=NON_CONTIGUOUS_ATTENTION,
+            says="Fused attention is wrong for permuted query, key and value (error 3.6 against 8e-7).",
+            source=PYTORCH + "181133",
+            evidence="hardware",
+            effect="wrong",
+            hint="call .contiguous() on query, key and value",
+            only_if=("torch<2.12",),
+        ),
+        Quirk(
+            name=HOST_NUMBER_OFFSET_IGNORED,
+            says="Arithmetic with a number of the host that lies inside a larger tensor, such as sigmas[3], silently "
+            "takes that tensor's first element; mended in June 2026, after 2.13 was cut.",
+            source=PYTORCH + "187117",
+            evidence="hardware",
+            effect="wrong",
+            hint="clone the number, or turn it into a Python float, before it meets the device",
+            only_if=("torch>=2.12", "torch<2.14"),
+        ),
+        Quirk(
+            name=UNINITIALISED_MEMORY_IS_NAN,
+            says="torch.empty may hold NaN, and an operation that should ignore it may let it through.",
+            source=DIFFUSERS + "14438",
+            evidence="hardware",
+            effect="wrong",
+            hint="use torch.zeros",
+        ),
+        Quirk(
+            name="swaps_before_it_fails",
+            information_only=True,
+            says="The default limit (1.7 times the recommended size) exceeds the memory: a job swaps and never fails.",
+            source=_WATERMARKS,
+            evidence="hardware",
+            effect="slow",
+            hint="lower both PYTORCH_MPS_HIGH_WATERMARK_RATIO and PYTORCH_MPS_LOW_WATERMARK_RATIO",
+        ),
+    ),
+    compiler=Compiler(
+        says="Inductor generates Metal, offered from torch 2.8 on; its own source calls it an early prototype.",
+        source=PYTORCH + "157957",
+        evidence="hardware",
+        backend="inductor",
+        dynamic=True,
+        fullgraph=False,
+        cache_variable="TORCHINDUCTOR_CACHE_DIR",
+        cache_default="torchinductor_$USER in the folder for temporary files",
+    ),
+    distributed=Distributed(
+        says="gloo is torch's default for mps; there is one device a machine.",
+        source=TORCH_DISTRIBUTED,
+        evidence="documented",
+        backend="gloo",
+    ),
+    ray_resource="GPU",
+    variables=(
+        Variable(
+            name="PYTORCH_ENABLE_MPS_FALLBACK",
+            value="",
+            when="by_user",
+            says="1 runs operations that MPS lacks on the CPU.",
+            source=_VARIABLES,
+            evidence="documented",
+        ),
+        Variable(
+            name="PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+            value="",
+            when="by_user",
+            says="The limit on memory as a multiple of the recommended size; 1.7 without it.",
+            source=_VARIABLES,
+            evidence="documented",
+        ),
+        Variable(
+            name="PYTORCH_MPS_LOW_WATERMARK_RATIO",
+            value="",
+            when="by_user",
+            says="Where memory starts to be given back; 1.4 without it.",
+            source=_VARIABLES,
+            evidence="documented",
+        ),
+    ),
+    requirements=(
+        SystemIs(
+            systems=("Darwin",),
+            hint="use a Mac with Apple silicon, or a virtual one on any machine: ANYACCEL_VIRTUAL=mps",
+            says="Metal is part of macOS.",
+            source=_DIFFUSERS_PAGE,
+            evidence="documented",
+        ),
+        VersionIs(
+            subject="macos",
+            wanted=">=12.6",
+            recommended=">=13.0",
+            hint="update macOS",
+            says="macOS 12.6 or later, 13.0 or later recommended; torch from 2.8 on itself needs macOS 14.",
+            source=_DIFFUSERS_PAGE,
+            evidence="documented",
+        ),
+        ArchitectureIs(
+            architectures=("arm64",),
+            hint="install an arm64 Python: python3 -c 'import platform; print(platform.machine())' must say arm64",
+            says="The arm64 version of Python, not one that runs under Rosetta.",
+            source=_DIFFUSERS_PAGE,
+            evidence="documented",
+        ),
+        VersionIs(
+            subject="torch",
+            wanted=">=1.13",
+            recommended=">=2.0",
+            hint=f"pip install --upgrade torch ({TORCH_INSTALL})",
+            says="torch 2.0 is recommended; 1.13 is the lowest that has mps.",
+            source=_DIFFUSERS_PAGE,
+            evidence="documented",
+        ),
+    ),
+    aliases=("metal",),
+    product_pattern=r"m\d",
+    products=(
+        Product(
+            name="apple-silicon",
+            title="Mac with Apple silicon (M1 and later)",
+            memory_bytes=None,
+            per_server=1,
+            software="torch on macOS",
+            says="Host and device share one memory; the system recommends 75 to 78 % of it for the device "
+            "(37.4 of 48 GB on one M5 Pro), and tells the figure when asked.",
+            source=_WATERMARKS,
+            evidence="hardware",
+        ),
+    ),
+)
+
+
+class MpsDriver(Driver):
+    """One device; its memory functions have names of their own."""
+
+    def synchronize(self, index: int) -> None:
+        self.module().synchronize()
+
+    def memory(self, index: int) -> Memory:
+        module = self.module()
+        total, held = int(module.recommended_max_memory()), int(module.driver_allocated_memory())
+        return Memory(
+            used_bytes=int(module.current_allocated_memory()), free_bytes=max(0, total - held), total_bytes=total
+        )
+
+
+BACKEND = Backend(sheet=SHEET, driver=MpsDriver)

@@ -1,0 +1,279 @@
+"""Intel graphics (Arc, Data Center GPU Max, integrated) through `torch.xpu`."""
+
+from __future__ import annotations
+
+from anyaccel.backends.citations import (
+    COMFYUI,
+    DIFFUSERS_SOURCE,
+    DIFFUSERS_TORCH_UTILS,
+    GB,
+    PYTORCH,
+    SCHEDULER_SYNC,
+    TORCH_DISTRIBUTED,
+    TORCH_SOURCE,
+)
+from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
+from anyaccel.backends.registry import Backend
+from anyaccel.backends.requirement import BuiltFor, SystemIs
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Quantisation, Sheet, Variable
+
+_GET_STARTED = "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
+_OPS = "https://github.com/intel/torch-xpu-ops/issues/"
+_IPEX = "https://github.com/intel/intel-extension-for-pytorch/issues/"
+_XPU = TORCH_SOURCE + "torch/xpu/__init__.py"
+_WITHOUT_FP64 = ("arc-a770", "iris-xe")
+_BUFFER_ON_IGPU = "https://github.com/intel/compute-runtime/issues/890"
+_MIB = 2**20
+_AS_SEEN = "As the device reports it; torch lists each tile of a Max as a device."
+_SHARED = "Shares the host's memory."
+
+
+def _product(
+    name: str, title: str, memory_bytes: int | None, says: str, source: str, reported_as: str = "", seen: bool = True
+) -> Product:
+    return Product(
+        name=name,
+        title=title,
+        memory_bytes=memory_bytes,
+        per_server=None,
+        software="an XPU build of torch",
+        reported_as=reported_as,
+        says=says,
+        source=source,
+        evidence="hardware" if seen else "documented",
+    )
+
+
+SHEET = Sheet(
+    name="xpu",
+    title="Intel GPU (XPU)",
+    vendor="Intel",
+    documentation=_GET_STARTED,
+    torch_build="xpu",
+    preference=60,
+    dtypes=Dtypes(
+        float64=DtypeLimit(
+            says="Arc A (Alchemist) and Iris Xe have no float64: 'Required aspect fp64 is not supported on the "
+            "device'; Arc B and Max have it.",
+            source=_OPS + "1742",
+            evidence="hardware",
+            effect="error",
+            hint="use float32; torch.xpu.get_device_properties().has_fp64 tells",
+            becomes="float32",
+            only_on=_WITHOUT_FP64,
+            contradicted_by=PYTORCH + "149953",
+        ),
+        int64=Yes(says="Every device print seen has 64-bit atomics.", source=_OPS + "3663", evidence="hardware"),
+        float32=Yes(says="The type that every kernel has.", source=_GET_STARTED, evidence="documented"),
+        float16=Yes(says="Every device print seen has has_fp16=1.", source=_OPS + "3663", evidence="hardware"),
+        bfloat16=Yes(
+            says="torch reports it as supported, by emulation where the hardware lacks it.",
+            source=_XPU,
+            evidence="documented",
+        ),
+        complex64=Yes(
+            says="Fourier transforms are native; for products see the quirk complex_products_need_onemkl.",
+            source=_OPS + "1210",
+            evidence="documented",
+        ),
+        complex128=DtypeLimit(
+            says="Fails as float64 does where the hardware lacks it.",
+            source=_OPS + "663",
+            evidence="hardware",
+            effect="error",
+            hint="use complex64",
+            becomes="complex64",
+            only_on=_WITHOUT_FP64,
+        ),
+        float8_e4m3fn=Yes(
+            says="Stored and cast: diffusers' layerwise casting passes its tests; for arithmetic see the operations.",
+            source="https://github.com/huggingface/diffusers/pull/11406",
+            evidence="hardware",
+        ),
+        float8_e5m2=Unknown(says="Nothing was found on e5m2; further fp8 operations are in progress."),
+    ),
+    default_dtypes=DtypeOrder(
+        says="bfloat16 keeps float32's range; float16 attention gave NaN on several drivers.",
+        source=_OPS + "1730",
+        evidence="hardware",
+        order=("bfloat16", "float16", "float32"),
+    ),
+    random_numbers=Yes(
+        says="torch.xpu has generators of its own.",
+        source=TORCH_SOURCE + "torch/xpu/random.py",
+        evidence="documented",
+    ),
+    data_dependent_shapes=Unknown(says="Nothing was found on nonzero and masks on XPU."),
+    new_shapes=Unknown(says="Nothing was found on the cost of a new shape in eager mode."),
+    host_round_trip=RoundTrip(
+        says="The queue drains, as on CUDA; no figure was found.",
+        source=SCHEDULER_SYNC,
+        evidence="inferred",
+        effect="slow",
+        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        cost_us=None,
+    ),
+    batches=Unknown(says="Nothing was found for or against batches on XPU."),
+    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    fused_attention=Yes(
+        says="oneDNN's fused attention is taken since torch 2.7, for heads of up to 256 numbers.",
+        source="https://github.com/pytorch/pytorch/pull/147614",
+        evidence="documented",
+    ),
+    quantised_weights=(
+        Quantisation(
+            name="gguf-q4",
+            bits=4.5,
+            says="GGUF weights are unpacked by plain torch as they are used.",
+            source="https://github.com/huggingface/diffusers/pull/11404",
+            evidence="hardware",
+        ),
+        Quantisation(
+            name="bitsandbytes-nf4",
+            bits=4.13,
+            says="Weights in four bits.",
+            source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
+            evidence="documented",
+        ),
+    ),
+    largest_tensor=(
+        SizeLimit(
+            says="One allocation of 4 GiB fails on an Arc A770 that has 15 GiB free.",
+            source="https://github.com/intel/intel-xpu-backend-for-triton/issues/7477",
+            evidence="hardware",
+            effect="error",
+            hint="slice the attention and tile the VAE",
+            only_on=("arc-a770", "arrow-lake-igpu"),
+            contradicted_by=_IPEX + "325",
+            amount=4 * 2**30 - 1,
+            unit="bytes",
+            of="tensor",
+        ),
+    ),
+    operations=(
+        OperationLimit(
+            name="float8_arithmetic",
+            says="Addition, comparison and others raise: \"add_xpu\" not implemented for 'Float8_e4m3fn'.",
+            source=_OPS + "1939",
+            evidence="hardware",
+            effect="error",
+            hint="keep weights in it and cast them for use",
+            operations=("add", "mul", "eq", "ne", "gt", "lt", "where"),
+            dtypes=("float8_e4m3fn",),
+        ),
+    ),
+    quirks=(
+        Quirk(
+            name="complex_products_need_onemkl",
+            information_only=True,
+            says="In a build without oneMKL: 'Complex datatype matmul is not supported in oneDNN'.",
+            source="https://github.com/intel/torch-xpu-ops/pull/2786",
+            evidence="hardware",
+            effect="error",
+            hint="use rotary embeddings in real numbers",
+        ),
+        Quirk(
+            name="float64_inside_kernels",
+            information_only=True,
+            says="Kernels with float64 hidden inside (logcumsumexp, tril_indices, pdist) fail for any type.",
+            source=_OPS + "1150",
+            evidence="hardware",
+            effect="error",
+            hint="compute it on the host",
+            only_on=_WITHOUT_FP64,
+        ),
+        Quirk(
+            name="large_pictures_corrupt",
+            information_only=True,
+            says="Stable Cascade came out corrupt on Arc A where smaller models were mended.",
+            source=_IPEX + "529",
+            evidence="hardware",
+            effect="wrong",
+            hint="compare with the CPU once",
+            only_on=("arc-a770",),
+        ),
+        Quirk(
+            name="float16_nan",
+            information_only=True,
+            says="SDXL in float16 gave nothing but NaN on one B580.",
+            source=COMFYUI + "14743",
+            evidence="hardware",
+            effect="wrong",
+            hint="use bfloat16",
+            only_on=("arc-b580",),
+        ),
+        Quirk(
+            name="first_picture_slow",
+            information_only=True,
+            says="The first image after each change of the prompt took 7 to 8 times as long (A750).",
+            source=COMFYUI + "9039",
+            evidence="hardware",
+            effect="slow",
+            hint="warm up; SYCL_CACHE_PERSISTENT=1 keeps kernels on disk",
+        ),
+    ),
+    compiler=Compiler(
+        says="torch.compile generates Triton kernels.",
+        source=TORCH_SOURCE + "torch/_inductor/config.py",
+        evidence="documented",
+        backend="inductor",
+        dynamic=True,
+        fullgraph=False,
+        cache_variable="TORCHINDUCTOR_CACHE_DIR",
+        cache_default="torchinductor_$USER in the folder for temporary files",
+    ),
+    distributed=Distributed(
+        says="xccl, built in from torch 2.8 on.", source=TORCH_DISTRIBUTED, evidence="documented", backend="xccl"
+    ),
+    variables=(
+        Variable(
+            name="SYCL_CACHE_PERSISTENT",
+            value="",
+            when="by_user",
+            says="1 keeps compiled kernels on disk; off by default.",
+            source="https://intel.github.io/llvm-docs/EnvironmentVariables.html",
+            evidence="documented",
+        ),
+        Variable(
+            name="PYTORCH_ENABLE_XPU_FALLBACK",
+            value="",
+            when="by_user",
+            says="1 runs operations that XPU lacks on the CPU.",
+            source=_OPS + "2254",
+            evidence="hardware",
+        ),
+    ),
+    visible_devices="ZE_AFFINITY_MASK",
+    ray_resource="GPU",
+    requirements=(
+        SystemIs(
+            systems=("Linux", "Windows"),
+            hint="use Linux or Windows with an Intel GPU",
+            says="Listed for Windows 11 and Linux distributions.",
+            source=_GET_STARTED,
+            evidence="documented",
+        ),
+        BuiltFor(
+            builds=("xpu",),
+            hint=f"install an XPU build of torch: {_GET_STARTED}",
+            says="A build for CUDA or the CPU has no XPU in it.",
+            source=_GET_STARTED,
+            evidence="documented",
+        ),
+    ),
+    device_files=("/dev/dri/renderD*",),
+    pci_vendor="0x8086",
+    aliases=("arc",),
+    product_pattern=r"(arc|max|flex|iris)-",
+    products=(
+        _product("max-1550", "Data Center GPU Max 1550 (a tile)", 65520 * _MIB, _AS_SEEN, _OPS + "3888", "Max 1550"),
+        _product("arc-pro-b60", "Arc Pro B60", 24480 * _MIB, _AS_SEEN, _OPS + "5258", r"\bB60\b"),
+        _product("arc-pro-b70", "Arc Pro B70", 32 * GB, "The label's figure.", PYTORCH + "179891", r"\bB70\b", False),
+        _product("arc-b580", "Arc B580", 12216 * _MIB, _AS_SEEN, _OPS + "3663", r"\bB580\b"),
+        _product("arc-a770", "Arc A770 16 GB", 15473 * _MIB, _AS_SEEN, _IPEX + "519", r"\bA770\b"),
+        _product("arrow-lake-igpu", "Arrow Lake graphics", None, _SHARED, _BUFFER_ON_IGPU),
+        _product("iris-xe", "Iris Xe graphics", None, _SHARED, PYTORCH + "149953", r"Iris.*Xe"),
+    ),
+)
+
+BACKEND = Backend(sheet=SHEET)

@@ -1,0 +1,78 @@
+"""Bria and Bria FIBO."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families.flux import flow_scheduler
+from anyaccel.recipes.families.wan import CHANNELS, autoencoder_wan
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.autoencoders import autoencoder_kl
+from anyaccel.recipes.parts.calls import prompted
+from anyaccel.recipes.parts.language_models import smol_lm
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
+from anyaccel.recipes.parts.tokenizers import qwen_tokenizer, t5_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 16
+
+recipe = functools.partial(make_recipe, family="bria")
+
+
+def parts() -> dict[str, Any]:
+    """The components of Bria: FLUX with T5 alone."""
+    return {
+        "transformer": diffusers.BriaTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=[4, 4, 8],
+        ),
+        "scheduler": flow_scheduler(),
+        "vae": autoencoder_kl(shift_factor=0.0),
+        "text_encoder": t5_encoder(),
+        "tokenizer": t5_tokenizer(),
+    }
+
+
+def parts_of_fibo() -> dict[str, Any]:
+    """The components of FIBO: each block of the transformer reads its own layer of the language model."""
+    return {
+        "transformer": diffusers.BriaFiboTransformer2DModel(
+            in_channels=CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=2 * TEXT_WIDTH,
+            axes_dims_rope=[4, 4, 8],
+            text_encoder_dim=TEXT_WIDTH,
+        ),
+        "scheduler": flow_scheduler(),
+        "vae": autoencoder_wan(),
+        "text_encoder": smol_lm(),
+        "tokenizer": qwen_tokenizer(),
+    }
+
+
+RECIPES = (
+    recipe(
+        name="bria-fibo",
+        pipeline="BriaFiboPipeline",
+        parts=parts_of_fibo,
+        # It counts on an autoencoder that makes latents of a sixteenth.
+        call=lambda: prompted(negative_prompt="blue", height=128, width=128, max_sequence_length=64),
+    ),
+    recipe(
+        name="bria",
+        pipeline="BriaPipeline",
+        parts=parts,
+        call=lambda: prompted(height=SIZE, width=SIZE, max_sequence_length=32),
+    ),
+)

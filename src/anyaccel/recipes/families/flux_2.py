@@ -1,0 +1,102 @@
+"""FLUX.2 and FLUX.2 Klein."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families.flux import flow_scheduler
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.language_models import mistral_3, qwen_3
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
+from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES", "autoencoder_flux_2"]
+
+SIZE = 16
+LAYERS = (0, 1, 2)
+"""The hidden states of the language model that are read; the real ones are at 9, 18 and 27."""
+
+recipe = functools.partial(make_recipe, family="flux-2")
+
+
+def autoencoder_flux_2() -> Any:
+    """The autoencoder of FLUX.2, which normalises its latents by a batch norm."""
+    return diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=SIZE,
+    )
+
+
+def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str, Any]:
+    """The components that both have."""
+    return {
+        "scheduler": flow_scheduler(),
+        "vae": autoencoder_flux_2(),
+        "text_encoder": text_encoder,
+        "tokenizer": qwen_tokenizer(),
+        "transformer": diffusers.Flux2Transformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=len(LAYERS) * TEXT_WIDTH,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=guidance_embeds,
+        ),
+    } | more
+
+
+def parts_of_klein(**more: Any) -> dict[str, Any]:
+    """The components of Klein: Qwen 3 reads the text, and guidance is by a second prompt."""
+    return parts(text_encoder=qwen_3(), guidance_embeds=False, **more)
+
+
+def shorten_text(pipe: Any) -> None:
+    """Give the language model a short instruction: a letter is a token here."""
+    pipe.system_message = "Describe."
+
+
+def call(**more: Any) -> dict[str, Any]:
+    """One call; a language model's marks make the text long."""
+    return prompted(height=SIZE, width=SIZE, max_sequence_length=64, text_encoder_out_layers=LAYERS) | more
+
+
+def call_without_guidance() -> dict[str, Any]:
+    """One call of the distilled model, which has no guidance."""
+    arguments = call(image=picture(64))  # it takes none that is smaller
+    del arguments["guidance_scale"]
+    return arguments
+
+
+RECIPES = (
+    recipe(
+        name="flux-2",
+        pipeline="Flux2Pipeline",
+        finish=shorten_text,
+        parts=lambda: parts(text_encoder=mistral_3(), guidance_embeds=True),
+        call=call,
+    ),
+    recipe(name="flux-2-klein", pipeline="Flux2KleinPipeline", parts=parts_of_klein, call=call),
+    recipe(
+        name="flux-2-klein-inpaint",
+        pipeline="Flux2KleinInpaintPipeline",
+        parts=parts_of_klein,
+        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
+    ),
+    recipe(
+        name="flux-2-klein-kv",
+        pipeline="Flux2KleinKVPipeline",
+        parts=lambda: parts_of_klein(is_distilled=True),
+        call=call_without_guidance,
+    ),
+)

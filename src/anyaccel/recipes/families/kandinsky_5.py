@@ -1,0 +1,76 @@
+"""Kandinsky 5: text to image, text to video, image to video."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families.hunyuan_video import autoencoder_hunyuan
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.autoencoders import autoencoder_kl
+from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.language_models import qwen_2_5_vl
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
+from anyaccel.recipes.parts.tokenizers import clip_tokenizer, qwen_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 32
+
+recipe = functools.partial(make_recipe, family="kandinsky-5")
+
+
+def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
+    """The components of Kandinsky 5; a text alone needs the tokenizer, and not the whole processor, of Qwen 2.5 VL."""
+    return {
+        "transformer": diffusers.Kandinsky5Transformer3DModel(
+            in_visual_dim=4,
+            in_text_dim=TEXT_WIDTH,
+            in_text_dim2=TEXT_WIDTH,
+            time_dim=32,
+            out_visual_dim=4,
+            patch_size=(1, 2, 2),
+            model_dim=32,
+            ff_dim=64,
+            num_text_blocks=1,
+            num_visual_blocks=2,
+            axes_dims=(4, 6, 6),
+            visual_cond=visual_cond,
+        ),
+        "vae": vae,
+        "text_encoder": qwen_2_5_vl(),
+        "tokenizer": qwen_tokenizer(),
+        "text_encoder_2": clip_text(),
+        "tokenizer_2": clip_tokenizer(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+    }
+
+
+def paint_small(pipe: Any) -> None:
+    """Let the pipeline paint small: it knows some large sizes only."""
+    pipe.resolutions = [(SIZE, SIZE)]
+
+
+RECIPES = (
+    recipe(
+        # The first four frames of the latent are normalised by the next ones, so that there must be five.
+        name="kandinsky-5-image-to-video",
+        pipeline="Kandinsky5I2VPipeline",
+        parts=lambda: parts(vae=autoencoder_hunyuan(), visual_cond=True),
+        call=lambda: prompted(image=picture(SIZE), negative_prompt="blue", height=SIZE, width=SIZE, num_frames=17),
+    ),
+    recipe(
+        name="kandinsky-5-image",
+        finish=paint_small,
+        pipeline="Kandinsky5T2IPipeline",
+        parts=lambda: parts(vae=autoencoder_kl(), visual_cond=False),
+        call=lambda: prompted(negative_prompt="blue", height=SIZE, width=SIZE),
+    ),
+    recipe(
+        name="kandinsky-5-video",
+        pipeline="Kandinsky5T2VPipeline",
+        parts=lambda: parts(vae=autoencoder_hunyuan(), visual_cond=True),
+        call=lambda: prompted(negative_prompt="blue", height=SIZE, width=SIZE, num_frames=5),
+    ),
+)

@@ -1,0 +1,98 @@
+"""LTX-Video: text to video, image to video, conditions."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from anyaccel.recipes.families.flux import flow_scheduler
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import clip_of, picture, prompted, unprompted
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
+from anyaccel.recipes.parts.tokenizers import t5_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 32
+FRAMES = 9
+CHANNELS = 8
+
+recipe = functools.partial(make_recipe, family="ltx")
+
+
+def autoencoder_ltx() -> Any:
+    """The autoencoder of LTX with two levels that shrink: a quarter of the width, the height and the frames."""
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=CHANNELS,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        patch_size=1,
+        patch_size_t=1,
+    )
+
+
+def parts() -> dict[str, Any]:
+    """The components of LTX-Video."""
+    return {
+        "scheduler": flow_scheduler(),
+        "vae": autoencoder_ltx(),
+        "text_encoder": t5_encoder(),
+        "tokenizer": t5_tokenizer(),
+        "transformer": diffusers.LTXVideoTransformer3DModel(
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_attention_heads=4,
+            attention_head_dim=8,
+            cross_attention_dim=32,
+            num_layers=1,
+            caption_channels=TEXT_WIDTH,
+        ),
+    }
+
+
+def call(**more: Any) -> dict[str, Any]:
+    """One call for nine frames."""
+    return prompted(height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=32) | more
+
+
+def parts_of_upsampler() -> dict[str, Any]:
+    """The components that enlarge a clip in its latents; its norms have 32 groups."""
+    home = importlib.import_module("diffusers.pipelines.ltx.modeling_latent_upsampler")
+    network = home.LTXLatentUpsamplerModel(in_channels=CHANNELS, mid_channels=32, num_blocks_per_stage=1)
+    return {"vae": autoencoder_ltx(), "latent_upsampler": network}
+
+
+def call_upsampler() -> dict[str, Any]:
+    """One call on a clip; nothing is denoised here."""
+    arguments = unprompted(video=clip_of(FRAMES, SIZE), height=SIZE, width=SIZE)
+    del arguments["num_inference_steps"]
+    return arguments
+
+
+RECIPES = (
+    recipe(
+        name="ltx-latent-upsample",
+        pipeline="LTXLatentUpsamplePipeline",
+        parts=parts_of_upsampler,
+        call=call_upsampler,
+    ),
+    recipe(name="ltx", pipeline="LTXPipeline", parts=parts, call=call),
+    recipe(
+        name="ltx-image-to-video",
+        pipeline="LTXImageToVideoPipeline",
+        parts=parts,
+        call=lambda: call(image=picture(SIZE)),
+    ),
+    recipe(
+        name="ltx-condition",
+        pipeline="LTXConditionPipeline",
+        parts=lambda: parts() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()},
+        call=lambda: call(image=picture(SIZE), strength=0.8),
+    ),
+)

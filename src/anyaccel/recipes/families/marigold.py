@@ -1,0 +1,63 @@
+"""Marigold: depth, normals and intrinsics from a picture."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families.stable_diffusion import denoiser, scheduler
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.autoencoders import autoencoder_kl
+from anyaccel.recipes.parts.calls import picture, unprompted
+from anyaccel.recipes.parts.text_encoders import clip_text
+from anyaccel.recipes.parts.tokenizers import clip_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 16
+
+recipe = functools.partial(make_recipe, family="marigold")
+
+
+def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
+    """The components of Marigold: the UNet takes the latent of the picture and those of the maps."""
+    return {
+        "unet": denoiser(in_channels=4 + 4 * maps, out_channels=4 * maps, use_linear_projection=True),
+        "vae": autoencoder_kl(),
+        "scheduler": diffusers.DDIMScheduler(**scheduler(prediction_type="v_prediction", clip_sample=False)),
+        "text_encoder": clip_text(),
+        "tokenizer": clip_tokenizer(),
+    } | more
+
+
+def intrinsics() -> dict[str, Any]:
+    """The components of the intrinsics of a picture: two maps, each with a name."""
+    names = {
+        "target_names": ["albedo", "material"],
+        "albedo": {"prediction_space": "srgb"},
+        "material": {"prediction_space": "stack", "sub_target_names": ["roughness", "metallicity", None]},
+    }
+    return parts(maps=2, prediction_type="intrinsics", target_properties=names)
+
+
+def call() -> dict[str, Any]:
+    """One call at the size of the picture."""
+    return unprompted(image=picture(SIZE), processing_resolution=0)
+
+
+RECIPES = (
+    recipe(
+        name="marigold-depth",
+        pipeline="MarigoldDepthPipeline",
+        parts=lambda: parts(prediction_type="depth"),
+        call=call,
+    ),
+    recipe(
+        name="marigold-normals",
+        pipeline="MarigoldNormalsPipeline",
+        parts=lambda: parts(prediction_type="normals"),
+        call=call,
+    ),
+    recipe(name="marigold-intrinsics", pipeline="MarigoldIntrinsicsPipeline", parts=intrinsics, call=call),
+)

@@ -1,0 +1,65 @@
+"""PRX."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import diffusers, torch
+from anyaccel.recipes.parts.autoencoders import autoencoder_kl
+from anyaccel.recipes.parts.calls import embedding, prompted
+from anyaccel.recipes.parts.language_models import t5_gemma_encoder
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
+from anyaccel.recipes.parts.tokenizers import gemma_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 16
+
+recipe = functools.partial(make_recipe, family="prx")
+
+
+def parts() -> dict[str, Any]:
+    """The components of PRX."""
+    return {
+        "transformer": diffusers.PRXTransformer2DModel(
+            in_channels=4,
+            patch_size=2,
+            context_in_dim=TEXT_WIDTH,
+            hidden_size=32,
+            mlp_ratio=2.0,
+            num_heads=2,
+            depth=2,
+            axes_dim=[8, 8],
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "text_encoder": t5_gemma_encoder(),
+        "tokenizer": gemma_tokenizer(max_length=32),
+        "vae": autoencoder_kl(shift_factor=0.1),
+        "default_sample_size": SIZE,
+    }
+
+
+def call() -> dict[str, Any]:
+    """One call with an embedded text: the pipeline cleans a prompt with ftfy, which is no dependency of ours."""
+    return prompted(
+        prompt=None,
+        prompt_embeds=embedding(1, 16, TEXT_WIDTH),
+        negative_prompt_embeds=embedding(1, 16, TEXT_WIDTH, seed=4),
+        prompt_attention_mask=torch.ones(1, 16, dtype=torch.bool),
+        negative_prompt_attention_mask=torch.ones(1, 16, dtype=torch.bool),
+        height=SIZE,
+        width=SIZE,
+        use_resolution_binning=False,
+    )
+
+
+RECIPES = (
+    recipe(
+        name="prx",
+        pipeline="PRXPipeline",
+        parts=parts,
+        call=call,
+    ),
+)

@@ -1,0 +1,108 @@
+"""Qwen-Image: text to image, image to image, inpainting, ControlNet."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families.flux import flow_scheduler
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.language_models import qwen_2_5_vl
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
+from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES", "autoencoder_qwen"]
+
+SIZE = 16
+CHANNELS = 4
+
+recipe = functools.partial(make_recipe, family="qwen-image")
+
+
+def autoencoder_qwen() -> Any:
+    """The autoencoder of Qwen-Image, made for clips and fed single frames."""
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=CHANNELS,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[0.0] * CHANNELS,
+        latents_std=[1.0] * CHANNELS,
+    )
+
+
+def transformer_shape(**more: Any) -> dict[str, Any]:
+    """What the transformer and its ControlNet share."""
+    return {
+        "patch_size": 2,
+        "in_channels": 4 * CHANNELS,
+        "out_channels": CHANNELS,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": TEXT_WIDTH,
+        "axes_dims_rope": (4, 6, 6),
+    } | more
+
+
+def parts(**more: Any) -> dict[str, Any]:
+    """The components of Qwen-Image."""
+    return {
+        "scheduler": flow_scheduler(),
+        "vae": autoencoder_qwen(),
+        "text_encoder": qwen_2_5_vl(),
+        "tokenizer": qwen_tokenizer(),
+        "transformer": diffusers.QwenImageTransformer2DModel(**transformer_shape()),
+    } | more
+
+
+def parts_with_controlnet(**more: Any) -> dict[str, Any]:
+    """The components of Qwen-Image and a ControlNet."""
+    return parts(controlnet=diffusers.QwenImageControlNetModel(**transformer_shape(**more)))
+
+
+def call(**more: Any) -> dict[str, Any]:
+    """One call with guidance by a second prompt."""
+    return (
+        prompted(
+            negative_prompt="blue",
+            true_cfg_scale=2.0,
+            guidance_scale=None,
+            height=SIZE,
+            width=SIZE,
+            max_sequence_length=300,
+        )
+        | more
+    )
+
+
+def call_halfway(**more: Any) -> dict[str, Any]:
+    """One call that starts from a picture, two steps of four before the end."""
+    return call(image=picture(SIZE), strength=0.5, num_inference_steps=4, **more)
+
+
+RECIPES = (
+    recipe(name="qwen-image", pipeline="QwenImagePipeline", parts=parts, call=call),
+    recipe(name="qwen-image-image-to-image", pipeline="QwenImageImg2ImgPipeline", parts=parts, call=call_halfway),
+    recipe(
+        name="qwen-image-inpaint",
+        pipeline="QwenImageInpaintPipeline",
+        parts=parts,
+        call=lambda: call_halfway(mask_image=mask(SIZE)),
+    ),
+    recipe(
+        name="qwen-image-controlnet",
+        pipeline="QwenImageControlNetPipeline",
+        parts=parts_with_controlnet,
+        call=lambda: call(control_image=picture(SIZE)),
+    ),
+    recipe(
+        name="qwen-image-controlnet-inpaint",
+        pipeline="QwenImageControlNetInpaintPipeline",
+        parts=lambda: parts_with_controlnet(extra_condition_channels=4),
+        call=lambda: call(control_image=picture(SIZE), control_mask=mask(SIZE)),
+    ),
+)

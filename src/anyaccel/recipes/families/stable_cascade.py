@@ -1,0 +1,172 @@
+"""Stable Cascade and Würstchen: a prior for a very small latent, a decoder, and both combined."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import embedding, prompted
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text, clip_text_with_projection
+from anyaccel.recipes.parts.tokenizers import clip_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 128
+"""The pipelines divide it by 42.67 for the prior's latent, and by 4 for the decoder's."""
+EMBEDDING = (1, 4, 3, 3)
+
+recipe = functools.partial(make_recipe, family="stable-cascade")
+
+
+def home(name: str) -> Any:
+    """A module of Würstchen, whose classes stand nowhere else."""
+    return importlib.import_module(f"diffusers.pipelines.deprecated.wuerstchen.{name}")
+
+
+def vqgan() -> Any:
+    """The quantising autoencoder that both use, scaled for the large latents that random weights give."""
+    return home("modeling_paella_vq_model").PaellaVQModel(
+        levels=2, bottleneck_blocks=1, embed_dim=8, latent_channels=4, num_vq_embeddings=12, scale_factor=0.002
+    )
+
+
+def text() -> dict[str, Any]:
+    """The text encoder of Stable Cascade."""
+    return {"tokenizer": clip_tokenizer(), "text_encoder": clip_text_with_projection()}
+
+
+def unet(**more: Any) -> Any:
+    """The network of either stage, two levels of 16."""
+    blocks = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
+    return diffusers.StableCascadeUNet(
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "conditioning_dim": 16,
+            "block_out_channels": (16, 16),
+            "num_attention_heads": (2, 2),
+            "down_num_layers_per_block": (1, 1),
+            "up_num_layers_per_block": (1, 1),
+            "block_types_per_layer": (blocks, blocks),
+            "clip_text_pooled_in_channels": TEXT_WIDTH,
+            "switch_level": (False,),
+            "dropout": (0.0, 0.0),
+        }
+        | more
+    )
+
+
+def prior() -> dict[str, Any]:
+    """The components of the first stage."""
+    network = unet(clip_text_in_channels=TEXT_WIDTH, clip_image_in_channels=TEXT_WIDTH)
+    return text() | {"prior": network, "scheduler": diffusers.DDPMWuerstchenScheduler()}
+
+
+def decoder() -> dict[str, Any]:
+    """The components of the second stage."""
+    network = unet(effnet_in_channels=4, patch_size=2, timestep_conditioning_type=("sca",))
+    return text() | {
+        "decoder": network,
+        "scheduler": diffusers.DDPMWuerstchenScheduler(),
+        "vqgan": vqgan(),
+        "latent_dim_scale": 4.0,
+    }
+
+
+def both() -> dict[str, Any]:
+    """The components of both stages."""
+    second = decoder()
+    del second["latent_dim_scale"]
+    return second | {f"prior_{name}": part for name, part in prior().items()}
+
+
+def call_both(**more: Any) -> dict[str, Any]:
+    """One call of both stages."""
+    arguments = prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, decoder_guidance_scale=2.0, **more)
+    del arguments["guidance_scale"]
+    return arguments
+
+
+def wuerstchen_prior() -> dict[str, Any]:
+    """The components of Würstchen's first stage."""
+    network = home("modeling_wuerstchen_prior").WuerstchenPrior(
+        c_in=4, c=16, c_cond=TEXT_WIDTH, c_r=8, depth=1, nhead=2, dropout=0.0
+    )
+    return {
+        "tokenizer": clip_tokenizer(),
+        "text_encoder": clip_text(),
+        "prior": network,
+        "scheduler": diffusers.DDPMWuerstchenScheduler(),
+    }
+
+
+def wuerstchen_decoder() -> dict[str, Any]:
+    """The components of Würstchen's second stage."""
+    network = home("modeling_wuerstchen_diffnext").WuerstchenDiffNeXt(
+        c_cond=TEXT_WIDTH,
+        c_hidden=[16, 16, 16, 16],
+        nhead=[-1, 2, 2, 2],
+        blocks=[1, 1, 1, 1],
+        level_config=["CT", "CTA", "CTA", "CTA"],
+        effnet_embd=4,
+        clip_embd=TEXT_WIDTH,
+        dropout=0.0,
+    )
+    return {
+        "tokenizer": clip_tokenizer(),
+        "text_encoder": clip_text(),
+        "decoder": network,
+        "scheduler": diffusers.DDPMWuerstchenScheduler(),
+        "vqgan": vqgan(),
+        "latent_dim_scale": 10.67,
+    }
+
+
+def wuerstchen_both() -> dict[str, Any]:
+    """The components of both stages of Würstchen."""
+    second = wuerstchen_decoder()
+    del second["latent_dim_scale"]
+    return second | {f"prior_{name}": part for name, part in wuerstchen_prior().items()}
+
+
+RECIPES = (
+    recipe(
+        name="stable-cascade-prior",
+        pipeline="StableCascadePriorPipeline",
+        parts=prior,
+        call=lambda: prompted(height=SIZE, width=SIZE),
+    ),
+    recipe(
+        name="stable-cascade",
+        pipeline="StableCascadeDecoderPipeline",
+        parts=decoder,
+        call=lambda: prompted(image_embeddings=embedding(*EMBEDDING)),
+    ),
+    recipe(
+        name="stable-cascade-combined",
+        pipeline="StableCascadeCombinedPipeline",
+        parts=both,
+        call=call_both,
+    ),
+    recipe(
+        name="wuerstchen-prior",
+        pipeline="WuerstchenPriorPipeline",
+        parts=wuerstchen_prior,
+        call=lambda: prompted(height=SIZE, width=SIZE),
+    ),
+    recipe(
+        name="wuerstchen",
+        pipeline="WuerstchenDecoderPipeline",
+        parts=wuerstchen_decoder,
+        call=lambda: prompted(image_embeddings=embedding(*EMBEDDING)),
+    ),
+    recipe(
+        name="wuerstchen-combined",
+        pipeline="WuerstchenCombinedPipeline",
+        parts=wuerstchen_both,
+        call=call_both,
+    ),
+)

@@ -1,0 +1,112 @@
+"""Older models of video, built on Stable Diffusion: ModelScope, I2VGen-XL, PIA, Text2Video-Zero."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families import animate_diff, stable_diffusion, stable_diffusion_xl
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import clip_of, picture, prompted
+from anyaccel.recipes.parts.image_encoders import clip_image_processor, clip_vision
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 16
+FRAMES = 2
+SHAPE: dict[str, Any] = {
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+    "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+    "cross_attention_dim": TEXT_WIDTH,
+    "norm_num_groups": 2,
+}
+
+recipe = functools.partial(make_recipe, family="text-to-video")
+
+
+def base(**more: Any) -> dict[str, Any]:
+    """The components of Stable Diffusion that these keep."""
+    kept = stable_diffusion.parts(
+        scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False)), **more
+    )
+    return animate_diff.without(kept, "safety_checker", "requires_safety_checker")
+
+
+def model_scope() -> dict[str, Any]:
+    """The components of ModelScope's text to video."""
+    kept = base(unet=diffusers.UNet3DConditionModel(attention_head_dim=4, **SHAPE))
+    return animate_diff.without(kept, "feature_extractor")
+
+
+def i2vgen() -> dict[str, Any]:
+    """The components of I2VGen-XL."""
+    return base(
+        unet=diffusers.I2VGenXLUNet(attention_head_dim=4, **SHAPE),
+        image_encoder=clip_vision(),
+        feature_extractor=clip_image_processor(),
+    )
+
+
+def pia() -> dict[str, Any]:
+    """The components of PIA, whose adapter also brings the first convolution."""
+    adapter = diffusers.MotionAdapter(
+        block_out_channels=(8, 16),
+        motion_layers_per_block=1,
+        motion_norm_num_groups=4,
+        motion_num_attention_heads=2,
+        conv_in_channels=9,
+    )
+    return base(motion_adapter=adapter)
+
+
+def call_zero(**more: Any) -> dict[str, Any]:
+    """One call of Text2Video-Zero, whose motion is added between the first steps."""
+    return prompted(video_length=FRAMES, height=SIZE, width=SIZE, num_inference_steps=3, t0=1, t1=2, **more)
+
+
+RECIPES = (
+    recipe(
+        name="model-scope",
+        pipeline="TextToVideoSDPipeline",
+        parts=model_scope,
+        call=lambda: prompted(height=SIZE, width=SIZE, num_frames=FRAMES),
+    ),
+    recipe(
+        name="model-scope-video-to-video",
+        pipeline="VideoToVideoSDPipeline",
+        parts=model_scope,
+        call=lambda: prompted(video=clip_of(FRAMES, SIZE), strength=0.5, num_inference_steps=4),
+    ),
+    recipe(
+        name="i2vgen-xl",
+        pipeline="I2VGenXLPipeline",
+        parts=i2vgen,
+        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE, num_frames=FRAMES, clip_skip=None),
+    ),
+    recipe(
+        name="pia",
+        pipeline="PIAPipeline",
+        parts=pia,
+        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE, num_frames=FRAMES),
+    ),
+    recipe(
+        name="text-to-video-zero",
+        pipeline="TextToVideoZeroPipeline",
+        parts=lambda: stable_diffusion.parts(
+            scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False))
+        ),
+        call=call_zero,
+    ),
+    recipe(
+        name="text-to-video-zero-xl",
+        pipeline="TextToVideoZeroSDXLPipeline",
+        parts=lambda: stable_diffusion_xl.parts(
+            scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False))
+        ),
+        call=call_zero,
+    ),
+)

@@ -1,0 +1,58 @@
+"""VisualCloze: FLUX fill that learns a task from pictures of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families import flux
+from anyaccel.recipes.parts.calls import picture, unprompted
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 32
+
+recipe = functools.partial(make_recipe, family="visual-cloze")
+
+
+def parts() -> dict[str, Any]:
+    """The components of FLUX fill."""
+    return flux.parts(in_channels=3 * flux.PATCH) | {"resolution": SIZE}
+
+
+def call() -> dict[str, Any]:
+    """One call with an example of the task, and a picture to do it for."""
+    return unprompted(
+        task_prompt="turn blue",
+        content_prompt="a red fox",
+        image=[[picture(SIZE), picture(SIZE, seed=2)], [picture(SIZE, seed=3), None]],
+        guidance_scale=30.0,
+        max_sequence_length=256,
+    )
+
+
+def silence(pipe: Any) -> None:
+    """Turn off the progress bars of the pipelines inside."""
+    for inner in (pipe.generation_pipe, pipe.upsampling_pipe):
+        inner.set_progress_bar_config(disable=True)
+
+
+RECIPES = (
+    recipe(name="visual-cloze-generation", pipeline="VisualClozeGenerationPipeline", parts=parts, call=call),
+    recipe(
+        name="visual-cloze",
+        pipeline="VisualClozePipeline",
+        parts=parts,
+        finish=silence,
+        call=lambda: (
+            call()
+            | {
+                "upsampling_height": SIZE,
+                "upsampling_width": SIZE,
+                "upsampling_strength": 0.5,
+                "num_inference_steps": 4,
+            }
+        ),
+    ),
+)

@@ -1,0 +1,167 @@
+"""Wan: text to video, image to video, video to video, VACE, and edits."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import clip_of, embedding, picture, prompted
+from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision_model
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, umt5_encoder
+from anyaccel.recipes.parts.tokenizers import t5_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = [
+    "CHANNELS",
+    "FRAMES",
+    "RECIPES",
+    "SIZE",
+    "TIME_SCALE",
+    "autoencoder_wan",
+    "call",
+    "call_embedded",
+    "call_without_length",
+    "parts",
+    "transformer_shape",
+]
+
+SIZE = 16
+FRAMES = 5
+CHANNELS = 4
+TIME_SCALE = 2
+
+recipe = functools.partial(make_recipe, family="wan")
+
+
+def autoencoder_wan(*, halvings: int = 1) -> Any:
+    """The autoencoder of Wan, which halves the width, the height and the frames but the first, once or more often."""
+    return diffusers.AutoencoderKLWan(
+        base_dim=8,
+        z_dim=CHANNELS,
+        dim_mult=[1] + [2] * halvings,
+        num_res_blocks=1,
+        temperal_downsample=[True] * halvings,
+        latents_mean=[0.0] * CHANNELS,
+        latents_std=[1.0] * CHANNELS,
+        scale_factor_temporal=TIME_SCALE**halvings,
+        scale_factor_spatial=2**halvings,
+    )
+
+
+def transformer_shape(**more: Any) -> dict[str, Any]:
+    """Two layers of 24."""
+    return {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "in_channels": CHANNELS,
+        "out_channels": CHANNELS,
+        "text_dim": TEXT_WIDTH,
+        "freq_dim": 32,
+        "ffn_dim": 32,
+        "num_layers": 2,
+        "rope_max_seq_len": 32,
+    } | more
+
+
+def parts(**more: Any) -> dict[str, Any]:
+    """The components of Wan 2.1."""
+    return {
+        "tokenizer": t5_tokenizer(),
+        "text_encoder": umt5_encoder(),
+        "vae": autoencoder_wan(),
+        "scheduler": diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        "transformer": diffusers.WanTransformer3DModel(**transformer_shape()),
+    } | more
+
+
+def parts_of_two_experts() -> dict[str, Any]:
+    """The components of Wan 2.2: one transformer for the noisy steps, one for the others."""
+    return parts(transformer_2=diffusers.WanTransformer3DModel(**transformer_shape()), boundary_ratio=0.875)
+
+
+def parts_for_images() -> dict[str, Any]:
+    """The components of image to video: the latents, those of the picture and a mask of the frames come in."""
+    shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
+    return parts(
+        transformer=diffusers.WanTransformer3DModel(**shape),
+        image_encoder=clip_vision_model(),
+        image_processor=clip_image_processor(),
+    )
+
+
+def parts_of_vace() -> dict[str, Any]:
+    """The components of VACE, whose side branch reads two clips and a mask."""
+    shape = transformer_shape(vace_layers=[0, 1], vace_in_channels=2 * CHANNELS + 2**2)
+    return parts(transformer=diffusers.WanVACETransformer3DModel(**shape))
+
+
+def call(**more: Any) -> dict[str, Any]:
+    """One call for five frames."""
+    return prompted(negative_prompt="blue", height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=32) | more
+
+
+def call_embedded(**more: Any) -> dict[str, Any]:
+    """One call with an embedded text: these pipelines clean a prompt with ftfy, which is no dependency of ours."""
+    embedded = {
+        "prompt_embeds": embedding(1, 32, TEXT_WIDTH),
+        "negative_prompt_embeds": embedding(1, 32, TEXT_WIDTH, seed=4),
+    }
+    return call(prompt=None, negative_prompt=None, **embedded) | more
+
+
+def call_without_length(**more: Any) -> dict[str, Any]:
+    """One call that takes its number of frames from a clip."""
+    arguments = call_embedded(**more)
+    del arguments["num_frames"]
+    return arguments
+
+
+def call_halfway() -> dict[str, Any]:
+    """One call that starts from a clip, two steps of four before the end."""
+    return call_without_length(video=clip_of(FRAMES, SIZE), strength=0.5, num_inference_steps=4)
+
+
+def parts_of_lucy() -> dict[str, Any]:
+    """The components of Lucy Edit, which lays the latents of a clip beside its own."""
+    return parts(transformer=diffusers.WanTransformer3DModel(**transformer_shape(in_channels=2 * CHANNELS)))
+
+
+def parts_of_chrono_edit() -> dict[str, Any]:
+    """The components of ChronoEdit, which edits a picture as the end of a clip."""
+    base = parts_for_images()
+    shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
+    return base | {"transformer": diffusers.ChronoEditTransformer3DModel(**shape)}
+
+
+RECIPES = (
+    recipe(
+        name="lucy-edit",
+        pipeline="LucyEditPipeline",
+        parts=parts_of_lucy,
+        call=lambda: call_embedded(video=clip_of(FRAMES, SIZE)),
+    ),
+    recipe(
+        name="chrono-edit",
+        pipeline="ChronoEditPipeline",
+        parts=parts_of_chrono_edit,
+        call=lambda: call_embedded(image=picture(SIZE)),
+    ),
+    recipe(name="wan", pipeline="WanPipeline", parts=parts, call=call),
+    recipe(name="wan-two-experts", pipeline="WanPipeline", parts=parts_of_two_experts, call=call),
+    recipe(
+        name="wan-image-to-video",
+        pipeline="WanImageToVideoPipeline",
+        parts=parts_for_images,
+        call=lambda: call_embedded(image=picture(SIZE)),
+    ),
+    recipe(name="wan-video-to-video", pipeline="WanVideoToVideoPipeline", parts=parts, call=call_halfway),
+    recipe(
+        name="wan-vace",
+        pipeline="WanVACEPipeline",
+        parts=parts_of_vace,
+        call=lambda: call_embedded(video=clip_of(FRAMES, SIZE)),
+    ),
+)

@@ -1,0 +1,64 @@
+"""Models of video that keep Wan's autoencoder and text encoder: Wan Animate, AnyFlow."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.families import wan
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.calls import clip_of, picture
+from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision_model
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+recipe = functools.partial(make_recipe, family="wan")
+
+
+def animate() -> dict[str, Any]:
+    """The components of Wan Animate, which moves a figure after a face and a pose."""
+    shape = wan.transformer_shape(
+        in_channels=2 * wan.CHANNELS + 4,
+        latent_channels=wan.CHANNELS,
+        image_dim=IMAGE_WIDTH,
+        added_kv_proj_dim=24,
+        motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=16,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+    )
+    return wan.parts(
+        vae=wan.autoencoder_wan(halvings=2),
+        transformer=diffusers.WanAnimateTransformer3DModel(**shape),
+        image_encoder=clip_vision_model(),
+        image_processor=clip_image_processor(),
+    )
+
+
+def any_flow() -> dict[str, Any]:
+    """The components of AnyFlow, which steps along a map of the flow."""
+    return wan.parts(
+        transformer=diffusers.AnyFlowTransformer3DModel(**wan.transformer_shape()),
+        scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+    )
+
+
+RECIPES = (
+    recipe(
+        name="wan-animate",
+        pipeline="WanAnimatePipeline",
+        parts=animate,
+        call=lambda: wan.call_without_length(
+            image=picture(wan.SIZE),
+            pose_video=clip_of(wan.FRAMES, wan.SIZE),
+            face_video=clip_of(wan.FRAMES, wan.SIZE),
+            segment_frame_length=wan.FRAMES,
+        ),
+    ),
+    recipe(name="any-flow", pipeline="AnyFlowPipeline", parts=any_flow, call=wan.call_embedded),
+)

@@ -1,0 +1,89 @@
+"""Z-Image: text to image, image to image, inpainting, ControlNet."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import diffusers
+from anyaccel.recipes.parts.autoencoders import autoencoder_kl
+from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.language_models import qwen_3_model
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
+from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
+from anyaccel.recipes.recipe import make_recipe
+
+__all__ = ["RECIPES"]
+
+SIZE = 16
+
+recipe = functools.partial(make_recipe, family="z-image")
+
+
+def parts(**more: Any) -> dict[str, Any]:
+    """The components of Z-Image."""
+    return {
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "vae": autoencoder_kl(scaling_factor=0.3611, shift_factor=0.1159),
+        "text_encoder": qwen_3_model(),
+        "tokenizer": qwen_tokenizer(),
+        "transformer": diffusers.ZImageTransformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=TEXT_WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[256, 32, 32],
+        ),
+    } | more
+
+
+def controlnet(*, channels: int) -> Any:
+    """The ControlNet, which borrows its embedders from the transformer."""
+    return diffusers.ZImageControlNetModel(
+        control_layers_places=[0, 1],
+        control_refiner_layers_places=[0],
+        control_in_dim=channels,
+        add_control_noise_refiner="control_noise_refiner",
+        dim=32,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+    )
+
+
+def call(**more: Any) -> dict[str, Any]:
+    """One call; a language model's marks make the text long."""
+    return prompted(negative_prompt="blue", height=SIZE, width=SIZE, max_sequence_length=64) | more
+
+
+RECIPES = (
+    recipe(name="z-image", pipeline="ZImagePipeline", parts=parts, call=call),
+    recipe(
+        name="z-image-image-to-image",
+        pipeline="ZImageImg2ImgPipeline",
+        parts=parts,
+        call=lambda: call(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+    ),
+    recipe(
+        name="z-image-inpaint",
+        pipeline="ZImageInpaintPipeline",
+        parts=parts,
+        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
+    ),
+    recipe(
+        name="z-image-controlnet",
+        pipeline="ZImageControlNetPipeline",
+        parts=lambda: parts(controlnet=controlnet(channels=4)),
+        call=lambda: call(control_image=picture(SIZE)),
+    ),
+    recipe(
+        name="z-image-controlnet-inpaint",
+        pipeline="ZImageControlNetInpaintPipeline",
+        parts=lambda: parts(controlnet=controlnet(channels=9)),
+        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), control_image=picture(SIZE, seed=2)),
+    ),
+)

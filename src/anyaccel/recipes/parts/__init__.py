@@ -1,0 +1,1 @@
+"""Tiny components that recipes share: text encoders, tokenizers, autoencoders, call arguments."""

@@ -1,0 +1,73 @@
+"""Encoders of pictures at their smallest, and what prepares pictures for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import transformers
+
+__all__ = [
+    "IMAGE_WIDTH",
+    "clip_image_processor",
+    "clip_vision",
+    "clip_vision_config",
+    "clip_vision_model",
+    "siglip_image_processor",
+    "siglip_vision",
+]
+
+IMAGE_WIDTH = 32
+IMAGE_SIZE = 32
+
+
+def clip_vision_config(**more: Any) -> Any:
+    """The configuration of an image encoder of CLIP, two layers of 32."""
+    return transformers.CLIPVisionConfig(
+        **{
+            "hidden_size": IMAGE_WIDTH,
+            "intermediate_size": 37,
+            "projection_dim": IMAGE_WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": IMAGE_SIZE,
+            "patch_size": 16,
+        }
+        | more
+    )
+
+
+def clip_vision(**more: Any) -> Any:
+    """The image encoder of CLIP, which also gives a vector for the whole picture."""
+    return transformers.CLIPVisionModelWithProjection(clip_vision_config(**more))
+
+
+def clip_vision_model(**more: Any) -> Any:
+    """The image encoder of CLIP, for those who read its hidden states."""
+    return transformers.CLIPVisionModel(clip_vision_config(**more))
+
+
+def clip_image_processor(size: int = IMAGE_SIZE) -> Any:
+    """What crops and scales a picture for CLIP."""
+    return transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+
+
+def siglip_vision(**more: Any) -> Any:
+    """The image encoder of SigLIP, two layers of 32."""
+    return transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(
+            **{
+                "hidden_size": IMAGE_WIDTH,
+                "intermediate_size": 37,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": IMAGE_SIZE,
+                "patch_size": 16,
+            }
+            | more
+        )
+    )
+
+
+def siglip_image_processor(size: int = IMAGE_SIZE) -> Any:
+    """What scales a picture for SigLIP."""
+    return transformers.SiglipImageProcessor(size={"height": size, "width": size})

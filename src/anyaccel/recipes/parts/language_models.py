@@ -1,0 +1,212 @@
+"""Language models at their smallest, for the pipelines that read their hidden states."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import transformers
+from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
+from anyaccel.recipes.parts.tokenizers import GEMMA_VOCABULARY, GLM_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY
+
+__all__ = [
+    "gemma",
+    "gemma_2",
+    "gemma_3",
+    "glm",
+    "layers_of",
+    "llama",
+    "llama_with_head",
+    "mistral_3",
+    "mistral_3_model",
+    "qwen_2_5_vl",
+    "qwen_2_5_vl_text",
+    "qwen_2_vl",
+    "qwen_3",
+    "qwen_3_model",
+    "qwen_3_vl_model",
+    "smol_lm",
+    "t5_gemma_encoder",
+]
+
+
+def layers_of(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
+    """Two layers of 32 with grouped queries, as every decoder of a language model takes them."""
+    return {
+        "vocab_size": len(vocabulary),
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 37,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+    } | more
+
+
+def _qwen_marks() -> dict[str, int]:
+    end = QWEN_VOCABULARY["<|endoftext|>"]
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+
+
+def qwen_3_config(**more: Any) -> Any:
+    """The configuration of Qwen 3."""
+    return transformers.Qwen3Config(**layers_of(QWEN_VOCABULARY, **_qwen_marks()) | more)
+
+
+def qwen_3(**more: Any) -> Any:
+    """Qwen 3 with its head."""
+    return transformers.Qwen3ForCausalLM(qwen_3_config(**more))
+
+
+def qwen_3_model(**more: Any) -> Any:
+    """Qwen 3 without its head."""
+    return transformers.Qwen3Model(qwen_3_config(**more))
+
+
+def _qwen_2_5_layers(**more: Any) -> dict[str, Any]:
+    turns = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    return layers_of(QWEN_VOCABULARY, **_qwen_marks()) | {"rope_parameters": turns} | more
+
+
+def qwen_2_5_vl_text(**more: Any) -> Any:
+    """The decoder of Qwen 2.5 VL alone."""
+    home = importlib.import_module("transformers.models.qwen2_5_vl")
+    return home.Qwen2_5_VLTextModel(home.Qwen2_5_VLTextConfig(**_qwen_2_5_layers(**more)))
+
+
+def qwen_2_5_vl(**more: Any) -> Any:
+    """Qwen 2.5 VL: a decoder that also sees pictures of patches of 14 pixels."""
+    text = _qwen_2_5_layers(**more)
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_heads": 2,
+        "out_hidden_size": TEXT_WIDTH,
+        "fullatt_block_indexes": [1],
+    }
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=QWEN_VOCABULARY["<|image_pad|>"],
+            video_token_id=QWEN_VOCABULARY["<|video_pad|>"],
+            vision_start_token_id=QWEN_VOCABULARY["<|vision_start|>"],
+            vision_end_token_id=QWEN_VOCABULARY["<|vision_end|>"],
+        )
+    )
+
+
+def mistral_3() -> Any:
+    """Mistral 3: a decoder of Mistral and the eyes of Pixtral."""
+    text = transformers.MistralConfig(**layers_of(QWEN_VOCABULARY, **_qwen_marks()))
+    vision = transformers.PixtralVisionConfig(
+        hidden_size=32, intermediate_size=37, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config=text, vision_config=vision, image_token_index=QWEN_VOCABULARY["<|image_pad|>"]
+        )
+    )
+
+
+def gemma(**more: Any) -> Any:
+    """The first Gemma, without its head."""
+    return transformers.GemmaModel(transformers.GemmaConfig(**layers_of(GEMMA_VOCABULARY) | more))
+
+
+def gemma_2(**more: Any) -> Any:
+    """Gemma 2, without its head."""
+    return transformers.Gemma2Model(transformers.Gemma2Config(**layers_of(GEMMA_VOCABULARY) | more))
+
+
+def glm(**more: Any) -> Any:
+    """GLM, without its head."""
+    return transformers.GlmModel(
+        transformers.GlmConfig(
+            **layers_of(
+                GLM_VOCABULARY,
+                pad_token_id=GLM_VOCABULARY["<|endoftext|>"],
+                eos_token_id=GLM_VOCABULARY["<|endoftext|>"],
+            )
+            | more
+        )
+    )
+
+
+def llama(**more: Any) -> Any:
+    """Llama, without its head."""
+    return transformers.LlamaModel(transformers.LlamaConfig(**layers_of(LLAMA_VOCABULARY, pad_token_id=0) | more))
+
+
+def llama_with_head(**more: Any) -> Any:
+    """Llama with its head."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**layers_of(LLAMA_VOCABULARY, pad_token_id=0) | more))
+
+
+def mistral_3_model() -> Any:
+    """Mistral 3 without its head."""
+    return mistral_3().model
+
+
+def smol_lm(**more: Any) -> Any:
+    """SmolLM 3 with its head."""
+    return transformers.SmolLM3ForCausalLM(
+        transformers.SmolLM3Config(**layers_of(QWEN_VOCABULARY, **_qwen_marks()) | more)
+    )
+
+
+def qwen_2_vl() -> Any:
+    """Qwen 2 VL, with its eyes."""
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": TEXT_WIDTH, "num_heads": 2, "mlp_ratio": 2}
+    return transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(text_config=_qwen_2_5_layers(), vision_config=vision)
+    )
+
+
+def t5_gemma_encoder() -> Any:
+    """The encoder of T5Gemma."""
+    home = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
+    half = transformers.models.t5gemma.T5GemmaModuleConfig(**layers_of(GEMMA_VOCABULARY))
+    both = transformers.models.t5gemma.T5GemmaConfig(encoder=half, decoder=half, vocab_size=len(GEMMA_VOCABULARY))
+    return home.T5GemmaEncoder(both.encoder)
+
+
+def qwen_3_vl_model() -> Any:
+    """Qwen 3 VL without its head."""
+    turns = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_heads": 2,
+        "out_hidden_size": TEXT_WIDTH,
+        "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }
+    return transformers.Qwen3VLModel(
+        transformers.Qwen3VLConfig(
+            text_config=layers_of(QWEN_VOCABULARY, **_qwen_marks()) | {"rope_parameters": turns},
+            vision_config=vision,
+            image_token_id=QWEN_VOCABULARY["<|image_pad|>"],
+            video_token_id=QWEN_VOCABULARY["<|video_pad|>"],
+            vision_start_token_id=QWEN_VOCABULARY["<|vision_start|>"],
+            vision_end_token_id=QWEN_VOCABULARY["<|vision_end|>"],
+        )
+    )
+
+
+def gemma_3() -> Any:
+    """Gemma 3, with eyes."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 37,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=layers_of(GEMMA_VOCABULARY), vision_config=vision, mm_tokens_per_image=4)
+    )

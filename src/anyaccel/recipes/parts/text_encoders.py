@@ -1,0 +1,93 @@
+"""Text encoders at their smallest: CLIP, T5 and BERT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyaccel.recipes.lazy_modules import transformers
+from anyaccel.recipes.parts.tokenizers import BERT_VOCABULARY, CLIP_VOCABULARY, T5_VOCABULARY
+
+__all__ = ["TEXT_WIDTH", "bert", "clip_text", "clip_text_with_projection", "t5_encoder", "umt5_encoder"]
+
+TEXT_WIDTH = 32
+
+
+def clip_config(**more: Any) -> Any:
+    """The configuration of a text encoder of CLIP, two layers of 32."""
+    return transformers.CLIPTextConfig(
+        **{
+            "vocab_size": len(CLIP_VOCABULARY),
+            "hidden_size": TEXT_WIDTH,
+            "intermediate_size": 37,
+            "projection_dim": TEXT_WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 77,
+            "bos_token_id": CLIP_VOCABULARY["<|startoftext|>"],
+            "eos_token_id": CLIP_VOCABULARY["<|endoftext|>"],
+            "pad_token_id": CLIP_VOCABULARY["<|endoftext|>"],
+        }
+        | more
+    )
+
+
+def clip_text(**more: Any) -> Any:
+    """A text encoder of CLIP."""
+    return transformers.CLIPTextModel(clip_config(**more))
+
+
+def clip_text_with_projection(**more: Any) -> Any:
+    """A text encoder of CLIP that also gives a vector for the whole text."""
+    return transformers.CLIPTextModelWithProjection(clip_config(**more))
+
+
+def t5_encoder(**more: Any) -> Any:
+    """The encoder of T5 1.1, two layers of 32."""
+    return transformers.T5EncoderModel(
+        transformers.T5Config(
+            **{
+                "vocab_size": len(T5_VOCABULARY),
+                "d_model": TEXT_WIDTH,
+                "d_kv": 8,
+                "d_ff": 37,
+                "num_layers": 2,
+                "num_heads": 4,
+                "feed_forward_proj": "gated-gelu",
+            }
+            | more
+        )
+    )
+
+
+def umt5_encoder(**more: Any) -> Any:
+    """The encoder of the multilingual T5, two layers of 32."""
+    return transformers.UMT5EncoderModel(
+        transformers.UMT5Config(
+            **{
+                "vocab_size": len(T5_VOCABULARY),
+                "d_model": TEXT_WIDTH,
+                "d_kv": 8,
+                "d_ff": 37,
+                "num_layers": 2,
+                "num_heads": 4,
+            }
+            | more
+        )
+    )
+
+
+def bert(**more: Any) -> Any:
+    """BERT, two layers of 32."""
+    return transformers.BertModel(
+        transformers.BertConfig(
+            **{
+                "vocab_size": len(BERT_VOCABULARY),
+                "hidden_size": TEXT_WIDTH,
+                "intermediate_size": 37,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "max_position_embeddings": 77,
+            }
+            | more
+        )
+    )

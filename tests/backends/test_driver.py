@@ -1,0 +1,194 @@
+"""Drivers: what goes through torch's own module of a device, and what a backend must do otherwise.
+
+The stand-ins below have the vendors' functions under the vendors' names and signatures, and nothing else.
+"""
+
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anyaccel.backends.claim import DtypeLimit, Yes
+from anyaccel.backends.devices import cpu, cuda, hpu, mps, neuron, npu
+from anyaccel.backends.devices.cpu import SHEET as CPU
+from anyaccel.backends.driver import Driver, Memory
+from anyaccel.backends.dtype_probe import probe_dtype
+from anyaccel.backends.registry import Backend
+from anyaccel.errors import NotMeasurableError
+
+HOST = torch.device("cpu")
+CUDA_FP8 = cuda.CUDA.dtypes.float8_e4m3fn
+
+
+def attach(backend: Backend, monkeypatch: pytest.MonkeyPatch, **functions: Any) -> Driver:
+    module: Any = SimpleNamespace(**functions)
+    driver = backend.driver(backend.sheet)
+
+    def give(_: Driver) -> ModuleType:
+        found: ModuleType = module
+        return found
+
+    monkeypatch.setattr(type(driver), "module", give)
+    return driver
+
+
+def test_mps_memory_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = attach(
+        mps.BACKEND,
+        monkeypatch,
+        recommended_max_memory=lambda: 40,
+        driver_allocated_memory=lambda: 25,
+        current_allocated_memory=lambda: 10,
+        synchronize=lambda: None,
+    )
+    assert driver.memory(0) == Memory(used_bytes=10, free_bytes=15, total_bytes=40)
+    driver.synchronize(0)
+
+
+def test_neuron_waits_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def count(index: int) -> int:
+        calls.append("count")
+        return 9
+
+    driver = attach(
+        neuron.BACKEND,
+        monkeypatch,
+        synchronize=lambda: calls.append("synchronize"),
+        get_device_properties=lambda index: SimpleNamespace(total_memory=24),
+        memory_reserved=count,
+        memory_allocated=lambda index: 5,
+    )
+    assert driver.memory(3) == Memory(used_bytes=5, free_bytes=15, total_bytes=24)
+    assert calls == ["synchronize", "count"]
+
+
+def test_a_device_without_a_cache_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    driver = attach(hpu.BACKEND, monkeypatch, synchronize=lambda: calls.append("synchronize"))
+    driver.empty_cache()
+    assert calls == []
+    driver.synchronize(0)
+    assert calls == ["synchronize"]
+
+
+def test_a_figure_that_is_not_kept_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = attach(npu.BACKEND, monkeypatch)
+    with pytest.raises(
+        NotMeasurableError, match=r"neither torch\.npu nor torch\.accelerator .* has max_memory_allocated"
+    ):
+        driver.max_memory(0)
+
+
+def test_seeding_reaches_the_host_and_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    driver = attach(npu.BACKEND, monkeypatch, manual_seed_all=seeds.append, manual_seed=lambda seed: 1 / 0)
+    driver.manual_seed(7)
+    assert seeds == [7]
+    assert torch.initial_seed() == 7
+
+
+def test_a_runtime_that_sees_nothing_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = attach(npu.BACKEND, monkeypatch, is_available=lambda: False, device_count=lambda: 8)
+    assert driver.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("reported", "product"), [("GAUDI", "gaudi1"), ("GAUDI2", "gaudi2"), ("GAUDI3", "gaudi3"), ("GAUDI4", None)]
+)
+def test_a_product_is_known_by_the_name_the_device_gives_itself(
+    reported: str, product: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = attach(hpu.BACKEND, monkeypatch, get_device_name=lambda index: reported)
+    assert driver.product(0) == product
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bfloat16", "complex64", "complex128"])
+def test_the_host_keeps_every_type(dtype: str) -> None:
+    assert probe_dtype(dtype, HOST) is None
+
+
+class NarrowTensor(torch.Tensor):
+    """A tensor whose move to a device narrows float64 as Gaudi does: the numbers change, the type does not."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        moved = func is torch.Tensor.to and isinstance(args[1], torch.device)
+        return result.to(torch.float32).to(torch.float64) if moved and result.dtype == torch.float64 else result
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "effect"),
+    [("narrow", None, "narrowed"), ("refuse", TypeError("no float64"), "error")],
+)
+def test_the_probe_tells_narrowing_from_refusal(
+    kind: str, error: Exception | None, effect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = torch.tensor
+
+    def refuse(self: torch.Tensor, target: Any) -> torch.Tensor:
+        if isinstance(target, torch.device) and error is not None:
+            raise error
+        return self
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = build(*args, **kwargs)
+        return tensor.as_subclass(NarrowTensor) if kind == "narrow" else tensor
+
+    monkeypatch.setattr(torch, "tensor", make)
+    if error is not None:
+        monkeypatch.setattr(torch.Tensor, "to", refuse)
+    assert probe_dtype("float64", HOST) == effect
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("full"), RuntimeError("MPS backend out of memory (MPS allocated: 18 GB)")]
+)
+def test_a_busy_device_is_not_one_without_the_type(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(self: torch.Tensor, target: Any) -> torch.Tensor:
+        raise error
+
+    doubted = DtypeLimit(
+        says="Refused.", source="https://x", evidence="documented", effect="narrowed", contradicted_by="https://y"
+    )
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted))
+    monkeypatch.setattr(torch.Tensor, "to", run_out)
+    assert Driver(sheet).settle(HOST).dtype("float64") == doubted
+    with pytest.raises(RuntimeError, match=str(error)[:20]):
+        probe_dtype("float64", HOST)
+
+
+def test_fp8_is_not_asked_for_by_an_addition() -> None:
+    assert isinstance(CUDA_FP8, DtypeLimit)
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float8_e4m3fn=replace(CUDA_FP8, contradicted_by="https://y")))
+    assert Driver(sheet).settle(HOST).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("current", "index"), [(2, 2), (torch.device("xpu", 5), 5), (torch.device("xpu"), 0)])
+def test_the_current_device_may_be_told_as_a_number_or_a_device(
+    current: object, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attach(npu.BACKEND, monkeypatch, current_device=lambda: current).current_index() == index
+
+
+def test_a_container_shares_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/sys/fs/cgroup/memory.max": "2000\n", "/sys/fs/cgroup/memory.current": "1500\n"}
+    monkeypatch.setattr(cpu, "_read", lambda path: files.get(path, ""))
+    memory = cpu.BACKEND.driver(CPU).memory(0)
+    assert (memory.free_bytes, memory.total_bytes) == (500, 2000)
+
+
+def test_a_device_settles_what_its_sheet_leaves_in_doubt() -> None:
+    doubted = DtypeLimit(
+        says="Refused.", source="https://x", evidence="documented", effect="error", contradicted_by="https://y"
+    )
+    certain = replace(doubted, contradicted_by="")
+    sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted, int64=certain))
+    settled = Driver(sheet).settle(HOST)
+    assert isinstance(settled.dtype("float64"), Yes)
+    assert settled.dtype("float64").evidence == "hardware"  # type: ignore[union-attr]
+    assert settled.dtype("int64") == certain, "what nobody doubts is not asked"

@@ -1,0 +1,160 @@
+"""The example plugin is installed for real, and adding an accelerator touches no file of anyaccel's."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def install(folder: Path, target: Path) -> None:
+    """What `pip install FOLDER` does, into a folder of its own and without a network."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(folder)],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+
+
+def devices(site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    return subprocess.run(
+        [sys.executable, "-m", "anyaccel", "devices", *arguments],
+        env=kept | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example, so that building it leaves nothing in the repository."""
+    folder = tmp_path_factory.mktemp("source") / "backend_plugin"
+    shutil.copytree(ROOT / "examples" / "backend_plugin", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    install(plugin, target)
+    return target
+
+
+def test_an_installed_plugin_is_a_device_like_the_others(site: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(devices(site, "--json").stdout)}
+    assert len(rows) == 9
+    assert rows["abacus"] == {
+        "name": "abacus",
+        "title": "Abacus 9000",
+        "available": False,
+        "reason": "the module torch_abacus is not installed",
+        "hint": "pip install torch-abacus, once somebody has written it",
+        "count": 0,
+        "names": [],
+        "origin": "anyaccel-abacus",
+        "virtual": False,
+    }
+
+
+def test_its_sheet_is_shown(site: Path) -> None:
+    done = devices(site, "abacus")
+    assert done.returncode == 0, done.stderr
+    assert "Beads hold 32 bits." in done.stdout
+    assert "https://example.com/abacus/manual" in done.stdout
+
+
+def test_a_plugin_that_breaks_is_shown_and_nothing_else_suffers(site: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "anyaccel_abacus" / "__init__.py").write_text("raise RuntimeError('the beads are stuck')")
+    done = devices(broken, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert "RuntimeError: the beads are stuck" in rows["abacus"]["reason"]
+    assert rows["cpu"]["available"]
+    named = devices(broken, "abacus")
+    assert named.returncode == 3
+    assert "the beads are stuck" in named.stderr
+    assert "Traceback" not in named.stderr
+
+
+def test_two_plugins_of_one_name_are_an_error(site: Path, plugin: Path, tmp_path: Path) -> None:
+    rival = tmp_path / "rival"
+    shutil.copytree(plugin, rival)
+    project = rival / "pyproject.toml"
+    project.write_text(project.read_text().replace('name = "anyaccel-abacus"', 'name = "rival-abacus"'))
+    both = tmp_path / "site"
+    shutil.copytree(site, both)
+    install(rival, both)
+    done = devices(both)
+    assert done.returncode == 3
+    assert "'abacus' is claimed by 2 plugins" in done.stderr
+    assert "anyaccel-abacus" in done.stderr
+    assert "rival-abacus" in done.stderr
+    assert "pip uninstall" in done.stderr
+    assert devices(both, "cpu").returncode == 0, "other names are not affected"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise SystemExit('no licence')", "SystemExit: no licence"),
+        ("BACKEND = 7", "anyaccel_abacus:BACKEND is a int, not an anyaccel.backends.Backend"),
+        (
+            "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU\n"
+            "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='My Device'))",
+            "'My Device' is no name for a device",
+        ),
+        (
+            "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU, CpuDriver\n"
+            "class Many(CpuDriver):\n    def count(self): return -3\n"
+            "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='abacus'), driver=Many)",
+            "it counts -3 devices",
+        ),
+        (
+            "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU, CpuDriver\n"
+            "class Loud(CpuDriver):\n    def count(self): print('hello'); raise OSError('no driver')\n"
+            "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='abacus'), driver=Loud)",
+            "OSError: no driver",
+        ),
+    ],
+)
+def test_a_plugin_may_do_its_worst(site: Path, tmp_path: Path, code: str, reason: str) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "anyaccel_abacus" / "__init__.py").write_text(code)
+    done = devices(broken, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    assert reason in rows["abacus"]["reason"]
+    assert rows["cpu"]["available"]
+
+
+def test_a_plugin_behind_the_device_of_another_is_opened_as_itself(site: Path, tmp_path: Path) -> None:
+    other = tmp_path / "site"
+    shutil.copytree(site, other)
+    (other / "anyaccel_abacus" / "__init__.py").write_text(
+        "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU\n"
+        "SHEET = replace(CPU.sheet, name='abacus', title='Abacus', device_type='cpu', preference=99)\n"
+        "BACKEND = replace(CPU, sheet=SHEET)"
+    )
+    code = "import anyaccel; print(anyaccel.open_device('auto').sheet.title, [d.name for d in anyaccel.devices()][0])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(other), "ANYACCEL_DEVICE": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "Abacus abacus\n", done.stderr

@@ -1,0 +1,124 @@
+"""Which number type a pipeline runs in, and what stands in for those that a device lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from anyaccel.planning import ComponentFacts, Facts, Wishes
+from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
+from tests.planning.sheets import dtype_limit, operation_limit, real_sheet, without_limits
+
+
+def facts(*dtypes: str, encoder: str = "", quantized: bool = False) -> Facts:
+    """A pipeline whose denoisers have those types."""
+    parts = [
+        ComponentFacts(name=f"unet{number}", kind="UNet", dtype=dtype, parameters=1, denoises=True, quantized=quantized)
+        for number, dtype in enumerate(dtypes)
+    ]
+    if encoder:
+        parts.append(ComponentFacts(name="text_encoder", kind="Text", dtype=encoder, parameters=1))
+    return Facts(pipeline="Test", components=tuple(parts))
+
+
+NO_BF16 = without_limits(bfloat16=dtype_limit("error", becomes="float16", says="No bfloat16 here."))
+
+
+def test_what_is_asked_for_comes_first_as_far_as_the_device_goes() -> None:
+    asked = choose_dtype(without_limits(), facts("float16"), Wishes(dtype="float32"))
+    assert asked.value == "float32"
+    assert "asked for" in asked.reason
+    instead = choose_dtype(NO_BF16, facts(), Wishes(dtype="bfloat16"))
+    assert instead.value == "float16"
+    assert "bfloat16 was asked for" in instead.reason
+    assert "No bfloat16 here." in instead.reason
+
+
+def test_a_half_precision_that_was_loaded_is_kept() -> None:
+    assert choose_dtype(without_limits(), facts("float16"), Wishes()).value == "float16"
+    assert choose_dtype(NO_BF16, facts("bfloat16"), Wishes()).value == "float16"
+    assert choose_dtype(without_limits(), facts("float16", encoder="float32"), Wishes()).value == "float16"
+    assert choose_dtype(without_limits(), facts("float32", encoder="float16"), Wishes()).value == "bfloat16"
+    mixed = choose_dtype(without_limits(), facts("float16", "bfloat16"), Wishes())
+    assert mixed.value == "bfloat16", "two of them say nothing, and the device's order counts"
+
+
+def test_float32_that_was_loaded_becomes_the_best_of_the_device() -> None:
+    assert choose_dtype(without_limits(), facts("float32"), Wishes()).value == "bfloat16"
+    assert choose_dtype(NO_BF16, facts("float32"), Wishes()).value == "float16"
+    both = without_limits(bfloat16=dtype_limit("error"), float16=dtype_limit("wrong"))
+    assert choose_dtype(both, facts(), Wishes()).value == "float32"
+    slow = without_limits(bfloat16=dtype_limit("slow"))
+    assert choose_dtype(slow, facts(), Wishes()).value == "bfloat16"
+    open_question = without_limits(bfloat16=dtype_limit("error", only_if=("macos<14",)))
+    assert choose_dtype(open_question, facts(), Wishes()).value == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("cost", "expected"),
+    [
+        ({"float16": 5.0, "bfloat16": 0.5}, "bfloat16"),
+        ({"float16": 0.79, "bfloat16": 2.0}, "float16"),
+        ({"float16": 0.81, "bfloat16": 0.9}, "float32"),
+    ],
+)
+def test_on_the_host_the_measure_decides(cost: dict[str, float], expected: str) -> None:
+    chosen = choose_dtype(without_limits(), facts("float16"), Wishes(), cost)
+    assert chosen.value == expected
+    assert "measured on this host" in chosen.reason
+    assert choose_dtype(without_limits(), facts(), Wishes(dtype="float16"), cost).value == "float16"
+
+
+def test_models_that_keep_a_type_of_their_own() -> None:
+    assert choose_component_dtypes(facts("float16"), "float16", None).value == ()
+    quantized = choose_component_dtypes(facts("uint8", quantized=True), "bfloat16", None)
+    assert quantized.value == (("unet0", "uint8"),)
+    assert "quantized" in quantized.reason
+    wide = choose_component_dtypes(facts("float16", encoder="float32"), "float16", None)
+    assert wide.value == (("text_encoder", "float32"),)
+    assert choose_component_dtypes(facts("float16", encoder="float32"), "float16", "float16").value == ()
+    assert choose_component_dtypes(facts("float32", encoder="float32"), "float32", None).value == ()
+
+
+def test_what_stands_in() -> None:
+    assert choose_replacements(without_limits()).value == ()
+    sheet = without_limits(
+        float64=dtype_limit("error", becomes="float32", says="No float64."),
+        int64=dtype_limit("narrowed", becomes="int32", says="Narrow."),
+    )
+    chosen = choose_replacements(sheet)
+    assert chosen.value == (("float64", "float32"), ("int64", "int32"))
+    assert chosen.reason == "No float64. Narrow."
+    for harmless in (dtype_limit("slow", becomes="float32"), dtype_limit("error", becomes="x", only_if=("torch<2",))):
+        assert choose_replacements(without_limits(float64=harmless)).value == ()
+
+
+def test_complex_numbers_become_pairs_where_they_are_refused_or_patchy() -> None:
+    pairs = (("complex64", "pairs"), ("complex128", "pairs"))
+    assert choose_replacements(without_limits(complex64=dtype_limit("error"))).value == pairs
+    both = without_limits(complex64=dtype_limit("error"), complex128=dtype_limit("error", becomes="complex64"))
+    assert choose_replacements(both).value == pairs
+    patchy = without_limits(operations=(operation_limit("error", dtypes=("complex64",)),))
+    assert choose_replacements(patchy).value == pairs
+    slow = without_limits(operations=(operation_limit("slow", dtypes=("complex64",)),))
+    assert choose_replacements(slow).value == ()
+    wide = without_limits(complex128=dtype_limit("error", becomes="complex64"))
+    assert choose_replacements(wide).value == (("complex128", "complex64"),)
+
+
+def test_a_type_is_replaced_once() -> None:
+    both = without_limits(complex64=dtype_limit("error"), operations=(operation_limit("error", dtypes=("complex64",)),))
+    names = [name for name, _ in choose_replacements(both).value]
+    assert names == ["complex64", "complex128"]
+
+
+def test_the_sheets() -> None:
+    replaced = {name: dict(choose_replacements(real_sheet(name)).value) for name in ("mps", "neuron", "npu", "xpu")}
+    assert replaced["mps"] == {"float64": "float32", "int64": "int32", "complex128": "complex64"}
+    assert replaced["neuron"]["int64"] == "int32"
+    assert replaced["neuron"]["complex64"] == "pairs"
+    assert replaced["npu"]["float64"] == "float32"
+    assert replaced["xpu"] == {}
+    assert dict(choose_replacements(real_sheet("hpu").on(product="gaudi1")).value)["float64"] == "float32"
+    assert choose_dtype(real_sheet("mps").on(versions={"macos": "13.5"}), facts(), Wishes(dtype="bfloat16")).value == (
+        "bfloat16"
+    ), "settled for macOS 15 already"

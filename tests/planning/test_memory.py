@@ -1,0 +1,159 @@
+"""Deciding about memory: the order of the rules, what each would hold, and the first that fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from anyaccel.planning.attention import AttentionRule
+from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Way
+from anyaccel.planning.kernel_workspace import Workspace
+from anyaccel.planning.memory import (
+    MemoryRule,
+    choose_memory,
+    choose_residence,
+    find_largest_batch,
+    list_residences,
+    list_rules,
+    predict,
+)
+from anyaccel.planning.options import Wishes
+from anyaccel.units import readable
+
+MODELS = tuple(
+    ModelSize(name=name, kind="Model", parameters=size, weights_bytes=size, layer_bytes=size // 10)
+    for name, size in (("text_encoder", 100), ("unet", 500), ("vae", 50), ("safety_checker", 30))
+)
+DISCRETE, UNIFIED = list_residences(unified_memory=False), list_residences(unified_memory=True)
+
+
+def measure(way: Way, images: int) -> Footprint:
+    """A pipeline that holds 10, 40 and 200 bytes an image beside its weights; parts and slices take that down."""
+    decode = 200 * images if not way.vae_in_parts else 60
+    denoise = (40 if not way.sliced_attention else 20) * images
+    passings = (
+        Passing("text_encoder", "encode", 10 * images),
+        Passing("unet", "denoise", denoise),
+        Passing("vae", "decode", decode),
+        Passing("safety_checker", "decode", 5),
+    )
+    return Footprint(
+        pipeline="Pipeline", dtype="float16", size=(512, 512), images=images, models=MODELS, passings=passings,
+        offload_order=("text_encoder", "image_encoder", "unet", "vae"), always_there=("safety_checker",),
+    )  # fmt: skip
+
+
+def test_what_each_residence_holds() -> None:
+    plain = measure(Way(), 1)
+    assert predict(plain, "resident") == {"load": 680, "encode": 690, "denoise": 720, "decode": 880}
+    assert predict(plain, "component") == {"load": 30, "encode": 140, "denoise": 570, "decode": 280}
+    assert predict(plain, "layer") == {"load": 30, "encode": 50, "denoise": 120, "decode": 235}
+    whole = replace(plain, never_streamed=("vae",))
+    assert predict(whole, "layer") == {"load": 80, "encode": 100, "denoise": 170, "decode": 280}
+    assert predict(whole, "component") == predict(plain, "component")
+    alone = replace(plain, always_there=())
+    assert predict(alone, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
+
+
+def test_what_graphs_hold_is_held_in_all_phases() -> None:
+    held = {"load": 720, "encode": 730, "denoise": 720, "decode": 920}
+    assert predict(measure(Way(), 1), "resident", recorded=True) == held
+
+
+def test_a_model_that_runs_again_later_stays_where_diffusers_leaves_it() -> None:
+    passings = (Passing("vae", "encode", 1), Passing("unet", "denoise", 1), Passing("vae", "decode", 1))
+    footprint = replace(measure(Way(), 1), passings=passings)
+    # The autoencoder comes after the denoiser in the order, so that the denoiser does not make it leave.
+    assert predict(footprint, "component")["denoise"] == 30 + 50 + 500 + 1
+    assert predict(footprint, "component")["decode"] == 30 + 50 + 1
+
+
+def test_the_order_of_the_rules() -> None:
+    order = [str(rule) for rule in list_rules(1, Wishes(), DISCRETE)]
+    assert order == [
+        "everything resident",
+        "everything resident, VAE in parts",
+        "everything resident, VAE in parts, attention one head at a time",
+        "one model at a time",
+        "one model at a time, VAE in parts",
+        "one model at a time, VAE in parts, attention one head at a time",
+        "one layer at a time",
+        "one layer at a time, VAE in parts",
+        "one layer at a time, VAE in parts, attention one head at a time",
+    ]
+    unified = {rule.residence for rule in list_rules(1, Wishes(), UNIFIED)}
+    assert unified == {"resident", "phase", "layer"}, "moving to the host frees nothing there"
+    split = [rule.images_per_call for rule in list_rules(4, Wishes(), DISCRETE) if rule.residence == "component"]
+    assert split == [None] * 3 + [2] * 3 + [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("capacity", "images", "expected"),
+    [
+        (880, 1, MemoryRule()),
+        (879, 1, MemoryRule("resident", Way(True))),
+        (739, 1, MemoryRule("component")),
+        (569, 1, MemoryRule("component", Way(True, True))),
+        (549, 1, MemoryRule("layer")),
+        (700, 4, MemoryRule("component", Way(True))),
+        (640, 4, MemoryRule("component", Way(True, True))),
+        (580, 4, MemoryRule("component", Way(True, True), 2)),
+        (119, 1, MemoryRule("layer", Way(True, True))),
+        (99, 1, None),
+    ],
+)
+def test_the_first_that_fits_is_taken(capacity: int, images: int, expected: MemoryRule | None) -> None:
+    decision, peaks = choose_memory(measure, images, capacity, list_rules(images, Wishes(), DISCRETE))
+    assert decision.value == expected
+    assert (max(peaks.values()) <= capacity) == (expected is not None)
+    assert readable(capacity) in decision.reason
+
+
+def test_what_is_pinned_is_in_every_rule() -> None:
+    pinned = Wishes(memory="component", vae_tiling=True, images_per_call=1, attention_slicing="auto")
+    assert list(list_rules(4, pinned, DISCRETE)) == [MemoryRule("component", Way(True), 1)]
+    assert {rule.way.vae_in_parts for rule in list_rules(1, Wishes(vae_tiling=False), DISCRETE)} == {False}
+
+
+def test_where_weights_go_before_a_size_is_known() -> None:
+    weights = {"unet": 500, "vae": 50}
+    assert choose_residence(weights, 700, DISCRETE).value.residence == "resident"
+    assert choose_residence(weights, 650, DISCRETE).value.residence == "component"
+    assert choose_residence(weights, 600, DISCRETE).value.residence == "layer"
+    assert choose_residence(weights, 600, UNIFIED).value.residence == "phase"
+
+
+@pytest.mark.parametrize(("capacity", "most"), [(879, 0), (880, 1), (1279, 2), (1480, 4), (2680, 10)])
+def test_the_largest_batch(capacity: int, most: int) -> None:
+    assert find_largest_batch(measure, MemoryRule(), capacity) == most
+
+
+def test_a_convolution_that_is_reordered_copies_what_goes_in_and_out() -> None:
+    reordering = Workspace(reordered_convolutions=True)
+    shapes = (1, 256, 1024, 1024), (128, 256, 3, 3), (1, 128, 1024, 1024)
+    # As measured on one H200: 512 + 256 MiB, and the weight.
+    assert reordering.of_convolution(*shapes, 2, False) == (512 + 256) * 2**20 + 128 * 256 * 9 * 2
+    assert reordering.of_convolution(*shapes, 2, True) == 128 * 256 * 9 * 2
+    assert Workspace().of_convolution(*shapes, 2, False) == 0
+
+
+def test_scores_are_held_where_attention_is_not_fused() -> None:
+    query = key = (2, 8, 4096, 40)
+    assert Workspace(fused_attention=False).of_attention(query, key, 40) == 2 * 4 * 16 * 4096**2
+    assert Workspace().of_attention(query, key, 40) == 4 * 16 * 4096
+
+
+def test_large_tensors_take_whole_segments() -> None:
+    segments = Workspace(segment_bytes=2**21)
+    assert segments.of_block(25 * 2**20) == 26 * 2**20
+    assert segments.of_block(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "a rest of more than 1 MiB is given to others"
+    assert segments.of_block(1000) == 1024
+
+
+def test_the_slices_of_a_rule() -> None:
+    query = (2, 8, 64, 40)
+    assert AttentionRule().slices(query, 64) is None
+    assert AttentionRule(heads="max").slices(query, 64) == ((1, 64, 40), (1, 64, 40), 40)
+    assert AttentionRule(heads="auto").slices(query, 64) == ((4, 64, 40), (4, 64, 40), 40)
+    assert AttentionRule(most_scores=16 * 64 * 64).slices(query, 64) is None
+    assert AttentionRule(most_scores=2 * 64 * 64).slices(query, 64) == ((2, 64, 40), (2, 64, 40), 40)
+    assert AttentionRule(most_scores=32 * 64).slices(query, 64) == ((1, 32, 40), (1, 64, 40), 40)
