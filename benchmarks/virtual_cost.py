@@ -22,7 +22,7 @@ import torch
 
 from anyaccel.backends.device import this_machine
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes, run
 from benchmarks.provenance import read_commit
 

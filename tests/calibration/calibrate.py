@@ -11,7 +11,7 @@ from pathlib import Path
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.ledger import Row
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration.case import Case

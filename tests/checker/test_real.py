@@ -7,7 +7,7 @@ import torch
 
 from anyaccel.checker.real import RealReport, check_real, describe_real
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
 

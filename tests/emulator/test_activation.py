@@ -13,7 +13,7 @@ import torch
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.autoload import autoload
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError, LimitTypeError, UnknownDeviceError, UsageError, VirtualDeviceError
 from anyaccel.units import parse_size
 from tests.conftest import RunCli, run_in_fork

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline, EulerDiscreteScheduler, UNet2DCondition
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.ledger import Row
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
-from tests.emulator.forks import DEVICES
+from anyaccel.emulator.run_forked import run_forked
+from tests.emulator.forked import DEVICES
 from tests.emulator.program import NAMES, Instruction, run_program
 
 EXAMPLES = 150

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
-from tests.emulator.forks import DEVICES, Everywhere
+from anyaccel.emulator.run_forked import run_forked
+from tests.emulator.forked import DEVICES, Everywhere
 
 everywhere = Everywhere()
 HOST = torch.device("cpu")

@@ -21,8 +21,8 @@ import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.memory import MemoryBook
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.memory_tracker import MemoryBook
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DoesNotFitError
 from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes, run

@@ -14,7 +14,7 @@ from diffusers.hooks.hooks import HookRegistry, ModelHook
 import anyaccel
 from anyaccel.backends.driver import Driver
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import streaming
 from anyaccel.runtime.pipeline import place

@@ -13,7 +13,7 @@ import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime import remembered

@@ -13,7 +13,7 @@ import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DoesNotFitError, UsageError
 from anyaccel.planning.options import Wishes
 from anyaccel.recipes import recipes, run

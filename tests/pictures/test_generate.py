@@ -16,7 +16,7 @@ from PIL import Image
 
 import anyaccel
 from anyaccel.embedded.model import CALL_DEFAULTS
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
 from anyaccel.pictures import kept_model
 from anyaccel.pictures.call import check_picture_call

@@ -18,7 +18,7 @@ import anyaccel
 from anyaccel.backends.claim import SizeLimit
 from anyaccel.backends.device import announce_virtual
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.planning import Wishes
 from anyaccel.planning.attention import AttentionRule, choose_attention
 from anyaccel.recipes import recipes, run

@@ -17,7 +17,7 @@ from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusion
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.recipes.parts.calls import picture
 from anyaccel.runtime.batch import SharedProgress, join_results, split_request

@@ -13,7 +13,7 @@ import torch
 import anyaccel
 from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.planning import Facts, Plan, Wishes, make_plan
 from anyaccel.recipes import recipes, run
@@ -21,7 +21,7 @@ from anyaccel.runtime.dtypes import make_handlers, read_target
 from anyaccel.runtime.placement import read_facts
 from anyaccel.runtime.seam import ModelSeam, make_glue_seam, make_model_seam
 from tests.conftest import NEEDS_RECIPES
-from tests.emulator.forks import DEVICES
+from tests.emulator.forked import DEVICES
 
 Tensor = torch.Tensor
 

@@ -14,7 +14,7 @@ import torch
 from anyaccel.backends.device import OpenDevice
 from anyaccel.backends.driver import Driver
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import NotFiniteError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.ferry import Ferry

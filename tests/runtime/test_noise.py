@@ -15,7 +15,7 @@ import anyaccel
 from anyaccel.backends.device import open_device
 from anyaccel.call_limits import read_seeds
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UsageError
 from anyaccel.planning import Facts, Wishes, make_plan
 from anyaccel.recipes import recipes
@@ -23,7 +23,7 @@ from anyaccel.recipes.parts.calls import picture
 from anyaccel.runtime.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
 from anyaccel.runtime.seam import make_glue_seam, make_model_seam
 from tests.conftest import NEEDS_RECIPES
-from tests.emulator.forks import DEVICES
+from tests.emulator.forked import DEVICES
 from tests.runtime.test_scheduler import IMAGE_TO_IMAGE, INPAINT, TEXT_TO_IMAGE, make_pipe, make_scheduler
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

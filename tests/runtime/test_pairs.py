@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.planning import Facts, Wishes, make_plan
 from anyaccel.runtime.pairs import Pair, make_handlers, make_pair

@@ -15,7 +15,7 @@ from torch import overrides
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
 

@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.runtime.scheduler import HostNumbers, keep_on_host
 from tests.conftest import NEEDS_RECIPES

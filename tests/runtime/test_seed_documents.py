@@ -19,7 +19,7 @@ import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.recipes.families.flux import transformer_shape
 from tests.conftest import NEEDS_RECIPES

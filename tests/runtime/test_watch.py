@@ -9,7 +9,7 @@ import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import NotFiniteError
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES

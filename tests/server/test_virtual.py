@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.server.denoising import Watcher
 from anyaccel.server.served_model import ServedModel
 from anyaccel.server.settings import ServedName, Settings

@@ -97,7 +97,7 @@ def run_on_device(
     device: str, recipes: Sequence[Recipe], expected: Mapping[str, Any], ways: Sequence[Ways]
 ) -> list[DeviceReport]:
     """Check pipelines on one virtual device, in one process of its own: each recipe in each of the ways."""
-    from anyaccel.emulator.process import run_forked
+    from anyaccel.emulator.run_forked import run_forked
 
     def use(accelerator: VirtualAccelerator) -> list[DeviceReport]:
         with _in_its_own_process():

@@ -8,10 +8,10 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
-from anyaccel.emulator.compiler import CompilerBook
+from anyaccel.emulator.compiler_stub import CompilerBook
 from anyaccel.emulator.ledger import Ledger
-from anyaccel.emulator.limits import LimitBook
-from anyaccel.emulator.memory import MemoryBook
+from anyaccel.emulator.limit_index import LimitBook
+from anyaccel.emulator.memory_tracker import MemoryBook
 from anyaccel.errors import LimitError, LimitTypeError
 
 __all__ = ["VirtualAccelerator"]

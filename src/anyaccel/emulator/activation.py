@@ -13,13 +13,13 @@ from anyaccel.backends.registry import load_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.collectives import install_collectives
-from anyaccel.emulator.compiler import install_compiler
+from anyaccel.emulator.compiler_stub import install_compiler
+from anyaccel.emulator.device_ordinals import install_ordinal_devices
+from anyaccel.emulator.device_patches import install_seams
 from anyaccel.emulator.generator import install_generator
-from anyaccel.emulator.ordinal import install_ordinal_devices
 from anyaccel.emulator.registration import register_device
-from anyaccel.emulator.seams import install_seams
 from anyaccel.emulator.tensor import activate
-from anyaccel.emulator.vendor import install_vendor_packages, make_device_module
+from anyaccel.emulator.vendor_modules import install_vendor_packages, make_device_module
 from anyaccel.errors import UsageError, VirtualDeviceError
 from anyaccel.units import parse_size
 from anyaccel.upstream.torch_internals import load_dynamo

@@ -11,9 +11,9 @@ import torch
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.torch_device import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.cells import SUBSTITUTES
 from anyaccel.emulator.generator import place_of
-from anyaccel.emulator.limits import LimitBook, OperationFacts, read_operation
+from anyaccel.emulator.limit_index import LimitBook, OperationFacts, read_operation
+from anyaccel.emulator.recurrent_cells import SUBSTITUTES
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
 from anyaccel.upstream.torch_internals import FakeTensor, can_decompose
 

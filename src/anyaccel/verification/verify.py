@@ -146,7 +146,7 @@ def _verify_virtual(
     name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, say: Say
 ) -> Verification:
     """The same in forked processes that have the virtual device; `say` is called there."""
-    from anyaccel.emulator.process import run_forked
+    from anyaccel.emulator.run_forked import run_forked
 
     known = sheet(name)
     if not can_fork():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 
 __all__ = ["DEVICES", "KNOWN_TO_TORCH", "UNKNOWN_TO_TORCH", "Everywhere"]
 

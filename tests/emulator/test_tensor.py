@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from tests.emulator.forks import KNOWN_TO_TORCH, Everywhere
+from tests.emulator.forked import KNOWN_TO_TORCH, Everywhere
 
 everywhere = Everywhere()
 HOST = torch.device("cpu")

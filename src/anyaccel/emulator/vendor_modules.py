@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anyaccel.emulator.ascend import ASCEND_KERNELS
+from anyaccel.emulator.ascend_kernels import ASCEND_KERNELS
 from anyaccel.emulator.streams import make_stream_classes
 
 if TYPE_CHECKING:

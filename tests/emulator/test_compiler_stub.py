@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError, VirtualDeviceError
 
 pytestmark = pytest.mark.usefixtures("compiler_imported")

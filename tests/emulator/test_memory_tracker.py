@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from anyaccel.backends.claim import Unknown, Yes
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.process import run_forked
-from tests.emulator.forks import DEVICES, Everywhere
+from anyaccel.emulator.run_forked import run_forked
+from tests.emulator.forked import DEVICES, Everywhere
 
 everywhere = Everywhere()
 FLOAT = 4

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from tests.emulator.forks import Everywhere
+from tests.emulator.forked import Everywhere
 
 everywhere = Everywhere()
 HOST = torch.device("cpu")

@@ -11,8 +11,8 @@ from torch.nn import functional
 from anyaccel.emulator import dispatch
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.ledger import Row
-from anyaccel.emulator.limits import read_operation
-from anyaccel.emulator.process import run_forked
+from anyaccel.emulator.limit_index import read_operation
+from anyaccel.emulator.run_forked import run_forked
 from anyaccel.emulator.tensor import active
 
 DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]

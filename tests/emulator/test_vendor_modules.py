@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from tests.emulator.forks import KNOWN_TO_TORCH, Everywhere
+from tests.emulator.forked import KNOWN_TO_TORCH, Everywhere
 
 everywhere = Everywhere()
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from tests.emulator.forks import Everywhere
+from tests.emulator.forked import Everywhere
 
 everywhere = Everywhere()
 
