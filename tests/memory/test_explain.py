@@ -14,7 +14,7 @@ from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, Usa
 from anyaccel.explanation.describe import describe_explanation
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.target import find_target
-from anyaccel.tracing.model_folder import read_model_folder
+from anyaccel.tracing.model_index import read_model_folder
 from tests.conftest import RunCli
 
 SD, SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/sdxl-turbo"

@@ -20,7 +20,7 @@ from anyaccel.runtime import streaming
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import find_models
 from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, is_streamed, start_streaming, stop_streaming
-from anyaccel.tracing.measure import supports_streaming
+from anyaccel.tracing.footprint_measurement import supports_streaming
 from anyaccel.upstream import diffusers_internals
 from tests.memory.sweeps import SAME, use_quietly
 

@@ -19,7 +19,7 @@ def test_a_model_marks_that_it_added_hooks_to_itself() -> None:
     model = make_model()
     model(torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)
     marked = [part for part in model.modules() if CAPTURE_MARK in vars(part)]
-    assert marked, "transformers notes its hooks elsewhere: tracing/clone.py would copy a model that adds none"
+    assert marked, "transformers notes its hooks elsewhere: tracing/meta_clone.py would copy a model that adds none"
 
 
 def test_a_class_says_what_stays_in_float32() -> None:

@@ -15,7 +15,7 @@ from anyaccel.bench.work import FAST, OURS, Work
 from anyaccel.emulator.torch_patches import patched
 from anyaccel.explanation.described_model import find_model
 from anyaccel.runtime.pipeline import place
-from anyaccel.tracing.build import build_components
+from anyaccel.tracing.meta_pipeline import build_components
 
 __all__ = ["KINDS", "drawing_alike", "make_call", "make_pipeline"]
 

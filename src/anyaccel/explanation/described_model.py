@@ -9,7 +9,7 @@ from pathlib import Path
 from anyaccel.descriptions import described_models, find_description
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, first_line, nearest
-from anyaccel.tracing.model_folder import ModelFolder, read_model_folder
+from anyaccel.tracing.model_index import ModelFolder, read_model_folder
 
 __all__ = ["find_model"]
 

@@ -39,10 +39,10 @@ from anyaccel.planning.speedups import choose_compiling
 from anyaccel.runtime.admission import find_multiple
 from anyaccel.runtime.memory import find_default_side, list_pipeline_rules
 from anyaccel.runtime.placement import read_facts
-from anyaccel.tracing.build import FullSize, build_pipeline
-from anyaccel.tracing.measure import Measurement
-from anyaccel.tracing.model_folder import ModelFolder
-from anyaccel.tracing.trace import Traced
+from anyaccel.tracing.footprint_measurement import Measurement
+from anyaccel.tracing.meta_pipeline import FullSize, build_pipeline
+from anyaccel.tracing.model_index import ModelFolder
+from anyaccel.tracing.pipeline_trace import Traced
 
 __all__ = ["explain"]
 

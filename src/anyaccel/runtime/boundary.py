@@ -20,7 +20,7 @@ from anyaccel.runtime.compiled_forward import find_compiled
 from anyaccel.runtime.meeting import Meeting, send
 from anyaccel.runtime.seam import ModelSeam, enter_model, leave_model, make_meeting, make_model_seam
 from anyaccel.runtime.watch import note_output
-from anyaccel.tracing.shell import map_tensors
+from anyaccel.tracing.meta_module import map_tensors
 from anyaccel.upstream import accelerate_internals, diffusers_internals
 from anyaccel.upstream.torch_internals import is_compiled, unwrap_compiled
 

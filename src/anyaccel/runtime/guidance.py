@@ -15,7 +15,7 @@ import torch
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.forward_overrides import Slot, set_override
-from anyaccel.tracing.shell import map_tensors
+from anyaccel.tracing.meta_module import map_tensors
 
 __all__ = ["share_guidance"]
 

@@ -27,10 +27,10 @@ from anyaccel.planning.parallel import weigh_rank
 from anyaccel.runtime.batch import split_request
 from anyaccel.runtime.placement import Placement, find_components, read_facts
 from anyaccel.runtime.request import Request, shape_of
-from anyaccel.tracing.clone import clone_pipeline
-from anyaccel.tracing.measure import Measurement
-from anyaccel.tracing.shell import map_tensors
-from anyaccel.tracing.trace import Traced
+from anyaccel.tracing.footprint_measurement import Measurement
+from anyaccel.tracing.meta_clone import clone_pipeline
+from anyaccel.tracing.meta_module import map_tensors
+from anyaccel.tracing.pipeline_trace import Traced
 from anyaccel.units import readable
 
 __all__ = [

@@ -34,7 +34,7 @@ from anyaccel.runtime.residence import (
 )
 from anyaccel.runtime.seam import make_glue_seam
 from anyaccel.runtime.speed import forget_captured_graphs, remove_speedups
-from anyaccel.tracing.measure import set_parts
+from anyaccel.tracing.footprint_measurement import set_parts
 
 __all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory", "weights_at_home"]
 

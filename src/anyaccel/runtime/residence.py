@@ -24,7 +24,7 @@ from anyaccel.planning.memory import Residence
 from anyaccel.runtime.placement import being_offloaded, find_components, find_models, read_facts
 from anyaccel.runtime.streaming import end_streaming_call, has_new_weights, start_streaming, stop_streaming
 from anyaccel.runtime.weights_folder import make_weights_folder, remove_weights_folder
-from anyaccel.tracing.measure import supports_streaming
+from anyaccel.tracing.footprint_measurement import supports_streaming
 from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.upstream.diffusers_internals import read_never_offloaded
 from anyaccel.upstream.torch_internals import read_buffer_table, read_parameter_table, read_version

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.tracing.shell import WATCHED_BYTES, first_floating
+from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating
 
 __all__ = ["Mark", "Outputs", "explain_black", "find_broken", "note_output", "trace_first_break", "watching"]
 

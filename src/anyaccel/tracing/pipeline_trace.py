@@ -11,8 +11,8 @@ import torch
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import Seen
-from anyaccel.tracing.shell import WATCHED_BYTES, first_floating, make_shell, map_tensors
-from anyaccel.tracing.tracker import Tracker
+from anyaccel.tracing.allocation_tracker import Tracker
+from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating, make_shell, map_tensors
 
 __all__ = ["Heard", "Traced"]
 

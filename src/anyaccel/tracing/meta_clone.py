@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.tracing.trace import Traced
+from anyaccel.tracing.pipeline_trace import Traced
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
 from anyaccel.upstream.torch_internals import MODULE_HOOKS, unwrap_compiled

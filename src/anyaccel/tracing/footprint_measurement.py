@@ -13,7 +13,7 @@ from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Phase, Way
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import Seen
-from anyaccel.tracing.trace import Traced
+from anyaccel.tracing.pipeline_trace import Traced
 from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
 from anyaccel.upstream.torch_internals import read_parameter_table
 
