@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from anyaccel.runtime.placement import Placement, find_placement, keep_placement
+from anyaccel.runtime.placement_state import Placement, find_placement, keep_placement
 
 __all__ = ["force_plan"]
 

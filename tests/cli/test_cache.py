@@ -16,8 +16,8 @@ from anyaccel.backends.registry import load_registry
 from anyaccel.cli.main import app
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.recipes import recipes
-from anyaccel.runtime.artefact_key import find_versions
-from anyaccel.runtime.artefacts import find_path, save_payload
+from anyaccel.runtime.speed.compile_cache import find_path, save_payload
+from anyaccel.runtime.speed.compile_cache_key import find_versions
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ import torch
 from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.recipes import recipes
-from anyaccel.runtime.graph_capture import GraphCapture
 from anyaccel.runtime.pipeline import place
-from anyaccel.runtime.watch import Mark
+from anyaccel.runtime.speed.graph_capture import GraphCapture
+from anyaccel.runtime.workarounds.nan_check import Mark
 from anyaccel.server.joining import join, make_ticket, split
 from anyaccel.server.rendezvous import MeetingPlace, Rendezvous, _Waiting
 from anyaccel.server.shared import SharedPipeline

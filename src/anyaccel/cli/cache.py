@@ -19,8 +19,8 @@ cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is ke
 @cache_app.command("list")
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
     """List what is kept: for which pipeline, size, type, device and versions."""
-    from anyaccel.runtime.artefact_key import find_versions
-    from anyaccel.runtime.artefacts import find_folder, list_entries, measure_graphs
+    from anyaccel.runtime.speed.compile_cache import find_folder, list_entries, measure_graphs
+    from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.storage.cache_dir import find_graphs_folder
     from anyaccel.units import readable
 
@@ -65,7 +65,7 @@ def _state(sound: bool, current: bool) -> str:
 @cache_app.command("export")
 def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: graphs.tar.gz.")]) -> None:
     """Write all that is kept into one file, for another machine of the same kind."""
-    from anyaccel.runtime.artefacts import export_entries, list_entries
+    from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
 
     if file.is_dir():
         raise UsageError(f"{file} is a folder", hint=f"name the file to write: {file / 'graphs.tar.gz'}")
@@ -80,7 +80,7 @@ def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: g
 @cache_app.command("import")
 def import_cache(file: Annotated[Path, typer.Argument(help="A file that `anyaccel cache export` wrote.")]) -> None:
     """Take in what another machine compiled. It is code that will run: take it from machines that you trust alone."""
-    from anyaccel.runtime.artefacts import find_folder, import_entries
+    from anyaccel.runtime.speed.compile_cache import find_folder, import_entries
 
     if not file.is_file():
         raise UsageError(f"there is no file {file}", hint="give a file that `anyaccel cache export` wrote")
@@ -114,8 +114,8 @@ def prune_cache(
     everything: Annotated[bool, typer.Option("--all", help="Remove all, and what compilers keep themselves.")] = False,
 ) -> None:
     """Remove what is damaged or of other versions than are installed."""
-    from anyaccel.runtime.artefact_key import find_versions
-    from anyaccel.runtime.artefacts import prune_entries, remove_graphs
+    from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
+    from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable
 
     if older is not None and not older >= 0:  # nan is none either

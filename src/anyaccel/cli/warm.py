@@ -14,7 +14,7 @@ from anyaccel.cli.interruption import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.artefacts import find_folder
+from anyaccel.runtime.speed.compile_cache import find_folder
 
 __all__ = ["warm_model"]
 
@@ -51,7 +51,7 @@ def warm_model(
         from anyaccel.pictures.named_model import name_model
         from anyaccel.pictures.progress import counting_components
         from anyaccel.runtime.loading import DiffusionPipeline
-        from anyaccel.runtime.placement import find_placement
+        from anyaccel.runtime.placement_state import find_placement
 
         with counting_components(_Loading(display, model)):
             pipe = DiffusionPipeline.from_pretrained(name_model(model).source)

@@ -141,7 +141,7 @@ def _name_device(settings: Settings) -> str:
 
 def _choose_rows_a_call(pipe: Any) -> int:
     """One on the host, which gains nothing by more and loses that each picture is, to the bit, the one made alone."""
-    from anyaccel.runtime.placement import find_placement
+    from anyaccel.runtime.placement_state import find_placement
 
     placement, plan = find_placement(pipe), pipe.plan
     if plan.virtual or placement is None or placement.opened.sheet.is_host:

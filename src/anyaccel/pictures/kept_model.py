@@ -15,8 +15,8 @@ from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.options import Wishes
 from anyaccel.processes.gc_control import gc_paused, release_unreachable
-from anyaccel.runtime.place import resolve_device
-from anyaccel.runtime.placement import remember_wishes
+from anyaccel.runtime.placement.place import resolve_device
+from anyaccel.runtime.placement_state import remember_wishes
 
 if TYPE_CHECKING:
     from anyaccel.pictures.order import Order

@@ -19,7 +19,7 @@ from anyaccel.pictures.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.pipeline import plain_class
-from anyaccel.runtime.placement import find_components, find_wishes
+from anyaccel.runtime.placement_state import find_components, find_wishes
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -52,7 +52,7 @@ class Compiling:
 def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[str, ...] = ()) -> Decision[Compiling]:
     """Return whether and when the models that take the time are compiled.
 
-    A device that needs repairs compiles whole models: those are made in the graph (`runtime/graph_repairs.py`). A graph
+    A device that needs repairs compiles whole models: those are made in the graph (`runtime/speed/graph_workarounds.py`). A graph
     that holds one which cannot be made there is refused by the device, and its model runs eagerly.
     """
     speedup = sheet.speedup("compile")

@@ -14,7 +14,7 @@ from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import Wishes
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
 from anyaccel.runtime.pipeline import Portable, inherit_placement, make_portable, plain_class
-from anyaccel.runtime.placement import remember_wishes
+from anyaccel.runtime.placement_state import remember_wishes
 from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
 
 __all__ = [

@@ -16,10 +16,11 @@ import torch
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.call import run_call
-from anyaccel.runtime.compile import compile_components
-from anyaccel.runtime.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
-from anyaccel.runtime.placement import (
+from anyaccel.runtime.call.run import run_call
+from anyaccel.runtime.call.warmup import warm_up
+from anyaccel.runtime.placement.oom_retry import weights_at_home
+from anyaccel.runtime.placement.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
+from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
     find_placement,
@@ -27,10 +28,9 @@ from anyaccel.runtime.placement import (
     forget_placement,
     is_being_offloaded,
 )
-from anyaccel.runtime.quantize import check_not_quantized
-from anyaccel.runtime.recovery import weights_at_home
-from anyaccel.runtime.seam import make_glue_seam
-from anyaccel.runtime.warmup import warm_up
+from anyaccel.runtime.speed.compile import compile_components
+from anyaccel.runtime.speed.quantize import check_not_quantized
+from anyaccel.runtime.workarounds.function_modes import make_glue_seam
 
 __all__ = ["Portable", "inherit_placement", "make_portable", "place", "plain_class"]
 

@@ -221,7 +221,7 @@ def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..
 
     def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
         from anyaccel.runtime.pipeline import Portable, make_portable
-        from anyaccel.runtime.placement import remember_wishes
+        from anyaccel.runtime.placement_state import remember_wishes
 
         if isinstance(self, Portable):
             before(self, gpu_id, device)
@@ -244,7 +244,7 @@ def _grouping(before: Callable[..., Any], migration: Migration) -> Callable[...,
 
     def enable(self: Any, onload_device: Any, *args: Any, use_stream: bool = False, **kwargs: Any) -> None:
         from anyaccel.runtime.pipeline import make_portable
-        from anyaccel.runtime.place import place_pipeline
+        from anyaccel.runtime.placement.place import place_pipeline
 
         target = torch.device(migration.translate(onload_device, before.__name__))
         if use_stream and not migration.is_native:
@@ -315,7 +315,7 @@ def _deriving(before: Callable[..., Any], migration: Migration) -> Callable[...,
 
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import inherit_placement, make_portable
-        from anyaccel.runtime.placement import find_placement
+        from anyaccel.runtime.placement_state import find_placement
 
         made = before(cls, pipeline, **kwargs)
         if find_placement(pipeline) is not None and find_placement(made) is None:

@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 def start_migration(device: str) -> Any:
     """Open the device, and let `cuda` mean it in this process from now on; gives the migration."""
     from anyaccel.planning.options import Wishes
-    from anyaccel.runtime.place import resolve_device
+    from anyaccel.runtime.placement.place import resolve_device
 
     # A vendor's own switch of this kind would map the same calls a second time.
     opened = resolve_device(device, Wishes(hpu_migration=False))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from anyaccel.runtime.placement import find_components
-from anyaccel.runtime.scheduler_methods import override_method
+from anyaccel.runtime.placement_state import find_components
+from anyaccel.runtime.workarounds.method_override import override_method
 from anyaccel.upstream.diffusers_internals import read_alpha_sigma, unpack_latents
 
 __all__ = ["StoppedError", "Watcher", "decode_estimate", "estimate_clean", "watching_steps"]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
-from anyaccel.runtime.watch import Mark
+from anyaccel.runtime.workarounds.nan_check import Mark
 from anyaccel.server.joining import Ticket, are_alike, join, make_ticket, split
 
 __all__ = ["MeetingPlace", "Rendezvous", "Rounds"]

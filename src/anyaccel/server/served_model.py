@@ -20,13 +20,13 @@ from anyaccel.pictures.origin import Origin
 from anyaccel.pictures.picture import foresee_origin
 from anyaccel.planning.options import Wishes
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.admission import find_multiple
+from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.call_request import read_request
 from anyaccel.runtime.loading import AutoPipelineForImage2Image, AutoPipelineForInpainting
-from anyaccel.runtime.memory import find_default_side, list_call_rules, plan_call
 from anyaccel.runtime.pipeline import plain_class
-from anyaccel.runtime.placement import find_placement
-from anyaccel.runtime.recovery import apply_rule, let_go_of_frames
-from anyaccel.runtime.request import read_request
+from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
+from anyaccel.runtime.placement.oom_retry import apply_rule, let_go_of_frames
+from anyaccel.runtime.placement_state import find_placement
 from anyaccel.server.denoising import Watcher, watching_steps
 from anyaccel.server.messages import ModelFacts
 from anyaccel.server.settings import ServedName, Settings, count_in_hand

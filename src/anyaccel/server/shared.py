@@ -14,9 +14,9 @@ import torch
 
 from anyaccel.backends.torch_device import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
-from anyaccel.runtime.graph_capture import GraphCapture
-from anyaccel.runtime.placement import Placement, find_components, find_models, find_placement, keep_placement
-from anyaccel.runtime.watch import Mark
+from anyaccel.runtime.placement_state import Placement, find_components, find_models, find_placement, keep_placement
+from anyaccel.runtime.speed.graph_capture import GraphCapture
+from anyaccel.runtime.workarounds.nan_check import Mark
 from anyaccel.server.joining import Ticket
 from anyaccel.server.rendezvous import MeetingPlace, Rendezvous
 

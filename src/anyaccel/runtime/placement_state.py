@@ -1,0 +1,252 @@
+"""Where a pipeline is placed: the device that was opened, the plan, and what is kept between calls."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anyaccel.backends.device import OpenDevice
+from anyaccel.planning.decision import Decision
+from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.memory import MemoryRule, Residence
+from anyaccel.planning.options import Wishes
+from anyaccel.planning.plan import NO_MEMORY, Plan
+from anyaccel.planning.run_report import RunReport
+from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
+from anyaccel.upstream.torch_internals import unwrap_compiled
+
+if TYPE_CHECKING:
+    from anyaccel.runtime.batch_split import SharedProgress
+    from anyaccel.runtime.placement.memory_plan import CallPlan
+    from anyaccel.runtime.speed.session import Speed
+
+__all__ = [
+    "Placement",
+    "being_offloaded",
+    "drop_placement",
+    "find_components",
+    "find_denoisers",
+    "find_models",
+    "find_placement",
+    "find_wishes",
+    "forget_placement",
+    "is_being_offloaded",
+    "keep_placement",
+    "read_facts",
+    "remember_wishes",
+]
+
+_KEY = "_anyaccel_placement"
+_WISHES = "_anyaccel_wishes"
+_OFFLOADING = "_anyaccel_offloading"
+_TIMES = {"timestep", "timesteps", "timestep_ratio", "t", "r"}
+"""What models call the time that they are told: a model that takes one runs at every step."""
+_DENOISERS = ("unet", "transformer")
+"""What pipelines call such a model, for those that are told no time."""
+
+
+@dataclass
+class Placement:
+    """A pipeline on a device."""
+
+    opened: OpenDevice
+    device: torch.device
+    plan: Plan
+    """What was decided; never replaced."""
+    wishes: Wishes
+    call_plan: Plan = None  # type: ignore[assignment]
+    """The plan as it is applied to calls now: with sliced attention where memory requires that."""
+    progress: SharedProgress | None = None
+    """The bar that several calls share while they run."""
+    running: bool = False
+    """Whether a call runs now: a pipeline inside this one leaves the seams alone."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    loaded: dict[str, str] = field(default_factory=dict)
+    """The type that each model was loaded in, before any plan cast it."""
+    cache_dir: str | None = None
+    """Where this pipeline's compiled graphs are kept, if it was told."""
+    residence: Residence | None = "resident"
+    """Where the weights are; None where a move was cut short."""
+    offloaded_by_user: bool = False
+    """Whether the user chose that, by diffusers' own methods."""
+    denoisers: tuple[str, ...] = ()
+    """The models that run at every step."""
+    placed: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
+    """The models that were placed, by name: another one in the place of one is to be placed too."""
+    vae_in_parts: bool = False
+    """Whether the autoencoder was told to take its pictures in parts."""
+    weights_rule: Decision[MemoryRule] = NO_MEMORY
+    """Where the weights go as long as no size is known."""
+    shared: bool = False
+    """Whether the models are shared with other pipelines that run at the same time, and so are left as they are."""
+    speed: Speed | None = None
+    """What was done for speed, and how long pictures took."""
+    call_plans: dict[str, CallPlan] = field(default_factory=dict)
+    """How calls of each shape are run, by the shape in words."""
+
+    def __post_init__(self) -> None:
+        self.call_plan = self.call_plan or self.plan
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "plan" and "plan" in vars(self):
+            raise AttributeError("a plan is never replaced: what happens later goes into the report")
+        super().__setattr__(name, value)
+
+    @property
+    def report(self) -> RunReport:
+        """What happened since the pipeline was placed."""
+        return self.plan.report
+
+    @property
+    def memory_rule(self) -> Decision[MemoryRule]:
+        """The rule that the pipeline was last brought into."""
+        return self.plan.memory_in_use
+
+    @property
+    def component_dtypes(self) -> dict[str, str]:
+        """The dtypes of models that differ from the pipeline's, planned or after NaN."""
+        fixed = self.report.float32_models.value if self.report.float32_models else ()
+        return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(fixed, "float32")}
+
+
+def find_placement(pipe: Any) -> Placement | None:
+    """Where a pipeline is placed; None if it is not."""
+    found = vars(pipe).get(_KEY)
+    return found if isinstance(found, Placement) else None
+
+
+def keep_placement(pipe: Any, placement: Placement) -> None:
+    """Remember where a pipeline is; not through its own attributes, which it registers and saves."""
+    vars(pipe)[_KEY] = placement
+
+
+def drop_placement(pipe: Any) -> None:
+    """Forget where a pipeline is, and keep what was wished for: its weights may lie anywhere after a move cut short."""
+    placement = vars(pipe).pop(_KEY, None)
+    if isinstance(placement, Placement):
+        remember_wishes(pipe, placement.wishes)
+
+
+def remember_wishes(pipe: Any, wishes: Wishes) -> None:
+    """Remember what a pipeline was loaded with, for when it is placed."""
+    vars(pipe)[_WISHES] = wishes
+
+
+def find_wishes(pipe: Any) -> Wishes:
+    """What was wished for a pipeline so far."""
+    placement = find_placement(pipe)
+    if placement is not None:
+        return placement.wishes
+    found = vars(pipe).get(_WISHES)
+    return found if isinstance(found, Wishes) else Wishes()
+
+
+@contextmanager
+def being_offloaded(pipe: Any) -> Iterator[None]:
+    """While the block runs, a pipeline's own moves are diffusers', and are left alone."""
+    before = _OFFLOADING in vars(pipe)
+    vars(pipe)[_OFFLOADING] = True
+    try:
+        yield
+    finally:
+        if not before:
+            vars(pipe).pop(_OFFLOADING, None)
+
+
+def is_being_offloaded(pipe: Any) -> bool:
+    """Whether diffusers is moving the pipeline's models itself now."""
+    placement = find_placement(pipe)
+    return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
+
+
+def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a pipeline without what belongs to this process; what was wished for goes with it."""
+    kept = {name: value for name, value in state.items() if name != _KEY}
+    placement = state.get(_KEY)
+    return {**kept, _WISHES: placement.wishes} if isinstance(placement, Placement) else kept
+
+
+def find_components(pipe: Any) -> dict[str, Any]:
+    """The components of a pipeline by name, those of pipelines inside it too."""
+    return {name: part for name, part in pipe.components.items() if part is not None}
+
+
+def find_models(pipe: Any) -> dict[str, torch.nn.Module]:
+    """The models of a pipeline by name, as they are beneath what was compiled."""
+    parts = {name: unwrap_compiled(part) for name, part in find_components(pipe).items()}
+    return {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+
+
+def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module]:
+    """The models that run at every step, by name; without those that the user removed since."""
+    models = find_models(pipe)
+    return {name: models[name] for name in placement.denoisers if name in models}
+
+
+def read_facts(pipe: Any) -> Facts:
+    """What a plan needs to know of a pipeline that is in memory."""
+    placement = find_placement(pipe)
+    loaded = placement.loaded if placement is not None else {}
+    models = [
+        _read_component(name, part, loaded.get(name))
+        for name, part in find_components(pipe).items()
+        if isinstance(part, torch.nn.Module)
+    ]
+    return Facts(pipeline=type(pipe).__name__, components=tuple(models))
+
+
+def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:
+    plain = unwrap_compiled(module)
+    parameters, layers = list(plain.parameters()), list(plain.modules())
+    floating = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
+    dtype = "float32" if floating is None else str(floating.dtype).removeprefix("torch.")
+    taken = set(inspect.signature(plain.forward).parameters)
+    return ComponentFacts(
+        name=name,
+        kind=type(plain).__name__,
+        dtype=loaded or dtype,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        denoises=bool(taken & _TIMES) or name.startswith(_DENOISERS),
+        blocks=_count_blocks(plain, layers),
+        convolutions=sum(isinstance(part, torch.nn.Conv2d) for part in layers),
+        quantized=bool(getattr(plain, "is_quantized", False) or getattr(plain, "hf_quantizer", None)),
+        splits=_find_splits(plain),
+        heads=_count_heads(plain),
+        sharded=_count_sharded(plain),
+    )
+
+
+def _find_splits(module: torch.nn.Module) -> tuple[str, ...]:
+    """What of a model diffusers has a plan to split over devices."""
+    return tuple(way for way in ("context", "tensor") if read_parallel_plan(module, way))
+
+
+def _count_heads(module: torch.nn.Module) -> int:
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else 0
+
+
+def _count_sharded(module: torch.nn.Module) -> int:
+    """The parameters of the layers that the model's class names for a tensor split, with a star for any number."""
+    layers = read_parallel_plan(module, "tensor")
+    if not layers:
+        return 0
+    named = re.compile("|".join(re.escape(layer).replace(r"\*", "[0-9]+") for layer in layers))
+    sizes = {name.rpartition(".")[0]: 0 for name, _ in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        sizes[name.rpartition(".")[0]] += parameter.numel()
+    return sum(size for path, size in sizes.items() if named.fullmatch(path))
+
+
+def _count_blocks(module: torch.nn.Module, layers: list[torch.nn.Module]) -> int:
+    """The blocks that the model's class says are repeated, for compiling one of them alone."""
+    kinds = read_repeated_blocks(module)
+    return sum(type(part).__name__ in kinds for part in layers) if kinds else 0

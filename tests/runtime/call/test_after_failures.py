@@ -1,0 +1,209 @@
+"""A placement, a retry or a call that is refused, fails or is interrupted leaves a pipeline that can be used."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.errors import DoesNotFitError
+from anyaccel.recipes import recipes, run
+from anyaccel.runtime.call import run as call
+from anyaccel.runtime.placement import memory_plan, place
+from anyaccel.runtime.placement_state import find_placement
+from anyaccel.runtime.workarounds import function_modes
+from anyaccel.runtime.workarounds import model_inputs as boundary
+from anyaccel.runtime.workarounds.model_inputs import find_boundaries
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+RECIPE = recipes()["stable-diffusion"]
+
+
+def make() -> Any:
+    pipe: Any = RECIPE.make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def make_overflowing() -> Any:
+    """A pipeline whose autoencoder overflows in float16."""
+    pipe = make()
+    with torch.no_grad():
+        pipe.vae.decoder.conv_norm_out.weight.mul_(4e4)
+        pipe.vae.decoder.conv_norm_out.bias.zero_()
+        pipe.vae.decoder.conv_out.weight.mul_(1e-4)
+    return pipe
+
+
+def on_virtual_hpu(use: Callable[[], Any]) -> Any:
+    def ignoring_warnings(accelerator: VirtualAccelerator) -> Any:
+        warnings.simplefilter("ignore")
+        return use()
+
+    return run_forked("hpu", ignoring_warnings)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")], ids=["ctrl-c", "oom"])
+def test_a_placement_that_fails_half_way(error: BaseException) -> None:
+    expected = run(RECIPE, make())
+
+    def use() -> Any:
+        pipe = anyaccel.place(make(), "hpu", dtype="float32", smallest_dtype="float32")
+        run(RECIPE, pipe)
+        cast = place._cast
+
+        def cast_and_fail(pipe: Any, placement: Any, where: Any, move: Any) -> None:
+            cast(pipe, placement, torch.device("cpu"), move)
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, "_cast", cast_and_fail)
+            with pytest.raises((KeyboardInterrupt, DoesNotFitError)):
+                pipe.to("hpu", memory="resident")
+        left = run(RECIPE, pipe)  # where the weights lie
+        return left, str(find_placement(pipe).device), run(RECIPE, pipe.to("hpu"))  # type: ignore[union-attr]
+
+    left, device, again = on_virtual_hpu(use)
+    assert device == "cpu"
+    assert numpy.array_equal(left, expected)
+    assert numpy.abs(again - expected).max() < 1e-4
+
+
+def test_a_placement_that_is_refused_leaves_the_earlier_one() -> None:
+    def use() -> Any:
+        pipe = anyaccel.place(make(), "hpu", dtype="float32", memory="layer")
+        before = run(RECIPE, pipe)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory_plan, "find_capacity", lambda *args: 1000)
+            with pytest.raises(DoesNotFitError):
+                pipe.to(memory="resident")
+        return before, run(RECIPE, pipe), str(pipe.plan.memory_in_use)
+
+    before, after, rule = on_virtual_hpu(use)
+    assert rule == "one layer at a time"
+    assert numpy.array_equal(before, after)
+
+
+def test_a_model_that_was_mended_is_placed_again() -> None:
+    def use() -> None:
+        pipe = anyaccel.place(make_overflowing(), "hpu", dtype="float16")
+        run(RECIPE, pipe)
+        assert pipe.vae.dtype is torch.float32
+        for arguments in (("hpu",), (torch.bfloat16,)):
+            pipe.to(*arguments)
+            run(RECIPE, pipe)  # raised: a float32 input for weights in half precision
+
+    on_virtual_hpu(use)
+
+
+def test_a_model_is_mended_where_weights_wait_on_disk() -> None:
+    def use(accelerator: VirtualAccelerator) -> Any:
+        warnings.simplefilter("ignore")
+        pipe = anyaccel.place(make_overflowing(), "mps", dtype="float16", memory="phase")
+        return [run(RECIPE, pipe) for _ in range(2)], pipe.plan.report.float32_models.value
+
+    images, mended = run_forked("mps", use)
+    assert mended == ("vae",)
+    assert all(numpy.isfinite(image).all() for image in images)
+
+
+def test_a_retry_that_is_interrupted_leaves_the_model_as_it_was() -> None:
+    def use() -> Any:
+        pipe = anyaccel.place(make_overflowing(), "hpu", dtype="float16")
+        calls, once = [], call._Run._once
+
+        def interrupt_third(self: Any) -> Any:
+            calls.append(self)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return once(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(call._Run, "_once", interrupt_third)
+            with pytest.raises(KeyboardInterrupt):
+                run(RECIPE, pipe)
+        left = pipe.vae.dtype, {boundary.cast_to for boundary in find_boundaries(pipe.vae)}
+        return left, numpy.isfinite(run(RECIPE, pipe)).all()
+
+    left, finite = on_virtual_hpu(use)
+    assert left == (torch.float16, {None})
+    assert finite
+
+
+def test_ctrl_c_while_a_model_is_entered_leaves_the_callers_modes() -> None:
+    def use() -> bool:
+        pipe = anyaccel.place(make(), "hpu", dtype="float32")
+        before = run(RECIPE, pipe)
+        enter, entered = function_modes.enter_model, []
+
+        def interrupt_second(*args: Any) -> Any:
+            entered.append(enter(*args))
+            if len(entered) == 2:
+                raise KeyboardInterrupt
+            return entered[-1]
+
+        with torch.device("cpu"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(boundary, "enter_model", interrupt_second)
+                with pytest.raises(KeyboardInterrupt):
+                    run(RECIPE, pipe)
+            assert torch.get_default_device().type == "cpu"
+        return numpy.array_equal(before, run(RECIPE, pipe))
+
+    assert on_virtual_hpu(use)
+
+
+def test_a_thread_that_waits_uses_the_placement_that_was_made_meanwhile() -> None:
+    def use() -> list[str]:
+        pipe = anyaccel.place(make(), "hpu", dtype="float32")
+        placement = find_placement(pipe)
+        assert placement is not None
+        waiting, errors = threading.Event(), []
+
+        def run_call() -> None:
+            waiting.set()
+            try:
+                run(RECIPE, pipe)
+            except RuntimeError as error:  # two devices
+                errors.append(str(error))
+
+        thread = threading.Thread(target=run_call)
+        with placement.lock:
+            thread.start()
+            waiting.wait()
+            thread.join(0.2)  # it waits for the lock now
+            pipe.to("cpu")
+        thread.join()
+        return errors
+
+    assert on_virtual_hpu(use) == []
+
+
+def test_a_model_that_its_user_moved_runs_where_it_is() -> None:
+    stock = make()
+    latents = torch.randn(1, stock.vae.config.latent_channels, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, image = stock.vae.decode(latents).sample, run(RECIPE, stock)
+
+    def use() -> Any:
+        pipe = anyaccel.place(make(), "hpu", dtype="float32")
+        pipe.vae.to("cpu")
+        with torch.no_grad():
+            decoded = pipe.vae.decode(latents).sample
+        whole = run(RECIPE, pipe)
+        vae = pipe.vae
+        del pipe
+        with torch.no_grad():
+            return decoded, whole, vae.decode(latents).sample
+
+    decoded, whole, alone = on_virtual_hpu(use)
+    assert torch.equal(decoded, expected)
+    assert torch.equal(alone, expected)
+    assert numpy.abs(whole - image).max() < 1e-4

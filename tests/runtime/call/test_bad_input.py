@@ -1,0 +1,161 @@
+"""Bad input: an error of our tree with a hint, before any long work, and the pipeline stays usable."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.errors import ModelError
+from anyaccel.recipes import recipes
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+CALL: dict[str, Any] = {"num_inference_steps": 1, "height": 16, "width": 16, "output_type": "np"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("saved")
+    pipe: Any = recipes()["stable-diffusion"].make()
+    pipe.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"height": 17}, "divisible by 8"),
+        ({"height": 18}, "divisible by 8"),
+        ({"width": -8}, "an integer from 1 to 16384 pixels, not -8"),
+        ({"num_inference_steps": 0}, "an integer of at least 1"),
+        ({"num_inference_steps": -3}, "an integer of at least 1"),
+        ({"seed": [1, 2]}, "2 seeds were given for 1 image"),
+        ({"seed": [1], "num_images_per_prompt": 2}, "1 seeds were given for 2 images"),
+        ({"seed": []}, "0 seeds"),
+        ({"seed": "seven"}, "a seed must be an integer"),
+        ({"seed": -1}, "a seed must be an integer"),
+        ({"seed": True}, "a seed must be an integer"),
+        ({"seed": 1.5}, "a seed must be an integer"),
+        ({"seed": 1, "generator": torch.Generator()}, "both given"),
+        ({"prompt": ["a"] * 3, "generator": [torch.Generator()] * 2}, "2 generators were given for 3 images"),
+        ({"num_images_per_prompt": 2, "generator": [torch.Generator()]}, "1 generator was given for 2 images"),
+        ({"generator": [torch.Generator()] * 2}, "2 generators were given for 1 image"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt_embeds": torch.ones(1, 4, 8)}, "prompt_embeds"),
+    ],
+)
+def test_a_call_that_cannot_work(arguments: dict[str, Any], words: str) -> None:
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "cpu", dtype="fp32")
+    passes: list[int] = []
+    pipe.unet.register_forward_hook(lambda *args: passes.append(1))
+    pipe.set_progress_bar_config(disable=True)
+    with pytest.raises(anyaccel.AnyaccelError, match=words) as caught:
+        pipe(**{"prompt": "a fox", **CALL, **arguments})
+    assert caught.value.hint
+    assert passes == []
+    assert numpy.isfinite(pipe("a fox", seed=1, **CALL).images).all()
+
+
+def test_an_argument_that_there_is_not() -> None:
+    pipe = anyaccel.place(recipes()["flux"].make(), "cpu", dtype="fp32")
+    with pytest.raises(TypeError, match="promt"):
+        pipe("a fox", promt="a fox")
+
+
+def load(path: Any, **options: Any) -> Any:
+    return anyaccel.DiffusionPipeline.from_pretrained(path, **options)
+
+
+def test_folders_that_are_no_pipeline(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model_index\.json") as caught:
+        load(folder / "unet")
+    assert "give the folder above it" in str(caught.value)
+    with pytest.raises(ModelError, match=r"no model_index\.json") as caught:
+        load(tmp_path)
+    assert str(folder) in str(caught.value)
+    for missing in ("./nowhere", "/nowhere/at/all", "no-such-org/no-such-model"):
+        with pytest.raises(ModelError, match=r"nowhere|no-such-model"):
+            load(missing)
+    with pytest.raises(anyaccel.AnyaccelError, match="is no model"):
+        load(None)
+    (folder / "model_index.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(folder)
+
+
+def test_a_file_that_is_cut_off(folder: Path) -> None:
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    whole = weights.read_bytes()
+    for length in (len(whole) - 1, len(whole) // 2, 100, 4, 0):
+        weights.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut off|no whole file") as caught:
+            load(folder)
+        assert "download it again" in str(caught.value)
+    weights.write_bytes(whole)
+    assert load(folder)
+
+
+def test_pickles_are_refused_unless_trusted(folder: Path) -> None:
+    pipe: Any = recipes()["stable-diffusion"].make()
+    for name, file in {
+        "unet": "diffusion_pytorch_model",
+        "vae": "diffusion_pytorch_model",
+        "text_encoder": "model",
+    }.items():
+        (folder / name / f"{file}.safetensors").unlink()
+        pickled = file.replace("model", "pytorch_model") if name == "text_encoder" else file
+        torch.save(getattr(pipe, name).state_dict(), folder / name / f"{pickled}.bin")
+    with pytest.raises(ModelError, match="are pickled") as caught:
+        load(folder)
+    assert "use_safetensors=False" in str(caught.value)
+    assert load(folder, use_safetensors=False).unet is not None
+
+
+def test_a_folder_of_optimums(folder: Path) -> None:
+    index = folder / "model_index.json"
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({**content, "_class_name": "GaudiStableDiffusionPipeline"}))
+    with pytest.raises(ModelError, match="Optimum for Intel Gaudi") as caught:
+        load(folder)
+    assert '"StableDiffusionPipeline"' in str(caught.value)
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path) -> None:
+    index = folder / "model_index.json"
+    content = json.loads(index.read_text())
+    (folder / "unet" / "my_unet.py").write_text("raise SystemExit('this must never run')\n")
+    index.write_text(json.dumps({**content, "unet": ["my_unet", "MyUNet"]}))
+    with pytest.raises(ModelError, match="code of its own"):
+        load(folder)
+    index.write_text(json.dumps({**content, "_class_name": ["pipeline", "MyPipeline"]}))
+    with pytest.raises(ModelError, match="code of its own"):
+        load(folder)
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="would run code"):
+        load(folder, custom_pipeline=str(folder / "unet" / "my_unet.py"))
+
+
+def test_both_names_of_the_type(folder: Path) -> None:
+    with pytest.raises(anyaccel.AnyaccelError, match="both given"):
+        load(folder, dtype=torch.float32, torch_dtype=torch.float32)
+    with pytest.raises(anyaccel.AnyaccelError, match="no number type"):
+        load(folder, dtype="float33")
+
+
+def test_a_device_that_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyaccel.runtime.call import validation
+
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "cpu", dtype="fp32")
+    monkeypatch.setattr(validation, "is_available", lambda device: False)
+    with pytest.raises(anyaccel.AnyaccelError, match="cpu:0 is not there any more"):
+        pipe("a fox", **CALL)

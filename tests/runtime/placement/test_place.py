@@ -1,0 +1,192 @@
+"""`pipe.to(…)` in all its spellings: the right device, the vendor's switches, the plan."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.backends.device import OpenDevice
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.errors import DeviceUnavailableError, UsageError
+from anyaccel.recipes import recipes, run
+from anyaccel.runtime.placement import place
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+
+
+def make(device: Any = None, **wishes: Any) -> Any:
+    pipe = recipes()["stable-diffusion"].make()
+    return pipe if device is None else anyaccel.place(pipe, device, **wishes)
+
+
+def test_every_spelling_of_a_device() -> None:
+    def use(accelerator: VirtualAccelerator) -> list[str]:
+        import torch_neuronx  # type: ignore[import-not-found]
+
+        assert torch_neuronx
+        current = torch.get_device_module("neuron").current_device()
+        spellings = ["neuron", "neuron:1", torch.device("neuron", 1), 1, "auto", "virtual:neuron", current]
+        spellings += ["virtual:neuron:1", "trainium:1", anyaccel.open_device("neuron:1")]
+        pipe = make("cpu", dtype="fp32")
+        return [pipe.to(spelling).plan.device for spelling in spellings] + [pipe.to("cpu").plan.device]
+
+    seen = run_forked("neuron", use, count=2)
+    first, second = "neuron:0", "neuron:1"
+    assert seen == [first, second, second, second, first, first, first, second, second, second, "cpu:0"]
+
+
+def test_a_number_after_a_virtual_device_is_an_index_and_never_ignored() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
+        with pytest.raises(DeviceUnavailableError, match="there is no neuron:4: this process sees 4") as caught:
+            make("virtual:neuron:4")
+        return make("virtual:neuron:3").plan.device, caught.value.hint
+
+    assert run_forked("neuron", use, count=4) == ("neuron:3", "take neuron:3 or lower")
+    with pytest.raises(UsageError, match="index 3, and the count is 1") as caught:
+        make("virtual:neuron:3")
+    assert caught.value.hint == "write virtual:neuron,count=3 for a count of 3, and neuron:2 for the last of them"
+
+
+def test_a_device_is_opened_once_from_generate_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+
+    def note(spec: Any) -> OpenDevice:
+        opened.append(spec)
+        return anyaccel.open_device(spec)
+
+    monkeypatch.setattr(place, "open_device", note)
+    anyaccel.generate("a red apple", device="cpu", seed=7, num_inference_steps=1)
+    assert [str(spec) for spec in opened] == ["cpu"]
+
+
+def test_virtual_is_said() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[bool, str]:
+        pipe = make("hpu")
+        return pipe.plan.virtual, str(pipe.plan)
+
+    is_virtual, printed = run_forked("hpu", use)
+    assert is_virtual
+    assert printed.splitlines()[0] == "StableDiffusionPipeline on hpu:0: Intel Gaudi (HPU) (virtual)"
+    for word in ("bfloat16", "eager", "host"):
+        assert word in printed
+
+
+@pytest.mark.parametrize("wishes", [{}, {"hpu_migration": False}, {"sdp_on_bf16": False}, {"dtype": "fp32"}])
+def test_gaudis_switches(wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PT_HPU_*` stay for the process; the migration and the bfloat16 attention can be turned off."""
+    for name in ("PT_HPU_GPU_MIGRATION", "PT_HPU_MAX_COMPOUND_OP_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def use(accelerator: VirtualAccelerator) -> tuple[Any, Any, bool]:
+        switched: list[bool] = []
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction = switched.append  # type: ignore[assignment]
+        pipe = make("hpu", **wishes)
+        run(recipes()["stable-diffusion"], pipe)
+        migration, size = (os.environ.get(f"PT_HPU_{name}") for name in ("GPU_MIGRATION", "MAX_COMPOUND_OP_SIZE"))
+        assert pipe.plan.bf16_attention.value == bool(switched)
+        return migration, size, bool(switched)
+
+    off, in_bf16 = wishes.get("hpu_migration") is False, wishes.get("sdp_on_bf16", True) and "dtype" not in wishes
+    assert run_forked("hpu", use) == (None if off else "1", "1", in_bf16)
+
+
+@pytest.mark.parametrize(("mode", "value"), [(None, None), ("eager", "0"), ("lazy", "1")])
+def test_gaudis_modes(mode: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, Any, list[str]]:
+        import habana_frameworks.torch as vendor  # type: ignore[import-not-found]
+
+        recorded: list[str] = []
+
+        def record(module: Any) -> Any:
+            recorded.append(type(module).__name__)
+            return module
+
+        vendor.hpu.wrap_in_hpu_graph = record
+        pipe = make("hpu", dtype="fp32", mode=mode)
+        run(recipes()["stable-diffusion"], pipe)
+        return pipe.plan.mode.value, os.environ.get("PT_HPU_LAZY_MODE"), recorded
+
+    graphs = ["UNet2DConditionModel"] if mode == "lazy" else []
+    assert run_forked("hpu", use) == (mode or "eager", value, graphs)
+
+
+def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
+
+    def use(accelerator: VirtualAccelerator) -> None:
+        make("hpu", mode="lazy")
+
+    with pytest.raises(anyaccel.AnyaccelError, match="was started with PT_HPU_LAZY_MODE=0"):
+        run_forked("hpu", use)
+
+
+@pytest.mark.parametrize(
+    ("device", "wishes", "words"),
+    [
+        ("mps", {}, "mps is not available"),
+        ("nonsense", {}, "unknown device 'nonsense'"),
+        (3.5, {}, "unknown device '3.5'"),
+        ("cpu", {"dtype": "fp99"}, "no number type"),
+        ("cpu", {"attention_slice": 1}, "did you mean attention_slicing"),
+        ("cpu", {"attention_slicing": "some"}, "attention_slicing is"),
+        ("cpu", {"images_per_call": 0}, "from 1 up"),
+        ("cpu", {"mode": "lazy"}, "one way only"),
+        ("cpu", {"schedule": "moon"}, "schedule is"),
+        ("virtual:nothing", {}, "nothing"),
+    ],
+)
+def test_what_cannot_be_placed(device: Any, wishes: dict[str, Any], words: str) -> None:
+    """The pipeline stays as it was, and usable."""
+    recipe = recipes()["stable-diffusion"]
+    pipe = make()
+    expected = run(recipe, pipe)
+    with pytest.raises(anyaccel.AnyaccelError, match=words):
+        anyaccel.place(pipe, device, **wishes)
+    assert abs(expected - run(recipe, pipe)).max() < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("device", "method"),
+    [
+        ("neuron", "enable_model_cpu_offload"),
+        ("mps", "enable_sequential_cpu_offload"),
+        pytest.param("mps", "enable_model_cpu_offload", marks=pytest.mark.slow),
+        pytest.param("neuron", "enable_sequential_cpu_offload", marks=pytest.mark.slow),
+    ],
+)
+def test_offloading(device: str, method: str) -> None:
+    recipe = recipes()["stable-diffusion"]
+    expected = run(recipe, recipe.make())
+
+    def use(accelerator: VirtualAccelerator) -> tuple[str, list[float], list[Any]]:
+        pipe = make("cpu", dtype="fp32")
+        getattr(pipe, method)(device=device)
+        differences = [float(abs(expected - run(recipe, pipe)).max()) for _ in range(2)]
+        rows = [row for row in accelerator.ledger.rows() if row.effect in ("error", "wrong")]
+        return pipe.plan.device, differences, rows
+
+    place, differences, rows = run_forked(device, use, strict=True)
+    assert place == f"{device}:0"
+    assert max(differences) < 1e-3
+    assert rows == []
+
+
+def test_there_and_back_again() -> None:
+    recipe = recipes()["stable-diffusion"]
+    expected = run(recipe, recipe.make())
+
+    def use(accelerator: VirtualAccelerator) -> list[float]:
+        pipe, differences = make("neuron", dtype="fp32"), []
+        for device in ("neuron", "cpu", "neuron", "cpu"):
+            pipe.to(device)
+            differences.append(float(abs(expected - run(recipe, pipe)).max()))
+        return differences
+
+    assert max(run_forked("neuron", use)) < 1e-3

@@ -1,0 +1,333 @@
+"""Compiled forwards: where compiling fails, the image is made eagerly and the report says so."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import anyaccel
+from anyaccel.backends.devices.cpu import CpuDriver
+from anyaccel.backends.driver import Recorder
+from anyaccel.forward_overrides import Slot, get_override
+from anyaccel.recipes import recipes, run
+from anyaccel.runtime.placement_state import find_placement
+from anyaccel.runtime.speed import compile as compiling
+from anyaccel.runtime.speed import session
+from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
+from anyaccel.runtime.speed.session import remove_speedups
+from tests.conftest import NEEDS_RECIPES
+
+pytestmark = NEEDS_RECIPES
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(sample).relu()
+        return output
+
+
+def fail(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("this backend compiles nothing")
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    monkeypatch.setattr(compiling, "_find_backend", lambda *given: backend)
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["stable-diffusion", "wan"])
+def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_backend(monkeypatch, fail)
+    recipe = recipes()[name]
+    expected = run(recipe, recipe.make())
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    for _ in range(2):
+        numpy.testing.assert_array_equal(run(recipe, pipe), expected)
+    report = pipe.plan.report
+    assert report.compiled.value == ()
+    assert {"unet", "transformer"} & set(report.not_compiled.value)
+    assert "this backend compiles nothing" in report.not_compiled.reason
+    assert "not_compiled" in str(pipe.plan)
+    assert sum("runs eagerly" in record.message for record in caplog.records) == len(report.not_compiled.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wan", "stable-diffusion"])
+def test_channels_last_is_for_2d_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()[name]
+    expected = run(recipe, recipe.make())
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True, channels_last=True)
+    numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
+    assert pipe.plan.report.not_compiled is None
+    assert pipe.plan.report.compiled.value
+
+
+def test_what_the_model_itself_raises_is_raised() -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    assert model(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_running_out_of_memory_is_no_failure_of_the_compiler() -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    compiled = find_compiled(model)
+    assert isinstance(compiled, CompiledForward)
+
+    def run_out(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    compiled._compiled = run_out
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(2, 3))
+    assert compiled.failure == ""
+
+
+@torch.no_grad()
+def test_hooks_added_after_compiling_run() -> None:
+    model, calls = Model(), []
+    compile_forward(model, "model", {"backend": "eager"})
+    expected = model(torch.ones(2, 3))
+    handle = model.layer.register_forward_hook(lambda *given: calls.append(1))
+    assert torch.equal(model(torch.ones(2, 3)), expected)
+    assert calls == [1]
+    handle.remove()
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert compiled.failure == "", "compiled code is used again"
+
+
+@torch.no_grad()
+def test_code_patched_after_compiling_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    model(torch.ones(2, 3))
+    compiled = find_compiled(model)
+    assert compiled is not None
+    compiled.begin_call()
+    assert compiled.failure == "", "compiling itself is no patch"
+    plain = torch.nn.Linear.forward
+
+    @functools.wraps(plain)
+    def patched(self: Any, sample: torch.Tensor) -> torch.Tensor:
+        return plain(self, sample) + 100
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", patched)
+    compiled.begin_call()
+    assert model(torch.ones(2, 3)).min() > 50
+    assert "patched" in compiled.failure
+
+
+def test_hooks_of_other_libraries_added_after_compiling_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    assert get_override(pipe.unet, Slot.COMPILE) is not None
+    stock: Any = recipe.make()
+    for model in (stock.unet, pipe.unet):
+        model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    numpy.testing.assert_array_equal(run(recipe, pipe), run(recipe, stock))
+    assert "another library" in pipe.plan.report.not_compiled.reason
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    stock: Any = recipe.make()
+    mask = (torch.arange(77).expand(2, 77) < 3).float()
+    stock.unet.forward = functools.partial(stock.unet.forward, encoder_attention_mask=mask)
+    expected = run(recipe, stock)
+    assert numpy.abs(expected - run(recipe, recipe.make())).max() > 1e-3
+    plain: Any = recipe.make()
+    if when == "before":
+        plain.unet.forward = functools.partial(plain.unet.forward, encoder_attention_mask=mask)
+    pipe: Any = anyaccel.place(plain, "cpu", dtype="float32", compile=True)
+    if when == "after":
+        run(recipe, pipe)
+        pipe.unet.forward = functools.partial(pipe.unet.forward, encoder_attention_mask=mask)
+    numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-5)
+
+
+def test_a_class_replaced_after_compiling_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    stock: Any = recipe.make()
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    for each in (pipe, stock):
+        kind: Any = type(each.unet)
+
+        def forward(self: Any, sample: Any, *args: Any, kind: Any = kind, **kwargs: Any) -> Any:
+            return kind.forward(self, sample * 0.5, *args, **kwargs)
+
+        each.unet.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    numpy.testing.assert_allclose(run(recipe, pipe), run(recipe, stock), atol=1e-5)
+
+
+def test_the_report_forgets_what_was_compiled_when_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    assert pipe.plan.report.compiled.value
+    pipe.to("cpu", compile=False)
+    assert pipe.plan.report.compiled is None
+
+
+class Blocks(torch.nn.Module):
+    """A model with a block that is compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Model()
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.block(sample)
+        return output
+
+    def compile_repeated_blocks(self, **options: Any) -> None:
+        self.block.compile(**options)
+
+
+def test_a_model_that_raises_keeps_its_compiled_blocks() -> None:
+    model = Blocks()
+    compile_blocks(model, "model", {"backend": "eager"})
+    compiled_block = model.block._compiled_call_impl
+    assert compiled_block is not None
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    assert model.block._compiled_call_impl is compiled_block
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert compiled.failure == ""
+
+
+def test_blocks_that_cannot_be_compiled_run_eagerly_for_good() -> None:
+    torch._dynamo.reset()
+    model = Blocks()
+    compile_blocks(model, "model", {"backend": fail})
+    with torch.no_grad():
+        assert model(torch.ones(2, 3)).shape == (2, 3)
+    assert model.block._compiled_call_impl is None
+    compiled = find_compiled(model)
+    assert compiled is not None
+    assert "compiles nothing" in compiled.failure
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_released_model_frees_its_weights_at_once() -> None:
+    model = Model()
+    compile_forward(model, "model", {"backend": "eager"})
+    weight = weakref.ref(model.layer.weight)
+    del model
+    assert weight() is None
+
+
+@pytest.mark.long
+def test_the_report_tells_of_a_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, fail)
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    assert "unet" in pipe.plan.report.not_compiled.value
+    remove_speedups(pipe, find_placement(pipe))
+    assert not pipe.plan.report.not_compiled
+    run(recipe, pipe)
+    assert "unet" in pipe.plan.report.not_compiled.value
+    assert "unet" not in pipe.plan.report.compiled.value
+
+
+def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    sibling: Any = anyaccel.DiffusionPipeline.from_pipe(pipe)
+    sibling.to("cpu", dtype="float32", compile=False)
+    assert find_compiled(pipe.unet) is None
+    run(recipe, pipe)
+    assert find_compiled(pipe.unet) is not None
+    assert "unet" in pipe.plan.report.compiled.value
+
+
+@pytest.mark.long
+def test_nothing_is_compiled_where_memory_requires_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+    run(recipe, pipe)
+    placement = find_placement(pipe)
+    assert placement is not None
+    assert placement.speed is not None
+    whole, sliced = placement.plan, anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing="max").plan
+    placement.call_plan = sliced
+    session._compile(pipe, placement, placement.speed)
+    assert find_compiled(pipe.unet) is None
+    assert "attention is sliced" in pipe.plan.report.not_compiled.reason
+    placement.call_plan = whole
+    session._compile(pipe, placement, placement.speed)
+    assert find_compiled(pipe.unet) is not None
+    assert pipe.plan.report.not_compiled is None
+
+
+@pytest.mark.long
+def test_an_interrupted_call_does_not_count_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    saved: list[Any] = []
+    monkeypatch.setattr(session, "load_payload", lambda key: None)
+    monkeypatch.setattr(session, "save_compiled", lambda *given: saved.append(given))
+    recipe = recipes()["stable-diffusion"]
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = pipe.unet.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, pipe)
+    hook.remove()
+    assert not saved
+    for _ in range(2):
+        run(recipe, pipe)
+    assert len(saved) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"speed": "fast"}, {"compile": True}, {"capture": True}])
+def test_a_denoiser_that_was_removed_is_left_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "eager")
+    monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(lambda function: (function(), function)))
+    recipe = recipes()["wan-two-experts"]
+    stock: Any = recipe.make()
+    pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", **options)
+    for each in (stock, pipe):
+        each.transformer_2 = None
+        each.register_to_config(boundary_ratio=None)
+    expected = run(recipe, stock)
+    assert run(recipe, pipe).shape == expected.shape
+    pipe.to("cpu", compile=False)

@@ -1,0 +1,366 @@
+"""Batches where a device does not run them reliably: one image a call, in order, under one bar, as one result."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import re
+import warnings
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusionPipelineOutput
+
+import anyaccel
+from anyaccel.emulator.accelerator import VirtualAccelerator
+from anyaccel.emulator.run_forked import run_forked
+from anyaccel.recipes import recipes
+from anyaccel.recipes.parts.calls import picture
+from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
+from anyaccel.runtime.call_request import Request, read_request
+from tests.conftest import NEEDS_RECIPES
+from tests.runtime.workarounds.test_scheduler_on_cpu import IMAGE_TO_IMAGE, TEXT_TO_IMAGE, make_pipe, make_scheduler
+
+PROMPTS = ["a red fox", "a hen", "two blue boats"]
+
+
+def host(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def request(**arguments: Any) -> Request:
+    """A call of Stable Diffusion, read."""
+    pipe: Any = object.__new__(StableDiffusionPipeline)
+    return read_request(pipe, StableDiffusionPipeline.__call__, (), arguments)
+
+
+def taken(asked: Request, name: str, images_per_call: int = 1) -> list[Any]:
+    return [part.arguments.get(name) for part in split_request(asked, images_per_call)]
+
+
+# What belongs to which image.
+
+
+def test_a_call_is_counted() -> None:
+    assert request(prompt="a").images == 1
+    assert request(prompt=["a", "b"], num_images_per_prompt=3).images == 6
+    assert request(prompt_embeds=torch.ones(4, 7, 8)).images == 4
+    assert request(prompt_embeds=torch.ones(1, 7, 8), num_images_per_prompt=2).images == 2
+
+
+def test_a_small_enough_call_is_left_as_it_is() -> None:
+    asked = request(prompt=["a", "b"])
+    assert split_request(asked, None) == [asked]
+    assert split_request(asked, 2) == [asked]
+
+
+def test_prompts_pictures_and_embeddings_go_with_their_image() -> None:
+    embeds = torch.arange(6.0).reshape(3, 2, 1)
+    asked = request(
+        prompt=PROMPTS, negative_prompt=["x", "y", "z"], prompt_embeds=embeds, generator=[host(s) for s in (1, 2, 3)]
+    )
+    assert taken(asked, "prompt") == [["a red fox"], ["a hen"], ["two blue boats"]]
+    assert taken(asked, "negative_prompt") == [["x"], ["y"], ["z"]]
+    assert [part.tolist() for part in taken(asked, "prompt_embeds")] == [[row] for row in embeds.tolist()]
+    assert [generator.initial_seed() for generator in taken(asked, "generator")] == [1, 2, 3]
+    assert taken(asked, "num_images_per_prompt") == [1, 1, 1]
+    whole = request(prompt=PROMPTS, negative_prompt="x", guidance_scale=3.0)
+    assert taken(whole, "negative_prompt") == ["x", "x", "x"]
+    assert taken(whole, "guidance_scale") == [3.0, 3.0, 3.0]
+
+
+def test_images_of_one_prompt_have_latents_seeds_and_generators_of_their_own() -> None:
+    latents = torch.arange(4.0).reshape(4, 1)
+    asked = request(prompt=["a", "b"], num_images_per_prompt=2, latents=latents, seed=[4, 3, 2, 1])
+    parts = split_request(asked, 1)
+    assert [part.arguments["prompt"] for part in parts] == [["a"], ["a"], ["b"], ["b"]]
+    assert [part.arguments["latents"].tolist() for part in parts] == [[[0.0]], [[1.0]], [[2.0]], [[3.0]]]
+    assert [part.seeds for part in parts] == [(4,), (3,), (2,), (1,)]
+    assert [part.images for part in parts] == [1, 1, 1, 1]
+    assert [part.arguments["num_images_per_prompt"] for part in parts] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timesteps", [900, 500]),
+        ("sigmas", [1.0, 0.5]),
+        ("callback_on_step_end_tensor_inputs", ["latents", "prompt_embeds"]),
+        ("ip_adapter_image_embeds", [torch.ones(1), torch.ones(1)]),
+        ("cross_attention_kwargs", {"scale": 1.0}),
+    ],
+)
+def test_lists_of_the_call_are_kept_whole_whatever_their_length(name: str, value: Any) -> None:
+    assert taken(request(prompt=["a", "b"], **{name: value}), name) == [value, value]
+
+
+@pytest.mark.parametrize("name", ["skip_guidance_layers", "text_encoder_out_layers", "adapter_conditioning_scale"])
+def test_lists_of_numbers_belong_to_the_call(name: str) -> None:
+    asked = Request({"prompt": ["a", "b"], name: [1, 2]}, 2, 1, frozenset({"prompt", name}))
+    assert taken(asked, name) == [[1, 2], [1, 2]]
+    labels = Request({"class_labels": [5, 6]}, 2, 1, frozenset({"class_labels"}))
+    assert taken(labels, "class_labels") == [[5], [6]]
+
+
+def test_more_than_one_image_a_call() -> None:
+    asked = request(prompt=["a", "b", "c", "d", "e"], seed=1)
+    assert taken(asked, "prompt", 2) == [["a", "b"], ["c", "d"], ["e"]]
+    assert [part.seeds for part in split_request(asked, 2)] == [(1, 2), (3, 4), (5,)]
+    several = request(prompt=["a", "b", "c"], num_images_per_prompt=2)
+    parts = split_request(several, 4)
+    assert [part.arguments["prompt"] for part in parts] == [["a", "b"], ["c"]]
+    assert [part.images for part in parts] == [4, 2]
+    assert sum(part.images for part in split_request(several, 3)) == 6
+
+
+def test_seeded_images_get_the_picture_that_they_share_once_each() -> None:
+    accepts = frozenset({"prompt", "image", "strength", "num_images_per_prompt"})
+
+    def give(image: Any, prompts: int, each: int, more: frozenset[str] = frozenset()) -> Any:
+        asked = Request({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
+        return split_request(asked, None)[0].arguments["image"]
+
+    one, two = picture(8, seed=1), picture(8, seed=2)
+    assert give(one, 2, 1) == [one, one]
+    assert give([one], 2, 1) == [one, one]
+    assert give([one, two], 2, 2) == [one, one, two, two]
+    assert give(one, 1, 3) == [one] * 3
+    assert give(one, 2, 2, frozenset({"image_embeds"})) == [one, one]
+    assert give(torch.ones(1, 3, 8, 8), 3, 1).shape == (3, 3, 8, 8)
+    assert give([[one, two]], 2, 1) == [[one, two]]
+    unseeded = Request({"image": one}, 2, 1, accepts)
+    assert split_request(unseeded, None)[0].arguments["image"] is one
+
+
+# Results.
+
+
+def test_results_of_every_kind_are_joined() -> None:
+    pictures = [picture(4, seed=seed) for seed in range(3)]
+    outputs = [
+        StableDiffusionPipelineOutput(images=[one], nsfw_content_detected=[flag])
+        for one, flag in zip(pictures, (False, True, False), strict=True)
+    ]
+    joined = join_results(outputs)
+    assert type(joined) is StableDiffusionPipelineOutput
+    assert joined.images == pictures
+    assert joined.nsfw_content_detected == [False, True, False]
+    arrays = [StableDiffusionPipelineOutput(images=numpy.full((1, 2), n), nsfw_content_detected=None) for n in (1, 2)]
+    assert join_results(arrays).images.tolist() == [[1, 1], [2, 2]]
+    assert join_results(arrays).nsfw_content_detected is None
+    tensors = join_results([(torch.tensor([[1.0]]), None), (torch.tensor([[2.0]]), None)])
+    assert isinstance(tensors, tuple)
+    assert tensors[0].tolist() == [[1.0], [2.0]]
+    assert tensors[1] is None
+    assert join_results([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+    assert join_results([outputs[0]]) is outputs[0]
+
+
+def test_one_bar_is_shared() -> None:
+    made: list[dict[str, Any]] = []
+
+    class Bar:
+        done = 0
+        closed = False
+
+        def update(self, count: int = 1) -> None:
+            self.done += count
+
+        def close(self) -> None:
+            self.closed = True
+
+    def make(**options: Any) -> Bar:
+        made.append(options)
+        return Bar()
+
+    progress = SharedProgress(3)
+    for part in range(3):
+        if part < 2:
+            with progress.begin(make, total=4) as bar:
+                for _ in range(4):
+                    bar.update()
+        else:
+            assert list(progress.begin(make, iter("abcd"))) == list("abcd")
+    assert made == [{"total": 12}]
+    assert progress.bar.done == 12
+    assert not progress.bar.closed
+    progress.close()
+    assert progress.bar.closed
+
+
+# The pipelines, on a virtual MPS.
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompts": (TEXT_TO_IMAGE, {"prompt": PROMPTS}),
+    "negative prompts": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"]}),
+    "images to a prompt": (TEXT_TO_IMAGE, {"prompt": PROMPTS[0], "num_images_per_prompt": 3}),
+    "both": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"], "num_images_per_prompt": 2}),
+    "pictures": (IMAGE_TO_IMAGE, {"prompt": PROMPTS[:2], "image": [picture(32, seed=1), picture(32, seed=2)]}),
+}
+
+
+@NEEDS_RECIPES
+def test_a_batch_is_the_batch_of_the_cpu_one_image_a_call_and_in_order() -> None:
+    def use(accelerator: VirtualAccelerator) -> dict[str, tuple[float, list[int], int, list[str]]]:
+        warnings.simplefilter("ignore")
+        seen = {}
+        for label, (name, arguments) in CALLS.items():
+            plain = make_pipe(name)
+            plain.scheduler = make_scheduler("EulerAncestralDiscrete", plain.scheduler)
+            placed = anyaccel.place(copy.deepcopy(plain), accelerator.name, dtype=torch.float32)
+            rows: list[int] = []
+            placed.unet.register_forward_pre_hook(lambda module, args, rows=rows: rows.append(len(args[0])))
+            whole = recipes()[name].call() | arguments | {"output_type": "latent", "num_inference_steps": 3}
+            expected = plain(**whole | {"generator": host(5)}).images
+            accelerator.ledger.clear()
+            found = placed(**whole | {"generator": host(5)}).images.cpu()
+            bad = [row.limit for row in accelerator.ledger.rows() if row.effect in ("error", "wrong")]
+            seen[label] = float((found - expected).abs().max()), rows, len(expected), bad
+        return seen
+
+    for label, (difference, rows, images, bad) in run_forked("mps", use, strict=True).items():
+        assert difference < 1e-4, label
+        assert set(rows) == {2}, f"{label}: one image, and its guidance"
+        assert len(rows) >= images, label
+        assert bad == [], label
+
+
+@NEEDS_RECIPES
+def test_embeddings_of_the_callers_own() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[float, tuple[int, ...]]:
+        warnings.simplefilter("ignore")
+        plain = make_pipe(TEXT_TO_IMAGE)
+        width = plain.unet.config.cross_attention_dim
+        embeds, negative = torch.randn(2, 3, 77, width, generator=host(1))
+        placed = anyaccel.place(copy.deepcopy(plain), accelerator.name, dtype=torch.float32)
+        arguments: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent", "height": 16, "width": 16}
+        expected = plain(prompt_embeds=embeds, negative_prompt_embeds=negative, generator=host(5), **arguments).images
+        moved = {"prompt_embeds": embeds.to("mps"), "negative_prompt_embeds": negative}
+        found = placed(**moved, generator=host(5), **arguments).images.cpu()
+        return float((found - expected).abs().max()), tuple(found.shape[:1])
+
+    difference, images = run_forked("mps", use, strict=True)
+    assert images == (3,)
+    assert difference < 1e-4
+
+
+@NEEDS_RECIPES
+def test_outputs_of_all_kinds() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        warnings.simplefilter("ignore")
+        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
+        arguments = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "height": 16, "width": 16, "seed": [3, 4]}
+
+        def generate(**more: Any) -> Any:
+            return pipe(**arguments | more)
+
+        array = generate(output_type="np")
+        assert array.images.shape == (2, 16, 16, 3)
+        assert array.seeds == (3, 4)
+        assert array.plan == pipe.plan
+        assert not numpy.allclose(array.images[0], array.images[1])
+        tensor = generate(output_type="pt").images
+        assert tensor.shape == (2, 3, 16, 16)
+        numpy.testing.assert_allclose(tensor.permute(0, 2, 3, 1).cpu().numpy(), array.images, atol=1e-5)
+        pictures = generate(output_type="pil").images
+        assert [one.size for one in pictures] == [(16, 16), (16, 16)]
+        bytes_of = [numpy.asarray(one, dtype=float) / 255 for one in pictures]
+        numpy.testing.assert_allclose(numpy.stack(bytes_of), array.images, atol=3e-3)
+        assert generate(output_type="latent").images.shape[0] == 2
+        bare = generate(output_type="np", return_dict=False)
+        assert isinstance(bare, tuple)
+        numpy.testing.assert_allclose(bare[0], array.images)
+
+    run_forked("mps", use, strict=True)
+
+
+@NEEDS_RECIPES
+def test_there_is_one_progress_bar() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
+        warnings.simplefilter("ignore")
+        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
+        pipe.scheduler = make_scheduler("DDIM", pipe.scheduler)
+        pipe.set_progress_bar_config(disable=False, mininterval=0)
+        written = []
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            with contextlib.redirect_stderr(io.StringIO()) as stream:
+                pipe(prompt=prompts, num_inference_steps=4, height=16, width=16, output_type="latent", seed=1)
+            written.append(stream.getvalue())
+        return written[0], written[1]
+
+    three, one = run_forked("mps", use, strict=True)
+    for text, total in ((three, 12), (one, 4)):
+        counts = [(int(done), int(whole)) for done, whole in re.findall(r"(\d+)/(\d+) \[", text)]
+        assert {whole for _, whole in counts} == {total}
+        assert [done for done, _ in counts] == sorted(done for done, _ in counts), "it never starts anew"
+        assert counts[-1] == (total, total)
+        assert text.count("\n") == 1, "one bar is closed"
+
+
+@NEEDS_RECIPES
+def test_a_callback_sees_every_image_and_a_failure_leaves_the_pipeline_usable() -> None:
+    def use(accelerator: VirtualAccelerator) -> None:
+        warnings.simplefilter("ignore")
+        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
+        pipe.scheduler = make_scheduler("DDIM", pipe.scheduler)
+        arguments = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "latent", "seed": 1}
+        steps: list[tuple[int, int]] = []
+
+        def note(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            steps.append((step, len(values["latents"])))
+            return values
+
+        before = pipe(prompt=PROMPTS[:2], callback_on_step_end=note, **arguments).images
+        assert steps == [(0, 1), (1, 1), (0, 1), (1, 1)]
+
+        def fail(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            raise KeyError("the user's own")
+
+        with pytest.raises(KeyError):
+            pipe(prompt=PROMPTS[:2], callback_on_step_end=fail, **arguments)
+        assert torch.equal(pipe(prompt=PROMPTS[:2], **arguments).images.cpu(), before.cpu())
+
+    run_forked("mps", use, strict=True)
+
+
+@pytest.mark.long
+@NEEDS_RECIPES
+@pytest.mark.parametrize("name", ["stable-diffusion-image-variation", "stable-video-diffusion", "dit"])
+def test_pipelines_without_a_prompt_are_counted_by_what_they_take(name: str) -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[float, int]:
+        warnings.simplefilter("ignore")
+        pipe: Any = anyaccel.place(recipes()[name].make(), accelerator.name, dtype=torch.float32)
+        call = recipes()[name].call()
+        del call["generator"]
+        if name == "dit":
+            given: tuple[str, list[Any]] = ("class_labels", [1, 2])
+        else:
+            given = ("image", [picture(call["image"].size[0], seed=seed) for seed in (1, 2)])
+        both = pipe(**call | {given[0]: given[1]}, seed=[5, 9]).to_tuple()[0]
+        second = pipe(**call | {given[0]: [given[1][1]]}, seed=9).to_tuple()[0]
+        return float(numpy.abs(numpy.asarray(both[1]) - numpy.asarray(second[0])).max()), len(both)
+
+    difference, images = run_forked("mps", use)
+    assert images == 2
+    assert difference < 1e-4
+
+
+@NEEDS_RECIPES
+@pytest.mark.parametrize(
+    ("prompts", "each", "at_once"),
+    [(4, 1, 2), (3, 1, 2), (2, 3, 4), (3, 2, 4)],
+)
+def test_one_generator_for_parts_of_different_sizes(prompts: int, each: int, at_once: int) -> None:
+    plain = make_pipe(TEXT_TO_IMAGE)
+    placed = anyaccel.place(copy.deepcopy(plain), "cpu", dtype=torch.float32, images_per_call=at_once)
+    arguments: dict[str, Any] = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "latent"}
+    arguments |= {"prompt": (PROMPTS * 2)[:prompts], "num_images_per_prompt": each}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = plain(generator=host(5), **arguments).images
+        found = placed(generator=host(5), **arguments).images
+    assert (found - expected).abs().max() < 1e-4
