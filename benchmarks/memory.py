@@ -21,7 +21,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.device import this_machine
-from anyaccel.descriptions import find_description
+from anyaccel.explanation.known_models import find_description
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_pipeline
 from anyaccel.tracing.model_index import read_model_folder

@@ -180,7 +180,7 @@ def test_a_device_whose_process_dies_spoils_no_other(monkeypatch: pytest.MonkeyP
 def test_a_component_without_a_config_is_noted(tmp_path: Path) -> None:
     import shutil
 
-    from anyaccel.descriptions import find_description
+    from anyaccel.explanation.known_models import find_description
 
     described = find_description("stabilityai/sdxl-turbo")
     assert described is not None

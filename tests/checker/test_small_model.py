@@ -8,8 +8,8 @@ import pytest
 
 from anyaccel.checker.check import check, find_devices
 from anyaccel.checker.small_model import make_small_model, merge_config
-from anyaccel.descriptions import described_models, find_description
 from anyaccel.errors import ModelError
+from anyaccel.explanation.known_models import described_models, find_description
 
 SEEDS = [
     "PixArt-alpha/PixArt-XL-2-1024-MS",

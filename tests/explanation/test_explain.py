@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import anyaccel
-from anyaccel.descriptions import find_description
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
-from anyaccel.explanation.describe import describe_explanation
+from anyaccel.explanation.device_target import find_target
+from anyaccel.explanation.known_models import find_description
 from anyaccel.explanation.largest_size import find_largest_size
-from anyaccel.explanation.target import find_target
+from anyaccel.explanation.text import describe_explanation
 from anyaccel.tracing.model_index import read_model_folder
 from tests.conftest import RunCli
 

@@ -6,8 +6,8 @@ import pytest
 
 import anyaccel
 from anyaccel.errors import UsageError
+from anyaccel.explanation.device_target import find_target
 from anyaccel.explanation.parallel import tell_gain
-from anyaccel.explanation.target import find_target
 from anyaccel.planning.facts import ComponentFacts, Facts
 from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Way
 

@@ -13,7 +13,7 @@ import torch
 from anyaccel.backends.device import open_device
 from anyaccel.bench.work import FAST, OURS, Work
 from anyaccel.emulator.torch_patches import patched
-from anyaccel.explanation.described_model import find_model
+from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_components
 

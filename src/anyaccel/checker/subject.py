@@ -13,9 +13,9 @@ from typing import Any
 
 from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.small_model import make_small_model
-from anyaccel.descriptions import described_models, find_description
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, UsageError, nearest
+from anyaccel.explanation.known_models import described_models, find_description
 from anyaccel.recipes import Recipe, recipes
 
 __all__ = ["Subject", "read_subject"]

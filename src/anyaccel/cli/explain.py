@@ -52,8 +52,8 @@ def explain_model(
     display.begin(f"explaining {model}")
     try:
         with gc_paused():
-            from anyaccel.explanation.described_model import find_model
             from anyaccel.explanation.explain import explain
+            from anyaccel.explanation.model_configs import find_model
 
             asked = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
             plan = explain(model, device, width=width, height=height, batch=batch, revision=revision, **asked)
@@ -71,7 +71,7 @@ def explain_model(
 
 
 def _show(plan: Plan, model: str, missing: int | None) -> None:
-    from anyaccel.explanation.describe import describe_explanation
+    from anyaccel.explanation.text import describe_explanation
 
     columns = shutil.get_terminal_size((100, 24)).columns
     print("\n".join(describe_explanation(plan, model, columns, download_bytes=missing)))

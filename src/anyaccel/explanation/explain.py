@@ -14,11 +14,11 @@ from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError
-from anyaccel.explanation.described_model import find_model
+from anyaccel.explanation.device_target import Target, find_target
 from anyaccel.explanation.largest_size import find_largest_size
-from anyaccel.explanation.offers import list_offers
+from anyaccel.explanation.model_configs import find_model
 from anyaccel.explanation.parallel import choose_split, share_out, tell_gain
-from anyaccel.explanation.target import Target, find_target
+from anyaccel.explanation.quantization_options import list_offers
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype

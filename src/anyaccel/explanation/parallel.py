@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anyaccel.errors import UsageError
-from anyaccel.explanation.target import Target
+from anyaccel.explanation.device_target import Target
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import Facts
 from anyaccel.planning.footprint import Footprint, Measure, ModelSize, Way

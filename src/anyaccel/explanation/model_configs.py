@@ -6,9 +6,9 @@ import functools
 import os
 from pathlib import Path
 
-from anyaccel.descriptions import described_models, find_description
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, first_line, nearest
+from anyaccel.explanation.known_models import described_models, find_description
 from anyaccel.tracing.model_index import ModelFolder, read_model_folder
 
 __all__ = ["find_model"]
