@@ -64,11 +64,11 @@ def time_loop(rows: Path, out: Path) -> float:
     import torch
 
     from anyaccel.cluster.rows import read_rows
-    from anyaccel.pictures.files import write_whole
-    from anyaccel.pictures.format import encode_picture
-    from anyaccel.pictures.kept_model import load_afresh
-    from anyaccel.pictures.order import make_order
-    from anyaccel.pictures.picture import make_picture
+    from anyaccel.generation.image import make_picture
+    from anyaccel.generation.image_format import encode_picture
+    from anyaccel.generation.model_cache import load_afresh
+    from anyaccel.generation.output_files import write_whole
+    from anyaccel.generation.request import make_order
     from anyaccel.planning.options import Wishes
 
     torch.set_num_threads(1)

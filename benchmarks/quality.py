@@ -20,7 +20,7 @@ from PIL import Image
 
 from anyaccel.embedded.judge import open_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
-from anyaccel.pictures.likeness import measure_psnr
+from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.planning.options import SPEEDS
 from anyaccel.runtime.pipeline import place
 from benchmarks.provenance import describe_run, read_commit

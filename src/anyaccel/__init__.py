@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
     from anyaccel.explanation.explain import explain as explain
-    from anyaccel.pictures.generate import Result as Result
-    from anyaccel.pictures.generate import generate as generate
+    from anyaccel.generation.generate import Result as Result
+    from anyaccel.generation.generate import generate as generate
     from anyaccel.planning.plan import Plan as Plan
     from anyaccel.runtime.loading import AutoPipelineForImage2Image as AutoPipelineForImage2Image
     from anyaccel.runtime.loading import AutoPipelineForInpainting as AutoPipelineForInpainting
@@ -53,7 +53,7 @@ _HOMES = {
     "Driver": "anyaccel.backends",
     "Memory": "anyaccel.backends",
     "Plan": "anyaccel.planning.plan",
-    "Result": "anyaccel.pictures.generate",
+    "Result": "anyaccel.generation.generate",
     "Sheet": "anyaccel.backends",
     "Report": "anyaccel.checker.report",
     "adjust_dtype": "anyaccel.backends.device_functions",
@@ -62,7 +62,7 @@ _HOMES = {
     "devices": "anyaccel.backends.device",
     "empty_cache": "anyaccel.backends.device_functions",
     "explain": "anyaccel.explanation.explain",
-    "generate": "anyaccel.pictures.generate",
+    "generate": "anyaccel.generation.generate",
     "is_available": "anyaccel.backends.device",
     "manual_seed": "anyaccel.backends.device_functions",
     "max_memory": "anyaccel.backends.device_functions",

@@ -21,9 +21,9 @@ from anyaccel.cli.generate_work import GenerateWork
 from anyaccel.cli.interruption import Interruption
 from anyaccel.cli.main import main
 from anyaccel.errors import UsageError
-from anyaccel.pictures.format import encode_picture, read_origins
-from anyaccel.pictures.generate import generate
-from anyaccel.pictures.kept_model import release_model
+from anyaccel.generation.generate import generate
+from anyaccel.generation.image_format import encode_picture, read_origins
+from anyaccel.generation.model_cache import release_model
 from anyaccel.recipes import recipes
 from tests.cli.terminal import run_command, run_on_terminal
 from tests.conftest import NEEDS_RECIPES, RunCli

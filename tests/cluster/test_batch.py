@@ -60,7 +60,7 @@ def wait_for(out: Path, lines: int) -> None:
 
 def test_pictures_are_those_of_the_library(alone: Path, model: str) -> None:
     import anyaccel
-    from anyaccel.pictures.format import read_origins
+    from anyaccel.generation.image_format import read_origins
 
     line = read_manifest(alone / "out")[4]
     assert {"row", "prompt", "seed", "num_inference_steps", "path", "sha256", "device", "seconds"} <= set(line)

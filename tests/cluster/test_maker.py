@@ -9,7 +9,7 @@ from PIL import Image, ImageChops
 
 from anyaccel.cluster.maker import Made, Maker, Refused, Settings
 from anyaccel.cluster.rows import Row
-from anyaccel.pictures.format import read_origins
+from anyaccel.generation.image_format import read_origins
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from PIL import Image
 from anyaccel.cluster.manifest import Folder
 from anyaccel.cluster.rows import Row, check_parameters, read_rows
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.pictures.format import encode_picture
-from anyaccel.pictures.origin import Origin
+from anyaccel.generation.image_format import encode_picture
+from anyaccel.generation.metadata import Origin
 from anyaccel.processes.forked_call import call_in_fork
 
 RUN = {"input": "abc", "model": "embedded"}

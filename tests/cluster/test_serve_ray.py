@@ -27,7 +27,7 @@ from anyaccel.cluster.places import claim_device
 from anyaccel.cluster.pool_facts import add_beats, join_facts
 from anyaccel.cluster.serving import read_replicas
 from anyaccel.errors import DeviceUnavailableError, UsageError
-from anyaccel.pictures.format import read_origins
+from anyaccel.generation.image_format import read_origins
 from anyaccel.recipes import recipes
 from anyaccel.server.messages import Beat, ModelFacts
 from tests.cluster.replica_kills import CLOSE, PROMPT, STEPS, kill_under_load, list_replicas, make_alone, read_picture

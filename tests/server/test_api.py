@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import anyaccel
-from anyaccel.pictures.format import read_origins
+from anyaccel.generation.image_format import read_origins
 from tests.server.conftest import BOB
 from tests.server.live import Live
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from anyaccel.errors import UsageError
-from anyaccel.pictures.call import pick_images
+from anyaccel.generation.call_validation import pick_images
 from anyaccel.recipes import recipes
 from anyaccel.runtime.loading import DiffusionPipeline
 from anyaccel.server.denoising import StoppedError, Watcher

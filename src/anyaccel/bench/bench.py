@@ -12,7 +12,7 @@ from typing import Any
 from anyaccel.bench.failure import describe_death
 from anyaccel.bench.work import FAST, OURS, STOCK, VARIANTS, Work
 from anyaccel.errors import NotMeasurableError, UsageError
-from anyaccel.pictures.likeness import measure_psnr
+from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.processes.json_line_worker import JsonLineWorker
 
 __all__ = ["liken_files", "run_bench", "run_together"]

@@ -11,7 +11,7 @@ from anyaccel.backends.device import find_device, open_device, read_device
 from anyaccel.checker.recording import Comparison, comparing, recording
 from anyaccel.checker.subject import read_subject
 from anyaccel.errors import AnyaccelError
-from anyaccel.pictures.likeness import measure_difference, measure_psnr
+from anyaccel.generation.image_difference import measure_difference, measure_psnr
 from anyaccel.recipes.recipe import Recipe, run
 from anyaccel.runtime.pipeline import place
 
@@ -110,7 +110,7 @@ def check_real(
 
 def _open(what: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
     """A model with its own weights, where it has some, and a call of it."""
-    from anyaccel.pictures.named_model import name_model
+    from anyaccel.generation.model_name import name_model
     from anyaccel.recipes import recipes
 
     if isinstance(what, str) and what not in recipes() and ":" not in what:

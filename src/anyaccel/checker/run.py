@@ -17,8 +17,8 @@ from anyaccel.backends.claim import Limit
 from anyaccel.checker.failure import describe_failure
 from anyaccel.checker.report import DeviceReport, Graphs, Violation
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError, first_line
+from anyaccel.generation.image_difference import measure_difference
 from anyaccel.library_logging import no_progress_bars, quiet_libraries, silence_process
-from anyaccel.pictures.likeness import measure_difference
 from anyaccel.recipes.recipe import Recipe, run
 
 if TYPE_CHECKING:

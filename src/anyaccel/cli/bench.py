@@ -74,7 +74,7 @@ def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[st
     from anyaccel.backends.device_functions import dtype_name
     from anyaccel.bench.work import Work
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
-    from anyaccel.pictures.named_model import name_model
+    from anyaccel.generation.model_name import name_model
 
     told, type_name = {"pictures": pictures}, dtype_name(dtype)
     named = {model: name_model(model) for model in models or [NAME]}

@@ -9,8 +9,8 @@ from typing import Any
 from anyaccel.backends.device import find_device, read_device
 from anyaccel.cli.generate_options import Options
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.pictures.order import Order, make_order
-from anyaccel.pictures.origin import Origin
+from anyaccel.generation.metadata import Origin
+from anyaccel.generation.request import Order, make_order
 
 __all__ = ["Job", "make_jobs"]
 

@@ -14,8 +14,8 @@ from anyaccel.cli.show_picture import check_way
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
-    from anyaccel.pictures.files import Destination
-    from anyaccel.pictures.origin import Origin
+    from anyaccel.generation.metadata import Origin
+    from anyaccel.generation.output_files import Destination
 
 __all__ = ["STDOUT", "Options", "read_prompts_file"]
 
@@ -95,13 +95,13 @@ class Options:
                     f"{pictures} pictures do not fit into one stream", hint="--grid puts them on one; or -o FOLDER/"
                 )
             return None
-        from anyaccel.pictures.files import read_destination
+        from anyaccel.generation.output_files import read_destination
 
         return read_destination(self.output, pictures=pictures, sheet=self.grid, force=self.force)
 
     def read_origins(self) -> tuple[Origin, ...]:
         """How the pictures of `--from` were made; none without it."""
-        from anyaccel.pictures.format import read_origins
+        from anyaccel.generation.image_format import read_origins
 
         return () if self.source is None else read_origins(self.source)
 

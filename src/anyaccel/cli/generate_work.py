@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from anyaccel.cli.generate_jobs import Job
-    from anyaccel.pictures.files import Destination
-    from anyaccel.pictures.kept_model import LoadedModel
-    from anyaccel.pictures.picture import Picture
+    from anyaccel.generation.image import Picture
+    from anyaccel.generation.model_cache import LoadedModel
+    from anyaccel.generation.output_files import Destination
 
 __all__ = ["GenerateWork"]
 
@@ -105,7 +105,7 @@ class GenerateWork(ProgressListener):
 
     def _load(self, job: Job) -> LoadedModel:
         with gc_paused():
-            from anyaccel.pictures.kept_model import load_model
+            from anyaccel.generation.model_cache import load_model
 
         model = job.order.model
         words = f"loading {model.name}"
@@ -137,8 +137,8 @@ class GenerateWork(ProgressListener):
             self.display.say(f"note: {note}")
 
     def _warn_of_differences(self, loaded: LoadedModel, job: Job) -> None:
-        from anyaccel.pictures.origin import find_differences
-        from anyaccel.pictures.picture import foresee_origin
+        from anyaccel.generation.image import foresee_origin
+        from anyaccel.generation.metadata import find_differences
 
         assert job.then is not None
         now = foresee_origin(loaded, *job.order.pictures[0], job.order.call)
@@ -151,7 +151,7 @@ class GenerateWork(ProgressListener):
         _print_json(plan.to_dict()) if self.options.as_json else print(plan)
 
     def _make(self, loaded: LoadedModel, job: Job, prompt: str, seed: int) -> None:
-        from anyaccel.pictures.picture import make_picture
+        from anyaccel.generation.image import make_picture
 
         place = len(self.made)
         self.display.begin(f"picture {place + 1} of {self.total}" if self.total > 1 else "picture")
@@ -168,7 +168,7 @@ class GenerateWork(ProgressListener):
                 _tell(f"{path}  seed {seed}")
 
     def _write(self, picture: Picture, place: int) -> Path | None:
-        from anyaccel.pictures.format import encode_picture
+        from anyaccel.generation.image_format import encode_picture
 
         origin = picture.origin
         if self.destination is None:
@@ -179,8 +179,8 @@ class GenerateWork(ProgressListener):
         return self._save(self.destination, self.destination.path_of(place, origin.prompt, origin.seed), content)
 
     def _write_sheet(self) -> None:
-        from anyaccel.pictures.contact_sheet import make_contact_sheet
-        from anyaccel.pictures.format import encode_picture
+        from anyaccel.generation.contact_sheet import make_contact_sheet
+        from anyaccel.generation.image_format import encode_picture
 
         origins = [picture.origin for _, picture in self.made]
         several = len({origin.prompt for origin in origins}) > 1 and self.options.count > 1
@@ -197,7 +197,7 @@ class GenerateWork(ProgressListener):
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
         """Write a file; a name that was taken meanwhile is left alone, and the picture is not lost for it."""
-        from anyaccel.pictures.files import write_free
+        from anyaccel.generation.output_files import write_free
 
         try:
             return destination.write(path, content)

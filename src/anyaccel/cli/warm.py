@@ -48,8 +48,8 @@ def warm_model(
     with clearing_up() as display:
         display.begin(f"loading {model}")
         from anyaccel.errors import NotMeasurableError
-        from anyaccel.pictures.named_model import name_model
-        from anyaccel.pictures.progress import counting_components
+        from anyaccel.generation.model_name import name_model
+        from anyaccel.generation.progress import counting_components
         from anyaccel.runtime.loading import DiffusionPipeline
         from anyaccel.runtime.placement_state import find_placement
 

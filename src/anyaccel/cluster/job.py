@@ -35,7 +35,7 @@ class Job:
 
 def run_job(job: Job, listener: ProgressListener) -> Summary:
     """Make a picture of every row that has none yet."""
-    from anyaccel.pictures.named_model import name_model
+    from anyaccel.generation.model_name import name_model
     from anyaccel.planning.options import check_speed
 
     rows, digest = read_rows(job.source)

@@ -80,9 +80,9 @@ class Maker:
         with gc_paused():
             import torch
 
-            from anyaccel.pictures.call import list_parameters
-            from anyaccel.pictures.kept_model import load_afresh
-            from anyaccel.pictures.order import make_order
+            from anyaccel.generation.call_validation import list_parameters
+            from anyaccel.generation.model_cache import load_afresh
+            from anyaccel.generation.request import make_order
             from anyaccel.planning.options import Wishes
 
         if settings.threads is not None:
@@ -115,8 +115,8 @@ class Maker:
         return [outcome for row in rows for outcome in self.make([row])]
 
     def _make(self, rows: Sequence[Row]) -> list[Made | Refused]:
-        from anyaccel.pictures.format import encode_picture
-        from anyaccel.pictures.picture import make_pictures
+        from anyaccel.generation.image import make_pictures
+        from anyaccel.generation.image_format import encode_picture
 
         start = time.perf_counter()
         call = {**self.order.call, **rows[0].call}

@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.pictures.files import make_stem, write_whole
-from anyaccel.pictures.format import read_origins
+from anyaccel.generation.image_format import read_origins
+from anyaccel.generation.output_files import make_stem, write_whole
 from anyaccel.storage.atomic_write import remove_temporary_files
 from anyaccel.storage.file_lock import lock_file
 

@@ -13,11 +13,11 @@ from PIL import Image
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
-from anyaccel.pictures.call import check_picture_call, find_default, pick_images
-from anyaccel.pictures.kept_model import LoadedModel, load_afresh
-from anyaccel.pictures.order import make_order
-from anyaccel.pictures.origin import Origin
-from anyaccel.pictures.picture import foresee_origin
+from anyaccel.generation.call_validation import check_picture_call, find_default, pick_images
+from anyaccel.generation.image import foresee_origin
+from anyaccel.generation.metadata import Origin
+from anyaccel.generation.model_cache import LoadedModel, load_afresh
+from anyaccel.generation.request import make_order
 from anyaccel.planning.options import Wishes
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.call.validation import find_multiple

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from anyaccel.backends.device import OpenDevice
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
-from anyaccel.pictures.named_model import name_model
+from anyaccel.generation.model_name import name_model
 from anyaccel.processes.gc_control import ignore_existing_objects, release_unreachable
 from anyaccel.runtime.placement_state import find_models, find_placement
 from anyaccel.server.denoising import StoppedError

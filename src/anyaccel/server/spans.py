@@ -65,7 +65,7 @@ class Spans:
             "anyaccel.job": job.id,
             "anyaccel.state": job.state,
             "anyaccel.model": job.request["model"],
-            "anyaccel.pictures": len(job.request["seeds"]),
+            "anyaccel.generation": len(job.request["seeds"]),
             "anyaccel.size": f"{job.request['width']}x{job.request['height']}",
             "anyaccel.attempts": job.attempts,
         }

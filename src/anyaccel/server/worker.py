@@ -199,7 +199,7 @@ class _Job:
             self.worker.tell(StoppedJob(self.said.job))
 
     def _run(self, picture: int) -> None:
-        from anyaccel.pictures.format import encode_picture
+        from anyaccel.generation.image_format import encode_picture
         from anyaccel.server.work import SUFFIXES
 
         start = time.perf_counter()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.device import this_machine
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
-from anyaccel.pictures.call import check_picture_call, find_default, find_missing_picture, pick_images
-from anyaccel.pictures.kept_model import LoadedModel
-from anyaccel.pictures.origin import Origin, record_call
-from anyaccel.pictures.progress import counting_steps
+from anyaccel.generation.call_validation import check_picture_call, find_default, find_missing_picture, pick_images
+from anyaccel.generation.metadata import Origin, record_call
+from anyaccel.generation.model_cache import LoadedModel
+from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.pipeline import plain_class

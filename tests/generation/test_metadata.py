@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from anyaccel.errors import UsageError
-from anyaccel.pictures.format import encode_picture, read_origins
-from anyaccel.pictures.named_model import digest_folder, name_model
-from anyaccel.pictures.origin import (
+from anyaccel.generation.image_format import encode_picture, read_origins
+from anyaccel.generation.metadata import (
     Origin,
     describe_origin,
     find_differences,
@@ -24,6 +23,7 @@ from anyaccel.pictures.origin import (
     record_call,
     write_document,
 )
+from anyaccel.generation.model_name import digest_folder, name_model
 
 HELD, _ = record_call({"original_size": (64, 64), "sigmas": [1.0, 0.5], "clip_skip": 1})
 ORIGIN = Origin(

@@ -18,14 +18,14 @@ import anyaccel
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
-from anyaccel.pictures import kept_model
-from anyaccel.pictures.call import check_picture_call
-from anyaccel.pictures.files import make_stem, read_destination, write_free, write_whole
-from anyaccel.pictures.format import read_origins
-from anyaccel.pictures.generate import Result, generate
-from anyaccel.pictures.kept_model import load_model, release_model
-from anyaccel.pictures.order import make_order
-from anyaccel.pictures.picture import make_picture
+from anyaccel.generation import model_cache
+from anyaccel.generation.call_validation import check_picture_call
+from anyaccel.generation.generate import Result, generate
+from anyaccel.generation.image import make_picture
+from anyaccel.generation.image_format import read_origins
+from anyaccel.generation.model_cache import load_model, release_model
+from anyaccel.generation.output_files import make_stem, read_destination, write_free, write_whole
+from anyaccel.generation.request import make_order
 from anyaccel.progress import ProgressListener
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
@@ -133,7 +133,7 @@ def test_the_last_model_is_kept_and_only_that(model: str, tmp_path: Path) -> Non
     assert generate("y", model, seed=2, **CALL).timings.load_s == 0
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     assert generate("x", copy, seed=1, **CALL).timings.load_s > 0
-    assert len(kept_model._KEPT) == 1
+    assert len(model_cache._KEPT) == 1
     config = json.loads((copy / "scheduler" / "scheduler_config.json").read_text())
     (copy / "scheduler" / "scheduler_config.json").write_text(json.dumps(config | {"beta_end": 0.02}))
     assert generate("x", copy, seed=1, **CALL).timings.load_s > 0, "the folder has changed"

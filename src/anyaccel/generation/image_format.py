@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
-from anyaccel.pictures.origin import Origin, describe_origin, read_document, write_document
+from anyaccel.generation.metadata import Origin, describe_origin, read_document, write_document
 
 if TYPE_CHECKING:
     from PIL import Image

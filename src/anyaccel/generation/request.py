@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
-from anyaccel.pictures.named_model import NamedModel, name_model
+from anyaccel.generation.model_name import NamedModel, name_model
 from anyaccel.planning.options import check_speed
 
 if TYPE_CHECKING:

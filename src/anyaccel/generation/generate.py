@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.pictures.contact_sheet import make_contact_sheet
-from anyaccel.pictures.files import read_destination, taken
-from anyaccel.pictures.format import encode_picture
-from anyaccel.pictures.kept_model import LOCK, load_model
-from anyaccel.pictures.order import make_order
-from anyaccel.pictures.origin import Origin
-from anyaccel.pictures.picture import Picture, make_picture
+from anyaccel.generation.contact_sheet import make_contact_sheet
+from anyaccel.generation.image import Picture, make_picture
+from anyaccel.generation.image_format import encode_picture
+from anyaccel.generation.metadata import Origin
+from anyaccel.generation.model_cache import LOCK, load_model
+from anyaccel.generation.output_files import read_destination, taken
+from anyaccel.generation.request import make_order
 from anyaccel.planning.plan import Plan
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.half_precision_probe import measure_half_precision
-from anyaccel.pictures.named_model import NamedModel, find_revision
+from anyaccel.generation.model_name import NamedModel, find_revision
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import HALF_PRECISIONS, choose_dtype
 from anyaccel.planning.facts import Facts
@@ -19,7 +19,7 @@ from anyaccel.runtime.placement.place import resolve_device
 from anyaccel.runtime.placement_state import remember_wishes
 
 if TYPE_CHECKING:
-    from anyaccel.pictures.order import Order
+    from anyaccel.generation.request import Order
     from anyaccel.progress import ProgressListener
 
 __all__ = ["LOCK", "LoadedModel", "load_afresh", "load_model", "release_model"]
@@ -109,7 +109,7 @@ def _load(
     if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
     with gc_paused():
-        from anyaccel.pictures.progress import counting_components
+        from anyaccel.generation.progress import counting_components
         from anyaccel.runtime.loading import DiffusionPipeline
 
         with counting_components(listener):

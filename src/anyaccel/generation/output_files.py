@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anyaccel.errors import AnyaccelError, UsageError, nearest
-from anyaccel.pictures.format import SUFFIXES
+from anyaccel.generation.image_format import SUFFIXES
 from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["Destination", "make_stem", "read_destination", "write_free", "write_whole"]
