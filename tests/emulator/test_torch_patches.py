@@ -130,7 +130,7 @@ from tests.emulator.test_torch_patches import ENTRIES, read, read_own
 
 import torch, torch._dynamo, torch.distributed, safetensors.torch
 before = {patch.name: (read(patch.name), read_own(patch.name)) for patch in ENTRIES}
-from anyaccel.scripts.script import start_migration
+from anyaccel.cuda_scripts.run_script import start_migration
 start_migration(sys.argv[1])
 names = [name for name in before if name != "torch.randn"]  # the benchmark's
 unused = [name for name in names if read(name) is before[name][0]]

@@ -31,7 +31,7 @@ def run_program(
     given = list(arguments or [])
     if device is None:
         device, given = split_device(given)
-    from anyaccel.scripts.script import run_script
+    from anyaccel.cuda_scripts.run_script import run_script
 
     raise SystemExit(run_script(script, given, device or "auto", verbose))
 

@@ -11,7 +11,7 @@ import pytest
 from anyaccel.cli.run import split_device
 from anyaccel.errors import UsageError
 from tests.conftest import NEEDS_RECIPES, RunCli
-from tests.scripts.matrix import (
+from tests.cuda_scripts.matrix import (
     DEVICES,
     PROGRAMS,
     REFUSED,
@@ -23,7 +23,7 @@ from tests.scripts.matrix import (
     run_on,
     run_reference,
 )
-from tests.scripts.models import make_models
+from tests.cuda_scripts.models import make_models
 
 RUNNING = [program for program in PROGRAMS if program not in REFUSED]
 

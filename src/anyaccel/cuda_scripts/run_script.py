@@ -43,11 +43,11 @@ def start_migration(device: str) -> Any:
     # A vendor's own switch of this kind would map the same calls a second time.
     opened = resolve_device(device, Wishes(hpu_migration=False))
 
-    from anyaccel.scripts.libraries import install_libraries
-    from anyaccel.scripts.migration import Migration
-    from anyaccel.scripts.spelling import install_spellings
-    from anyaccel.scripts.stand_in import install_stand_in
-    from anyaccel.scripts.translation import install_seam
+    from anyaccel.cuda_scripts.cuda_module_proxy import install_stand_in
+    from anyaccel.cuda_scripts.library_patches import install_libraries
+    from anyaccel.cuda_scripts.migration import Migration
+    from anyaccel.cuda_scripts.script_function_mode import install_seam
+    from anyaccel.cuda_scripts.torch_patches import install_spellings
 
     migration = Migration(opened)
     if not migration.is_native:
@@ -150,7 +150,7 @@ def _frames(trace: TracebackType | None) -> list[Any]:
 
 def _find_line(trace: TracebackType | None) -> Any:
     """The last line on the way to an error that is the script's."""
-    from anyaccel.scripts.migration import Site, is_devices_own
+    from anyaccel.cuda_scripts.migration import Site, is_devices_own
 
     site = None
     while trace is not None:

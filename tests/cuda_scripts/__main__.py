@@ -8,8 +8,17 @@ from pathlib import Path
 
 import torch
 
-from tests.scripts.matrix import DEVICES, PROGRAMS, REFUSED, WITHOUT_REFERENCE, compare, preload, run_on, run_reference
-from tests.scripts.models import make_models
+from tests.cuda_scripts.matrix import (
+    DEVICES,
+    PROGRAMS,
+    REFUSED,
+    WITHOUT_REFERENCE,
+    compare,
+    preload,
+    run_on,
+    run_reference,
+)
+from tests.cuda_scripts.models import make_models
 
 
 def main() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
+from anyaccel.cuda_scripts.migration import Migration, is_devices_own
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.runtime.workarounds import noise
 from anyaccel.runtime.workarounds.function_modes import GlueSeam, Handler, make_glue_seam
-from anyaccel.scripts.migration import Migration, is_devices_own
 from anyaccel.upstream.torch_internals import find_property
 
 __all__ = ["ScriptSeam", "install_seam"]

@@ -15,10 +15,10 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.torch_device import is_host
+from anyaccel.cuda_scripts.migration import Migration, is_devices_own, read_site
 from anyaccel.emulator.streams import make_stream_classes
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.errors import NotMeasurableError, UnmappedError
-from anyaccel.scripts.migration import Migration, is_devices_own, read_site
 
 __all__ = ["Answers", "install_stand_in"]
 

@@ -54,10 +54,6 @@ class Outcome:
 
 def preload() -> None:
     """Import what the programs import, once, before processes are forked."""
-    import anyaccel.emulator.activation
-    import anyaccel.runtime.pipeline
-    import anyaccel.scripts.script  # noqa: F401
-
     for name in PROGRAMS:
         imports = [node for node in ast.parse(find_program(name).read_text()).body if isinstance(node, _IMPORTS)]
         if name in REFUSED:
@@ -76,7 +72,7 @@ def run_on(device: str, name: str, models: Path) -> Outcome:
     """Run one program as `anyaccel run --device virtual:DEVICE` would, in a process that is forked from this one."""
 
     def work(output: Path) -> int:
-        from anyaccel.scripts.script import run_script
+        from anyaccel.cuda_scripts.run_script import run_script
 
         return run_script(str(find_program(name)), [str(models), str(output)], f"virtual:{device}", verbose=True)
 
