@@ -6,10 +6,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from anyaccel.backends.evidence import load_verifications
-from anyaccel.chart.badge import make_badge
-from anyaccel.chart.kept import as_document, read_chart
-from anyaccel.chart.markdown import write_markdown
-from anyaccel.chart.page import write_page
+from anyaccel.checking.chart.badge import make_badge
+from anyaccel.checking.chart.chart_file import as_document, read_chart
+from anyaccel.checking.chart.markdown import write_markdown
+from anyaccel.checking.chart.page import write_page
 
 CHART = Path(__file__).parents[1] / "benchmarks" / "results" / "chart.json"
 

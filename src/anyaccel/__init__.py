@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from anyaccel.backends.device_functions import reset_peak_memory as reset_peak_memory
     from anyaccel.backends.device_functions import supports_training as supports_training
     from anyaccel.backends.device_functions import synchronize as synchronize
-    from anyaccel.checker.check import check as check
-    from anyaccel.checker.report import Report as Report
+    from anyaccel.checking.check import check as check
+    from anyaccel.checking.report import Report as Report
     from anyaccel.emulator.activation import virtual as virtual
     from anyaccel.errors import AnyaccelError as AnyaccelError
     from anyaccel.explanation.explain import explain as explain
@@ -55,9 +55,9 @@ _HOMES = {
     "Plan": "anyaccel.planning.plan",
     "Result": "anyaccel.generation.generate",
     "Sheet": "anyaccel.backends",
-    "Report": "anyaccel.checker.report",
+    "Report": "anyaccel.checking.report",
     "adjust_dtype": "anyaccel.backends.device_functions",
-    "check": "anyaccel.checker.check",
+    "check": "anyaccel.checking.check",
     "device_count": "anyaccel.backends.device_functions",
     "devices": "anyaccel.backends.device",
     "empty_cache": "anyaccel.backends.device_functions",

@@ -33,7 +33,7 @@ OPERATORS = {"aten", "_ATEN", "torch.ops.aten"}
 """Names after these are ATen operators, which a dispatch mode is called with: `_to_copy` is one like `add`."""
 EXCEPTIONS = {
     ("runtime/pipeline.py", "_execution_device"): "an override has to be a method of the class",
-    ("checker/pytest_plugin.py", "_pytest"): "pytest's, whose runner has no public name",
+    ("checking/pytest_plugin.py", "_pytest"): "pytest's, whose runner has no public name",
     ("backends/devices/mps.py", "_int_mm"): "the name of an ATen operator on a sheet",
     ("verification/probe_operations.py", "_int_mm"): "the name of an ATen operator on a sheet",
 }
@@ -184,7 +184,7 @@ def test_the_check_finds_a_private_detail(line: str) -> None:
         "self._ours = other._ours",
         "torch.ops.aten._to_copy.default",
         "sys._getframe()",
-        "from anyaccel.checker.fresh_process import _work",
+        "from anyaccel.checking.fresh_process import _work",
         'vars(pipe)["_anyaccel_room"]',
     ],
 )

@@ -40,8 +40,8 @@ def test_the_end_is_said_and_has_its_status(capsys: pytest.CaptureFixture[str]) 
 
 HANGING = """
 import os, sys, time
-from anyaccel.chart import chart
-from anyaccel.checker import run
+from anyaccel.checking.chart import chart
+from anyaccel.checking import run
 from anyaccel.processes.forked_call import call_in_fork
 
 def hang(*arguments):

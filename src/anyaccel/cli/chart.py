@@ -21,7 +21,7 @@ from anyaccel.storage.atomic_write import atomic_write
 from anyaccel.storage.file_lock import lock_file
 
 if TYPE_CHECKING:
-    from anyaccel.chart.chart import Chart, Line
+    from anyaccel.checking.chart.chart import Chart, Line
     from anyaccel.recipes import Recipe
 
 __all__ = ["describe_making", "show_chart"]
@@ -53,8 +53,8 @@ def show_chart(
         if path and not path.absolute().parent.is_dir():
             raise UsageError(f"there is no folder {path.absolute().parent}", hint="make it first")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process has one core
-    from anyaccel.chart.chart import find_families
-    from anyaccel.checker.check import find_devices
+    from anyaccel.checking.chart.chart import find_families
+    from anyaccel.checking.check import find_devices
     from anyaccel.recipes import recipes
 
     chosen = find_families(family or [], recipes().values())
@@ -71,8 +71,8 @@ def show_chart(
 
 def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int, display: Display) -> Chart:
     """The chart, from what was kept and what is still to be run; what is kept of other pipelines stays there."""
-    from anyaccel.chart.chart import Chart, make_chart
-    from anyaccel.chart.kept import write_chart
+    from anyaccel.checking.chart.chart import Chart, make_chart
+    from anyaccel.checking.chart.chart_file import write_chart
 
     made = describe_making()
     kept, before = _read_kept(keep, made, devices)
@@ -101,7 +101,7 @@ def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int,
 
 
 def _read_kept(keep: Path | None, made: dict[str, Any], devices: list[str]) -> tuple[tuple[Line, ...], float]:
-    from anyaccel.chart.kept import read_chart
+    from anyaccel.checking.chart.chart_file import read_chart
 
     if keep is None or not keep.exists():
         return (), 0.0
@@ -139,16 +139,16 @@ def describe_making() -> dict[str, Any]:
 
 def _as_document(chart: Chart) -> dict[str, Any]:
     from anyaccel.backends.evidence import load_verifications
-    from anyaccel.chart.kept import as_document
+    from anyaccel.checking.chart.chart_file import as_document
 
     return as_document(chart, load_verifications().values())
 
 
 def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None:
     from anyaccel.backends.evidence import load_verifications
-    from anyaccel.chart.badge import make_badge
-    from anyaccel.chart.markdown import write_markdown
-    from anyaccel.chart.page import write_page
+    from anyaccel.checking.chart.badge import make_badge
+    from anyaccel.checking.chart.markdown import write_markdown
+    from anyaccel.checking.chart.page import write_page
 
     if html:
         atomic_write(html, write_page(_as_document(chart)))
@@ -163,7 +163,7 @@ def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None
 
 
 def _describe(chart: Chart) -> list[str]:
-    from anyaccel.chart.reasons import find_reason
+    from anyaccel.checking.chart.known_failures import find_reason
 
     lines = [f"{'device':10}{'pipelines':>10}{'plain diffusers':>18}{'placed':>9}     (how many work; virtual)"]
     for device in chart.devices:
@@ -178,6 +178,6 @@ def _describe(chart: Chart) -> list[str]:
 
 
 def _is_unexplained(line: Line) -> bool:
-    from anyaccel.chart.reasons import find_reason
+    from anyaccel.checking.chart.known_failures import find_reason
 
     return any(cell.placed.state != "works" and not find_reason(line.recipe) for cell in line.cells)

@@ -16,7 +16,7 @@ from anyaccel.errors import UsageError, nearest
 from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
-    from anyaccel.checker.report import DeviceReport, Report
+    from anyaccel.checking.report import DeviceReport, Report
 
 __all__ = ["check_pipeline"]
 
@@ -71,7 +71,7 @@ def check_pipeline(
     report = _check_virtual(subject, device or ["all"], baseline, ways, _read_call(steps, size))
     print(_write(report, form))
     if html:
-        from anyaccel.chart.report_page import write_report_page
+        from anyaccel.checking.chart.report_page import write_report_page
 
         atomic_write(html, write_report_page(report, describe_making()))
     if not report.passes:
@@ -83,8 +83,8 @@ def _check_virtual(
 ) -> Report:
     # Each device has a process, and each process one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from anyaccel.checker.baseline import leave_out_known, read_baseline
-    from anyaccel.checker.check import check, find_devices
+    from anyaccel.checking.baseline import leave_out_known, read_baseline
+    from anyaccel.checking.check import check, find_devices
 
     known = read_baseline(baseline) if baseline else None
     wanted = find_devices(devices)
@@ -107,7 +107,7 @@ def _check_real(
     unfit = next((name for name, value in others.items() if value), None)
     if unfit or len(devices) > 1:
         raise UsageError(f"--real does not go with {unfit or 'several devices'}", hint="leave one of the two out")
-    from anyaccel.checker.real import check_real, describe_real
+    from anyaccel.checking.on_hardware import check_real, describe_real
 
     report = check_real(subject, devices[0], dtype=dtype, say=Display().say, **call)
     print(report.to_json() if as_json else "\n".join(describe_real(report)))
@@ -116,7 +116,7 @@ def _check_real(
 
 
 def _write(report: Report, form: str) -> str:
-    from anyaccel.checker.formats import as_github, as_sarif
+    from anyaccel.checking.ci_formats import as_github, as_sarif
 
     if form == "github":
         return "\n".join(as_github(report))

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from tests.checker.bad_pipeline import BadPipeline, make
+from tests.checking.bad_pipeline import BadPipeline, make
 
 __all__ = ["make_exit", "make_raise", "make_that_fails_on_the_cpu"]
 

@@ -142,6 +142,6 @@ class Report:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        from anyaccel.checker.describe import describe_report
+        from anyaccel.checking.report_text import describe_report
 
         return "\n".join(describe_report(self))

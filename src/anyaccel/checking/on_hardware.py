@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anyaccel.backends.device import find_device, open_device, read_device
-from anyaccel.checker.recording import Comparison, comparing, recording
-from anyaccel.checker.subject import read_subject
+from anyaccel.checking.call_recording import Comparison, comparing, recording
+from anyaccel.checking.target import read_subject
 from anyaccel.errors import AnyaccelError
 from anyaccel.generation.image_difference import measure_difference, measure_psnr
 from anyaccel.recipes.recipe import Recipe, run

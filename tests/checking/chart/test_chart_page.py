@@ -13,12 +13,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
-from anyaccel.chart.badge import make_badge
-from anyaccel.chart.chart import Attempt, Cell, Chart, Found, Line, Site
-from anyaccel.chart.kept import as_document
-from anyaccel.chart.page import write_page
-from anyaccel.chart.report_page import write_report_page
-from anyaccel.checker.report import DeviceReport, Graphs, Report, State, Violation
+from anyaccel.checking.chart.badge import make_badge
+from anyaccel.checking.chart.chart import Attempt, Cell, Chart, Found, Line, Site
+from anyaccel.checking.chart.chart_file import as_document
+from anyaccel.checking.chart.page import write_page
+from anyaccel.checking.chart.report_page import write_report_page
+from anyaccel.checking.report import DeviceReport, Graphs, Report, State, Violation
 from tests.browser import count_colours, open_browser, read_errors, resize
 
 WIDTHS = pytest.mark.parametrize("width", [390, 1440])

@@ -7,10 +7,10 @@ from typing import Any
 
 from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
-from anyaccel.checker.fresh_process import Task, can_fork, check_afresh
-from anyaccel.checker.report import Report
-from anyaccel.checker.run import Told, Ways, run_on_devices
-from anyaccel.checker.subject import read_subject
+from anyaccel.checking.fresh_process import Task, can_fork, check_afresh
+from anyaccel.checking.report import Report
+from anyaccel.checking.run import Told, Ways, run_on_devices
+from anyaccel.checking.target import read_subject
 from anyaccel.errors import UsageError, nearest
 
 __all__ = ["check", "find_devices"]

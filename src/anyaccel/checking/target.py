@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anyaccel.checker.failure import describe_failure
-from anyaccel.checker.small_model import make_small_model
+from anyaccel.checking.error_text import describe_failure
+from anyaccel.checking.small_model import make_small_model
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, UsageError, nearest
 from anyaccel.explanation.known_models import described_models, find_description

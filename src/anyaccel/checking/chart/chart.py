@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from anyaccel.checker.report import DeviceReport, State, Violation
-from anyaccel.checker.run import Ways, run_on_device, run_on_host
+from anyaccel.checking.report import DeviceReport, State, Violation
+from anyaccel.checking.run import Ways, run_on_device, run_on_host
 from anyaccel.errors import UsageError, nearest, summarize_error
 from anyaccel.processes.forked_call import forking_threads
 from anyaccel.recipes import Recipe

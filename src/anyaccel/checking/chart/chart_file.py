@@ -10,8 +10,8 @@ from typing import Any
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import sheet
 from anyaccel.backends.evidence import Verification
-from anyaccel.chart.chart import Attempt, Cell, Chart, Found, Line, Site
-from anyaccel.chart.reasons import find_reason
+from anyaccel.checking.chart.chart import Attempt, Cell, Chart, Found, Line, Site
+from anyaccel.checking.chart.known_failures import find_reason
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
 

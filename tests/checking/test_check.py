@@ -10,11 +10,11 @@ import pytest
 
 import anyaccel
 from anyaccel.backends.claim import Limit
-from anyaccel.checker.check import check, find_devices
-from anyaccel.checker.report import Report
-from anyaccel.checker.small_model import make_small_model
+from anyaccel.checking.check import check, find_devices
+from anyaccel.checking.report import Report
+from anyaccel.checking.small_model import make_small_model
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError
-from tests.checker.bad_pipeline import FAULTS, make
+from tests.checking.bad_pipeline import FAULTS, make
 from tests.conftest import ROOT
 
 BAD = Path(__file__).with_name("bad_pipeline.py")
@@ -99,7 +99,7 @@ def test_compiling_counts_the_graphs() -> None:
     assert graphs.breaks == ()
 
 
-@pytest.mark.parametrize("asked", ["nonsense", "tests.checker.nowhere:make", "tests.checker.bad_pipeline:nothing"])
+@pytest.mark.parametrize("asked", ["nonsense", "tests.checker.nowhere:make", "tests.checking.bad_pipeline:nothing"])
 def test_what_is_no_subject_is_said_with_a_hint(asked: str) -> None:
     with pytest.raises(AnyaccelError) as caught:
         check(asked, "mps")
@@ -114,7 +114,7 @@ def test_unknown_devices_are_refused() -> None:
 
 @pytest.mark.long
 def test_the_command_ends_with_one_where_the_answer_is_no() -> None:
-    command = [Path(sys.executable).parent / "anyaccel", "check", "tests.checker.bad_pipeline:make", "-d", "neuron"]
+    command = [Path(sys.executable).parent / "anyaccel", "check", "tests.checking.bad_pipeline:make", "-d", "neuron"]
     done = subprocess.run([*map(str, command), "--plain"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "neuron (virtual, plain diffusers): does not run" in done.stdout
@@ -131,11 +131,11 @@ def test_where_threads_run_a_fresh_process_checks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
-    from tests.checker import modular_pipeline
+    from tests.checking import modular_pipeline
 
     source = Path(modular_pipeline.__file__).read_text().splitlines()
     fault = next(at for at, line in enumerate(source, 1) if "# fault: float64" in line)
-    report = check("tests.checker.modular_pipeline:make", ["mps", "hpu"], plain=True)
+    report = check("tests.checking.modular_pipeline:make", ["mps", "hpu"], plain=True)
     assert report.pipeline == "StableDiffusionXLModularPipeline"
     for device, effect in (("mps", "error"), ("hpu", "narrowed")):
         found = [one for one in report.devices[device].violations if one.file.endswith("modular_pipeline.py")]
@@ -144,7 +144,7 @@ def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
 
 
 def test_a_modular_pipeline_passes_where_it_is_placed() -> None:
-    assert check("tests.checker.modular_pipeline:make", "mps").passes
+    assert check("tests.checking.modular_pipeline:make", "mps").passes
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_a_modular_pipeline_passes_where_it_is_placed() -> None:
 )
 def test_a_fault_of_the_users_is_told_with_its_line(function: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check(f"tests.checker.failing:{function}", "mps")
+        check(f"tests.checking.failing:{function}", "mps")
 
 
 def test_a_device_whose_process_dies_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyaccel.checker import run
+    from anyaccel.checking import run
 
     whole = run.run_on_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import unicodedata
 
-from anyaccel.checker.report import State
+from anyaccel.checking.report import State
 
 __all__ = ["make_badge"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from anyaccel.checker.formats import shorten
-from anyaccel.checker.report import DeviceReport, Report, Violation
+from anyaccel.checking.ci_formats import shorten
+from anyaccel.checking.report import DeviceReport, Report, Violation
 
 __all__ = ["describe_device", "describe_report", "describe_verdict"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anyaccel.checker.report import DeviceReport, Report, Violation
+from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError
 
 __all__ = ["leave_out_known", "read_baseline"]

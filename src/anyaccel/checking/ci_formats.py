@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.backends.claim import Effect
-from anyaccel.checker.report import TOLERANCE, DeviceReport, Report, Violation
+from anyaccel.checking.report import TOLERANCE, DeviceReport, Report, Violation
 
 __all__ = ["as_github", "as_sarif", "shorten"]
 

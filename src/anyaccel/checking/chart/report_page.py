@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyaccel.backends.device import sheet
-from anyaccel.chart.page import fill_page
-from anyaccel.checker.formats import shorten
-from anyaccel.checker.report import DeviceReport, Report
+from anyaccel.checking.chart.page import fill_page
+from anyaccel.checking.ci_formats import shorten
+from anyaccel.checking.report import DeviceReport, Report
 
 __all__ = ["write_report_page"]
 

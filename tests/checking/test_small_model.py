@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from anyaccel.checker.check import check, find_devices
-from anyaccel.checker.small_model import make_small_model, merge_config
+from anyaccel.checking.check import check, find_devices
+from anyaccel.checking.small_model import make_small_model, merge_config
 from anyaccel.errors import ModelError
 from anyaccel.explanation.known_models import described_models, find_description
 

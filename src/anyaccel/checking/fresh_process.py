@@ -14,7 +14,7 @@ from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
 
 if TYPE_CHECKING:
-    from anyaccel.checker.report import Report
+    from anyaccel.checking.report import Report
 
 __all__ = ["Task", "can_fork", "check_afresh"]
 
@@ -66,7 +66,7 @@ def check_afresh(task: Task) -> Report:
 
 def _work(path: Path) -> None:
     """Replace the task in a file by what became of it."""
-    from anyaccel.checker.check import check
+    from anyaccel.checking.check import check
 
     try:
         task: Task = pickle.loads(path.read_bytes())
@@ -87,7 +87,7 @@ def _not_found(error: Exception) -> UsageError:
 
 if __name__ == "__main__":
     # Under its own name, so that what is pickled here is found there.
-    from anyaccel.checker.fresh_process import _work as work
+    from anyaccel.checking.fresh_process import _work as work
 
     with connecting_to_parent() as (paths, answer):
         for path in paths:

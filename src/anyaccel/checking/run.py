@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.backends.claim import Limit
-from anyaccel.checker.failure import describe_failure
-from anyaccel.checker.report import DeviceReport, Graphs, Violation
+from anyaccel.checking.error_text import describe_failure
+from anyaccel.checking.report import DeviceReport, Graphs, Violation
 from anyaccel.errors import AnyaccelError, UsageError, VirtualDeviceError, first_line
 from anyaccel.generation.image_difference import measure_difference
 from anyaccel.library_logging import no_progress_bars, quiet_libraries, silence_process

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from anyaccel.chart.chart import Attempt, Cell, Chart, Found, Line, Site, find_families, make_chart
-from anyaccel.chart.kept import as_document, read_chart, write_chart
-from anyaccel.chart.markdown import write_markdown
-from anyaccel.chart.reasons import find_reason
-from anyaccel.checker.check import find_devices
-from anyaccel.checker.run import Ways, run_on_device, run_on_host
+from anyaccel.checking.chart.chart import Attempt, Cell, Chart, Found, Line, Site, find_families, make_chart
+from anyaccel.checking.chart.chart_file import as_document, read_chart, write_chart
+from anyaccel.checking.chart.known_failures import find_reason
+from anyaccel.checking.chart.markdown import write_markdown
+from anyaccel.checking.check import find_devices
+from anyaccel.checking.run import Ways, run_on_device, run_on_host
 from anyaccel.cli.chart import _holding, _run
 from anyaccel.cli.progress import Display
 from anyaccel.errors import AnyaccelError
@@ -142,7 +142,7 @@ def test_a_pipeline_that_kills_its_process_spoils_no_other() -> None:
 
     good = recipes()["pixart-alpha"]
     bad = replace(good, name="bad", call=die)
-    from anyaccel.chart import chart
+    from anyaccel.checking.chart import chart
 
     expected = run_on_host([good])
     cells = chart._run_guarded("mps", [bad, good], {**expected, "bad": expected["pixart-alpha"]})

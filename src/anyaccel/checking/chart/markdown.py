@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from anyaccel.backends.evidence import Verification
-from anyaccel.chart.chart import Cell, Chart, Line
-from anyaccel.chart.reasons import find_reason
+from anyaccel.checking.chart.chart import Cell, Chart, Line
+from anyaccel.checking.chart.known_failures import find_reason
 
 __all__ = ["write_markdown"]
 

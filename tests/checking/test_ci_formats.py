@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.checker.baseline import leave_out_known, read_baseline
-from anyaccel.checker.formats import as_github, as_sarif
-from anyaccel.checker.report import DeviceReport, Report, Violation
+from anyaccel.checking.baseline import leave_out_known, read_baseline
+from anyaccel.checking.ci_formats import as_github, as_sarif
+from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyaccel.checker.real import RealReport, check_real, describe_real
+from anyaccel.checking.on_hardware import RealReport, check_real, describe_real
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
