@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from anyaccel.bench.case import OURS, Work
 from anyaccel.bench.pipelines import make_call, make_pipeline
-from anyaccel.bench.work import OURS, Work
 from anyaccel.server.rendezvous import Rounds
 from anyaccel.server.settings import count_in_hand
 from anyaccel.server.shared import SharedPipeline

@@ -24,8 +24,8 @@ import diffusers
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
+from anyaccel.bench.case import FAST, OURS, Work
 from anyaccel.bench.pipelines import KINDS
-from anyaccel.bench.work import FAST, OURS, Work
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"

@@ -25,8 +25,8 @@ import torch
 from diffusers.hooks.hooks import HookRegistry
 
 import anyaccel
+from anyaccel.bench.case import Work
 from anyaccel.bench.pipelines import make_call, make_pipeline
-from anyaccel.bench.work import Work
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from benchmarks.provenance import describe_run, read_commit

@@ -20,7 +20,7 @@ from typing import Any
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
-from anyaccel.bench.work import OURS, Work
+from anyaccel.bench.case import OURS, Work
 from anyaccel.storage.cache_dir import CACHE_VARIABLE
 from benchmarks.provenance import read_commit
 from benchmarks.speed import CASES, list_works, tell

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from anyaccel.bench.bench import run_bench, run_together
-from anyaccel.bench.describe import describe_bench
+from anyaccel.bench.case import Work
 from anyaccel.bench.pipelines import drawing_alike, make_call, make_pipeline
-from anyaccel.bench.work import Work
+from anyaccel.bench.text import describe_bench
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes
 

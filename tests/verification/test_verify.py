@@ -11,11 +11,11 @@ from anyaccel.backends.evidence import Finding
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes, run
 from anyaccel.verification import probe_operations
-from anyaccel.verification.bench import describe_error
+from anyaccel.verification.context import describe_error
 from anyaccel.verification.probe_pipeline import measure_sensitivity
+from anyaccel.verification.probe_worker import Prober, ProberDiedError, make_bench
 from anyaccel.verification.probes import find_claims, probe
 from anyaccel.verification.verify import verify
-from anyaccel.verification.verify_process import Prober, ProberDiedError, make_bench
 from tests.conftest import NEEDS_RECIPES
 
 MPS = {

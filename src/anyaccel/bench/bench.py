@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from anyaccel.bench.failure import describe_death
-from anyaccel.bench.work import FAST, OURS, STOCK, VARIANTS, Work
+from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, Work
+from anyaccel.bench.failure_text import describe_death
 from anyaccel.errors import NotMeasurableError, UsageError
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.processes.json_line_worker import JsonLineWorker

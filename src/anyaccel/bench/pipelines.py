@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device import open_device
-from anyaccel.bench.work import FAST, OURS, Work
+from anyaccel.bench.case import FAST, OURS, Work
 from anyaccel.emulator.torch_patches import patched
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place

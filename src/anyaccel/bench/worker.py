@@ -18,8 +18,8 @@ class _Worker:
         import torch
 
         from anyaccel.backends.device import open_device
+        from anyaccel.bench.case import Work
         from anyaccel.bench.pipelines import make_call, make_pipeline
-        from anyaccel.bench.work import Work
 
         work = Work.from_dict(job["work"])
         self.opened, self.torch = open_device(work.device), torch
@@ -56,7 +56,7 @@ class _Worker:
 
     def finish(self) -> dict[str, Any]:
         """The peak of memory, where the time goes, and what was planned."""
-        from anyaccel.bench.work import FAST, OURS
+        from anyaccel.bench.case import FAST, OURS
         from anyaccel.errors import NotMeasurableError
 
         found: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def main() -> None:
             for word in requests:
                 answer(does[word]())
         except Exception as error:  # noqa: BLE001 - whatever it is, the other process tells it
-            from anyaccel.bench.failure import describe_failure
+            from anyaccel.bench.failure_text import describe_failure
 
             answer(describe_failure(job["variant"], error))
             sys.exit(1)

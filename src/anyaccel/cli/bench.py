@@ -48,7 +48,7 @@ def bench_models(
         check_steps(steps, hint="for example --steps 20, or leave it out")
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
-    from anyaccel.bench.describe import describe_bench
+    from anyaccel.bench.text import describe_bench
 
     width, height = parse_image_size(size) if size else (None, None)
     asked: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
@@ -72,7 +72,7 @@ def bench_models(
 def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[str, Any], pictures: int) -> list[Any]:
     """The models as works; one that is not there is refused before any is run."""
     from anyaccel.backends.device_functions import dtype_name
-    from anyaccel.bench.work import Work
+    from anyaccel.bench.case import Work
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
     from anyaccel.generation.model_name import name_model
 

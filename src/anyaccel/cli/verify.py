@@ -88,7 +88,7 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
 
 def _suggest_name(name: str) -> str:
     """A name for the file: `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
-    from anyaccel.verification.verify_process import make_bench
+    from anyaccel.verification.probe_worker import make_bench
 
     spec = read_device(name)
     device = ["virtual"] * spec.virtual + [spec.product or spec.name] + [str(spec.index)] * (spec.index is not None)

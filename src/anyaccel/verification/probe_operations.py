@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.claim import OperationLimit, Quirk, SizeLimit, Unknown, Yes
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.quirks import HALF_KERNELS_MISSING, HOST_NUMBER_OFFSET_IGNORED, NON_CONTIGUOUS_ATTENTION
-from anyaccel.verification.bench import Bench, Sight, describe_error, fill
+from anyaccel.verification.context import Bench, Sight, describe_error, fill
 
 if TYPE_CHECKING:
     import torch

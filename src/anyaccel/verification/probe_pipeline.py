@@ -8,7 +8,7 @@ from anyaccel.backends.evidence import PipelineFinding
 from anyaccel.library_logging import silence_process
 from anyaccel.recipes import recipes, run
 from anyaccel.recipes.recipe import Recipe
-from anyaccel.verification.bench import describe_error
+from anyaccel.verification.context import describe_error
 
 __all__ = ["CONDITIONS", "FEW", "TOLERANCE", "probe_pipeline", "settle_process"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown
 from anyaccel.backends.dtype_probe import probe_dtype
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.verification.bench import Bench, Sight, describe_error, fill
+from anyaccel.verification.context import Bench, Sight, describe_error, fill
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from anyaccel.backends.claim import Claim, Limit, Unknown
 from anyaccel.backends.evidence import Finding, Verdict
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.sheet import Compiler, Product, Sheet
-from anyaccel.verification.bench import Bench, Sight, describe_error, fill
+from anyaccel.verification.context import Bench, Sight, describe_error, fill
 from anyaccel.verification.probe_operations import probe_operations, probe_quirk, probe_size
 from anyaccel.verification.probe_types import probe_type
 

@@ -25,10 +25,10 @@ from anyaccel.backends.evidence import Finding, PipelineFinding, Verification
 from anyaccel.checking.fresh_process import can_fork
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes
-from anyaccel.verification.bench import Bench, Sight
+from anyaccel.verification.context import Bench, Sight
 from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, TOLERANCE, probe_pipeline, settle_process
+from anyaccel.verification.probe_worker import Prober, ProberDiedError, ProberKilledError, make_bench, read_versions
 from anyaccel.verification.probes import find_claims, judge, probe
-from anyaccel.verification.verify_process import Prober, ProberDiedError, ProberKilledError, make_bench, read_versions
 
 if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet

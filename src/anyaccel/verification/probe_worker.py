@@ -18,7 +18,7 @@ from anyaccel.backends.evidence import Finding, PipelineFinding
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
-from anyaccel.verification.bench import Bench, describe_error
+from anyaccel.verification.context import Bench, describe_error
 from anyaccel.verification.probe_pipeline import probe_pipeline, settle_process
 from anyaccel.verification.probes import probe
 

@@ -19,9 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from anyaccel.bench.bench import liken_files, run_bench, run_together
-from anyaccel.bench.describe import describe_bench
-from anyaccel.bench.failure import describe_failure
-from anyaccel.bench.work import VARIANTS, Work
+from anyaccel.bench.case import VARIANTS, Work
+from anyaccel.bench.failure_text import describe_failure
+from anyaccel.bench.text import describe_bench
 from anyaccel.cli.main import app
 from anyaccel.errors import NotMeasurableError, UsageError
 

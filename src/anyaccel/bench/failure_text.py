@@ -6,7 +6,7 @@ import signal
 import traceback
 from typing import Any
 
-from anyaccel.bench.work import STOCK
+from anyaccel.bench.case import STOCK
 from anyaccel.errors import AnyaccelError, summarize_error
 
 __all__ = ["describe_death", "describe_failure"]
