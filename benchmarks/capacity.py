@@ -217,7 +217,7 @@ def measure_leader(rows: int) -> float:
 
 def measure_jobs(count: int) -> float:
     """Jobs a second that the service can keep: each is accepted, taken and finished with a megabyte, on disk."""
-    from anyaccel.server.jobs import Jobs
+    from anyaccel.server.jobs.store import Jobs
 
     with tempfile.TemporaryDirectory() as place:
         jobs = Jobs(Path(place))

@@ -35,9 +35,9 @@ import torch
 
 from anyaccel.bench.case import OURS, Work
 from anyaccel.bench.pipelines import make_call, make_pipeline
-from anyaccel.server.rendezvous import Rounds
+from anyaccel.server.batching.shared_pipeline import SharedPipeline
+from anyaccel.server.batching.step_batcher import Rounds
 from anyaccel.server.settings import count_in_hand
-from anyaccel.server.shared import SharedPipeline
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES
 

@@ -20,7 +20,7 @@ from anyaccel.cluster.board import BOARD, find_shape
 from anyaccel.cluster.ray_cluster import join, leave
 from anyaccel.cluster.serving import find_kinds
 from anyaccel.errors import UsageError
-from anyaccel.server.messages import Run
+from anyaccel.server.worker.messages import Run
 
 APP, AT_ONCE, MANY = "parting", 8, 9
 

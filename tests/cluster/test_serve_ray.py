@@ -29,7 +29,7 @@ from anyaccel.cluster.serving import read_replicas
 from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.generation.image_format import read_origins
 from anyaccel.recipes import recipes
-from anyaccel.server.messages import Beat, ModelFacts
+from anyaccel.server.worker.messages import Beat, ModelFacts
 from tests.cluster.replica_kills import CLOSE, PROMPT, STEPS, kill_under_load, list_replicas, make_alone, read_picture
 from tests.server.live import Live
 

@@ -74,7 +74,7 @@ def serve_models(
     Requests of several clients are made together, step by step, and each gets the picture that it would get alone.
     """
     try:
-        from anyaccel.server.serve import check_address
+        from anyaccel.server.run_server import check_address
     except ImportError as error:
         raise UsageError(f"the service needs {error.name}, which is not installed", hint=_INSTALL) from error
     devices = _check_devices(device, ray, replicas)
@@ -113,7 +113,7 @@ def _serve(settings: Settings, ray: str | None, devices: tuple[str, ...], replic
         _tell(f"ready: {address}")
 
     if ray is None:
-        from anyaccel.server.serve import serve
+        from anyaccel.server.run_server import serve
 
         serve(settings, _tell, tell_ready)
     else:

@@ -16,7 +16,7 @@ from typing import Any
 from anyaccel.cluster.board import BOARD, Shape, find_shape
 from anyaccel.cluster.pool_facts import add_beats, join_facts
 from anyaccel.cluster.serving import Application, Applications, State
-from anyaccel.server.messages import (
+from anyaccel.server.worker.messages import (
     Beat,
     Broken,
     Cancel,

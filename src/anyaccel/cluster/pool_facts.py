@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from anyaccel.server.messages import Beat, ModelFacts
+from anyaccel.server.worker.messages import Beat, ModelFacts
 
 __all__ = ["add_beats", "join_facts"]
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from anyaccel.cluster.places import claim_device
-from anyaccel.server.host_memory import share_one_heap
-from anyaccel.server.messages import Beat, Broken, Failed, Loading, Made, ModelFacts, Run, StoppedJob
 from anyaccel.server.settings import Settings
-from anyaccel.server.worker import Worker, describe_start
+from anyaccel.server.worker.malloc_arenas import share_one_heap
+from anyaccel.server.worker.messages import Beat, Broken, Failed, Loading, Made, ModelFacts, Run, StoppedJob
+from anyaccel.server.worker.worker import Worker, describe_start
 
 __all__ = ["Replica"]
 

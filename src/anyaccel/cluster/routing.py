@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from anyaccel.cluster import (
     board,  # the module: Serve pickles this file by value, and a board of its own would be empty
 )
-from anyaccel.server.messages import Run
+from anyaccel.server.worker.messages import Run
 
 __all__ = ["ShapeRouter"]
 

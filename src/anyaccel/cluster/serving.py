@@ -27,8 +27,8 @@ from anyaccel.cluster.ray_cluster import (
 )
 from anyaccel.errors import UsageError
 from anyaccel.library_logging import log_errors_only
-from anyaccel.server.messages import Broken, ModelFacts
 from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.worker.messages import Broken, ModelFacts
 
 __all__ = ["Application", "Applications", "Kind", "State", "find_kinds", "read_replicas", "serve_on_ray"]
 
@@ -233,7 +233,7 @@ def serve_on_ray(
     on_ready: Callable[[str], None],
 ) -> None:
     """Serve as `server.serve.serve` does, with the pictures made by replicas in a cluster."""
-    from anyaccel.server.serve import serve
+    from anyaccel.server.run_server import serve
 
     on_progress("joining the Ray cluster" if address not in ("auto", "local") else "looking for a Ray cluster")
     join(address)

@@ -20,7 +20,7 @@ from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement_state import find_placement, keep_placement
 from anyaccel.runtime.workarounds.overlapped_copy import Ferry
-from anyaccel.server.shared import light_copy
+from anyaccel.server.batching.shared_pipeline import light_copy
 
 DEVICE, RECIPE, SIDE = "hpu", "stable-diffusion", 8
 pytestmark = pytest.mark.usefixtures("pipelines_imported")

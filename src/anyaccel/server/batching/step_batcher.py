@@ -22,7 +22,7 @@ import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
 from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.joining import Ticket, are_alike, join, make_ticket, split
+from anyaccel.server.batching.batched_args import Ticket, are_alike, join, make_ticket, split
 
 __all__ = ["MeetingPlace", "Rendezvous", "Rounds"]
 

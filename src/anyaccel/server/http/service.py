@@ -16,16 +16,16 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
-from anyaccel.server.answers import Signer, describe_job
-from anyaccel.server.api_error import FINAL, ApiError
-from anyaccel.server.bus import Bus, News
-from anyaccel.server.dispatcher import Dispatcher
-from anyaccel.server.jobs import ENDED, Job, Jobs, KeyTakenError, QueueFullError
-from anyaccel.server.metrics import Metrics
+from anyaccel.server.http.errors import FINAL, ApiError
+from anyaccel.server.http.responses import Signer, describe_job
+from anyaccel.server.jobs.dispatcher import Dispatcher
+from anyaccel.server.jobs.events import Bus, News
+from anyaccel.server.jobs.job_traces import Spans
+from anyaccel.server.jobs.metrics import Metrics
+from anyaccel.server.jobs.store import ENDED, Job, Jobs, KeyTakenError, QueueFullError
 from anyaccel.server.settings import Settings
-from anyaccel.server.spans import Spans
-from anyaccel.server.work import Work
-from anyaccel.server.workplace import WorkerProcess, Workplace
+from anyaccel.server.worker.job_spec import Work
+from anyaccel.server.worker.worker_process import WorkerProcess, Workplace
 from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]

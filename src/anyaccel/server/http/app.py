@@ -12,13 +12,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 import anyaccel
-from anyaccel.server.api_error import ApiError, describe_invalid, make_answer
-from anyaccel.server.gate import Gate
-from anyaccel.server.images_api import router as images_router
-from anyaccel.server.jobs_api import router as jobs_router
-from anyaccel.server.page import router as page_router
-from anyaccel.server.service import Service
-from anyaccel.server.state_api import router as state_router
+from anyaccel.server.http.errors import ApiError, describe_invalid, make_answer
+from anyaccel.server.http.images_api import router as images_router
+from anyaccel.server.http.jobs_api import router as jobs_router
+from anyaccel.server.http.middleware import Gate
+from anyaccel.server.http.service import Service
+from anyaccel.server.http.status_api import router as state_router
+from anyaccel.server.http.web_page import router as page_router
 
 __all__ = ["make_app"]
 

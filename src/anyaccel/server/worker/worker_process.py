@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from anyaccel.processes.pipe_worker import PipeWorker
-from anyaccel.server.messages import Cancel, Run
 from anyaccel.server.settings import Settings
-from anyaccel.server.worker import run_worker
+from anyaccel.server.worker.messages import Cancel, Run
+from anyaccel.server.worker.worker import run_worker
 
 __all__ = ["WorkerProcess", "Workplace"]
 

@@ -27,12 +27,12 @@ from anyaccel.runtime.pipeline import plain_class
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
 from anyaccel.runtime.placement.oom_retry import apply_rule, let_go_of_frames
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.server.denoising import Watcher, watching_steps
-from anyaccel.server.messages import ModelFacts
+from anyaccel.server.batching.model_lock import Turnstile
+from anyaccel.server.batching.shared_pipeline import SharedPipeline, light_copy
 from anyaccel.server.settings import ServedName, Settings, count_in_hand
-from anyaccel.server.shared import SharedPipeline, light_copy
-from anyaccel.server.turnstile import Turnstile
-from anyaccel.server.work import Task, Work
+from anyaccel.server.worker.denoise_progress import Watcher, watching_steps
+from anyaccel.server.worker.job_spec import Task, Work
+from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["RefusedError", "ServedModel"]
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from anyaccel.server.jobs import Job
-from anyaccel.server.messages import ModelFacts
+from anyaccel.server.jobs.store import Job
+from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["Signer", "describe_job", "describe_model", "describe_pictures", "make_event"]
 

@@ -20,8 +20,9 @@ from typing import Any
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.processes.pipe_worker import ParentPipe
 from anyaccel.progress import ProgressListener
-from anyaccel.server.host_memory import share_one_heap
-from anyaccel.server.messages import (
+from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.worker.malloc_arenas import share_one_heap
+from anyaccel.server.worker.messages import (
     Beat,
     Broken,
     Cancel,
@@ -35,7 +36,6 @@ from anyaccel.server.messages import (
     Step,
     StoppedJob,
 )
-from anyaccel.server.settings import ServedName, Settings
 
 __all__ = ["Worker", "describe_failure", "describe_start", "run_worker"]
 
@@ -82,8 +82,8 @@ class Worker:
 
         use_process_local_tqdm_lock()
         with gc_paused():
-            from anyaccel.server.served_model import ServedModel
-            from anyaccel.server.shelf import Shelf
+            from anyaccel.server.worker.model_cache import Shelf
+            from anyaccel.server.worker.served_model import ServedModel
 
         total = len(self.settings.models)
 
@@ -160,7 +160,7 @@ class _Job:
     """One job's pictures, each in a thread of its own."""
 
     def __init__(self, worker: Worker, said: Run) -> None:
-        from anyaccel.server.work import read_work
+        from anyaccel.server.worker.job_spec import read_work
 
         self.worker, self.said, self.work = worker, said, read_work(said.work)
         self.stop = worker.stops[said.job]
@@ -173,7 +173,7 @@ class _Job:
             self.worker.threads.submit(self._make, picture)
 
     def _make(self, picture: int) -> None:
-        from anyaccel.server.denoising import StoppedError
+        from anyaccel.server.worker.denoise_progress import StoppedError
 
         try:
             if not self.stop.is_set():
@@ -200,7 +200,7 @@ class _Job:
 
     def _run(self, picture: int) -> None:
         from anyaccel.generation.image_format import encode_picture
-        from anyaccel.server.work import SUFFIXES
+        from anyaccel.server.worker.job_spec import SUFFIXES
 
         start = time.perf_counter()
         work, job = self.work, self.said.job
@@ -211,7 +211,7 @@ class _Job:
         self.worker.tell(Made(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
 
     def _watch(self, picture: int) -> Any:
-        from anyaccel.server.denoising import Watcher
+        from anyaccel.server.worker.denoise_progress import Watcher
 
         job, work, last = self.said.job, self.work, [time.perf_counter()]
         numbers = iter(range(work.partial_images))
@@ -277,7 +277,7 @@ def describe_failure(job: str, error: BaseException) -> Failed:
     """What a client is told of an error."""
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
-    from anyaccel.server.served_model import RefusedError
+    from anyaccel.server.worker.served_model import RefusedError
 
     if isinstance(error, RefusedError):
         return Failed(job, "content_policy_violation", "the model's safety checker refused the picture", 400)

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from anyaccel.call_limits import LARGEST_SEED, parse_image_size, read_seeds
 from anyaccel.errors import UsageError, nearest
-from anyaccel.server.api_error import ApiError
-from anyaccel.server.messages import ModelFacts
+from anyaccel.server.http.errors import ApiError
 from anyaccel.server.settings import Limits
-from anyaccel.server.work import Task, Work
+from anyaccel.server.worker.job_spec import Task, Work
+from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["EditRequest", "ImageRequest", "check_picture", "describe_form", "make_work"]
 

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from anyaccel.server.bus import Bus, News
-from anyaccel.server.jobs import ENDED, Job, Jobs
-from anyaccel.server.messages import (
+from anyaccel.server.jobs.events import Bus, News
+from anyaccel.server.jobs.metrics import Metrics
+from anyaccel.server.jobs.store import ENDED, Job, Jobs
+from anyaccel.server.settings import Settings
+from anyaccel.server.worker.messages import (
     Beat,
     Broken,
     Cancel,
@@ -28,9 +30,7 @@ from anyaccel.server.messages import (
     Unready,
     WorkerLost,
 )
-from anyaccel.server.metrics import Metrics
-from anyaccel.server.settings import Settings
-from anyaccel.server.workplace import WorkerProcess, Workplace
+from anyaccel.server.worker.worker_process import WorkerProcess, Workplace
 
 __all__ = ["Dispatcher", "Start"]
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.server.bus import Bus
-from anyaccel.server.dispatcher import Dispatcher
-from anyaccel.server.jobs import Jobs
-from anyaccel.server.messages import Ready
-from anyaccel.server.metrics import Metrics
-from anyaccel.server.serve import check_address
+from anyaccel.server.jobs.dispatcher import Dispatcher
+from anyaccel.server.jobs.events import Bus
+from anyaccel.server.jobs.metrics import Metrics
+from anyaccel.server.jobs.store import Jobs
+from anyaccel.server.run_server import check_address
 from anyaccel.server.settings import Limits, Settings, read_limits, read_lora, read_served_names
+from anyaccel.server.worker.messages import Ready
 from tests.server.kills import kill_often
 from tests.server.live import Live
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 import anyaccel
-from anyaccel.server.service import Service, ServiceOf
+from anyaccel.server.http.service import Service, ServiceOf
 
 __all__ = ["router"]
 

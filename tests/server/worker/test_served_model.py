@@ -14,12 +14,12 @@ from anyaccel.errors import UsageError
 from anyaccel.generation.call_validation import pick_images
 from anyaccel.recipes import recipes
 from anyaccel.runtime.loading import DiffusionPipeline
-from anyaccel.server.denoising import StoppedError, Watcher
-from anyaccel.server.served_model import RefusedError, ServedModel
+from anyaccel.server.batching.model_lock import Turnstile
 from anyaccel.server.settings import ServedName, Settings
-from anyaccel.server.shelf import Shelf
-from anyaccel.server.turnstile import Turnstile
-from anyaccel.server.work import Work
+from anyaccel.server.worker.denoise_progress import StoppedError, Watcher
+from anyaccel.server.worker.job_spec import Work
+from anyaccel.server.worker.model_cache import Shelf
+from anyaccel.server.worker.served_model import RefusedError, ServedModel
 
 SIZE = 64
 
@@ -230,7 +230,7 @@ def test_a_model_that_waits_for_room_is_not_passed_for_ever(folder: Path) -> Non
 
 
 def test_pictures_are_read_as_they_are_meant(tmp_path: Path) -> None:
-    from anyaccel.server.worker import _read_pictures
+    from anyaccel.server.worker.worker import _read_pictures
 
     turned = Image.new("RGB", (4, 2), "red")
     exif = Image.Exif()

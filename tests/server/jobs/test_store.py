@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.server.jobs import ENDED, Jobs, KeyTakenError, QueueFullError
+from anyaccel.server.jobs.store import ENDED, Jobs, KeyTakenError, QueueFullError
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_result_that_cannot_be_written_leaves_no_files(
     def refuse(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("anyaccel.server.jobs.atomic_write", write)
+    monkeypatch.setattr("anyaccel.server.jobs.store.atomic_write", write)
     end = jobs._end
     monkeypatch.setattr(jobs, "_end", refuse if broken == "table" else end)
     with pytest.raises((OSError, sqlite3.Error)):
@@ -208,7 +208,7 @@ def test_names_that_are_no_jobs(jobs: Jobs, name: str) -> None:
 WORK = """
 import sys, time, random
 from pathlib import Path
-from anyaccel.server.jobs import Jobs
+from anyaccel.server.jobs.store import Jobs
 jobs = Jobs(Path(sys.argv[1]))
 jobs.recover()
 chance = random.Random(int(sys.argv[2]))

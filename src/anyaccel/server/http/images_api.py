@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
-from anyaccel.server.answers import describe_model, describe_pictures, make_event, write_event
-from anyaccel.server.api_error import FINAL, ApiError, describe_failure, describe_invalid
-from anyaccel.server.image_request import EditRequest, ImageRequest, check_picture, describe_form, make_work
-from anyaccel.server.jobs import Job
-from anyaccel.server.service import ClientGoneError, Service, ServiceOf
-from anyaccel.server.work import Task
+from anyaccel.server.http.errors import FINAL, ApiError, describe_failure, describe_invalid
+from anyaccel.server.http.image_request import EditRequest, ImageRequest, check_picture, describe_form, make_work
+from anyaccel.server.http.responses import describe_model, describe_pictures, make_event, write_event
+from anyaccel.server.http.service import ClientGoneError, Service, ServiceOf
+from anyaccel.server.jobs.store import Job
+from anyaccel.server.worker.job_spec import Task
 
 __all__ = ["begin_job", "router"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from anyaccel.server.jobs import Jobs
-from anyaccel.server.spans import Spans
+from anyaccel.server.jobs.job_traces import Spans
+from anyaccel.server.jobs.store import Jobs
 
 REQUEST = {"model": "embedded", "prompt": "a secret", "seeds": [7], "width": 128, "height": 128}
 

@@ -13,9 +13,9 @@ from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.generation.model_name import name_model
 from anyaccel.processes.gc_control import ignore_existing_objects, release_unreachable
 from anyaccel.runtime.placement_state import find_models, find_placement
-from anyaccel.server.denoising import StoppedError
-from anyaccel.server.served_model import ServedModel
 from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.worker.denoise_progress import StoppedError
+from anyaccel.server.worker.served_model import ServedModel
 
 __all__ = ["Shelf"]
 

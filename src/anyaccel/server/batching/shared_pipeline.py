@@ -17,8 +17,8 @@ from anyaccel.forward_overrides import Slot, get_override, remove_override, set_
 from anyaccel.runtime.placement_state import Placement, find_components, find_models, find_placement, keep_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.joining import Ticket
-from anyaccel.server.rendezvous import MeetingPlace, Rendezvous
+from anyaccel.server.batching.batched_args import Ticket
+from anyaccel.server.batching.step_batcher import MeetingPlace, Rendezvous
 
 __all__ = ["SharedPipeline"]
 

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from anyaccel.errors import UsageError
-from anyaccel.server.jobs import Job
+from anyaccel.server.jobs.store import Job
 
 __all__ = ["Spans"]
 

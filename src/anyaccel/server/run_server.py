@@ -15,11 +15,11 @@ from typing import Any
 import uvicorn
 
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.server.app import make_app
-from anyaccel.server.protocol import make_protocol
-from anyaccel.server.service import Service
+from anyaccel.server.http.app import make_app
+from anyaccel.server.http.service import Service
+from anyaccel.server.http.slow_client_timeouts import make_protocol
 from anyaccel.server.settings import Settings, is_loopback
-from anyaccel.server.workplace import WorkerProcess, Workplace
+from anyaccel.server.worker.worker_process import WorkerProcess, Workplace
 
 __all__ = ["check_address", "serve"]
 

@@ -9,10 +9,10 @@ import pytest
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
-from anyaccel.server.denoising import Watcher
-from anyaccel.server.served_model import ServedModel
 from anyaccel.server.settings import ServedName, Settings
-from anyaccel.server.work import Work
+from anyaccel.server.worker.denoise_progress import Watcher
+from anyaccel.server.worker.job_spec import Work
+from anyaccel.server.worker.served_model import ServedModel
 
 SIZE, SEEDS = 64, (7, 8, 9)
 pytestmark = pytest.mark.usefixtures("pipelines_imported")

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from anyaccel.server.jobs import Job, Jobs
-from anyaccel.server.messages import Beat
+from anyaccel.server.jobs.store import Job, Jobs
+from anyaccel.server.worker.messages import Beat
 
 __all__ = ["Metrics"]
 

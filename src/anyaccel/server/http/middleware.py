@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from anyaccel.server.api_error import ApiError, make_answer
-from anyaccel.server.service import Service
+from anyaccel.server.http.errors import ApiError, make_answer
+from anyaccel.server.http.service import Service
 from anyaccel.server.settings import is_loopback, name_owner
 
 __all__ = ["Gate"]

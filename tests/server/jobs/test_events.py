@@ -2,7 +2,7 @@
 
 import asyncio
 
-from anyaccel.server.bus import Bus, News, Subscription
+from anyaccel.server.jobs.events import Bus, News, Subscription
 
 
 def listen(bus: Bus, *later: News) -> list[News]:

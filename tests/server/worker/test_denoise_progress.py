@@ -9,8 +9,8 @@ import torch
 
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
-from anyaccel.server.denoising import Watcher, estimate_clean, watching_steps
-from anyaccel.server.shared import light_copy
+from anyaccel.server.batching.shared_pipeline import light_copy
+from anyaccel.server.worker.denoise_progress import Watcher, estimate_clean, watching_steps
 
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
     ("DDIMScheduler", {}),

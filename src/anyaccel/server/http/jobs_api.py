@@ -11,12 +11,12 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.concurrency import run_in_threadpool
 
 from anyaccel.errors import UsageError
-from anyaccel.server.answers import write_event
-from anyaccel.server.api_error import ApiError
-from anyaccel.server.image_request import ImageRequest
-from anyaccel.server.images_api import begin_job
-from anyaccel.server.jobs import ENDED, Job
-from anyaccel.server.service import ClientGoneError, Service, ServiceOf
+from anyaccel.server.http.errors import ApiError
+from anyaccel.server.http.image_request import ImageRequest
+from anyaccel.server.http.images_api import begin_job
+from anyaccel.server.http.responses import write_event
+from anyaccel.server.http.service import ClientGoneError, Service, ServiceOf
+from anyaccel.server.jobs.store import ENDED, Job
 
 __all__ = ["router"]
 

@@ -20,9 +20,9 @@ from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.joining import join, make_ticket, split
-from anyaccel.server.rendezvous import MeetingPlace, Rendezvous, _Waiting
-from anyaccel.server.shared import SharedPipeline
+from anyaccel.server.batching.batched_args import join, make_ticket, split
+from anyaccel.server.batching.shared_pipeline import SharedPipeline
+from anyaccel.server.batching.step_batcher import MeetingPlace, Rendezvous, _Waiting
 
 
 def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None
 
 
 def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.server.rendezvous._TURN_S", 60)
+    monkeypatch.setattr("anyaccel.server.batching.step_batcher._TURN_S", 60)
     there = Rendezvous(most_calls=4, patience_s=60)
     meeting = MeetingPlace(torch.nn.Identity(), there)
     inside, most = [0], [0]
@@ -318,7 +318,7 @@ def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_turn_is_waited_for_as_long_as_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are before, each by itself is short."""
-    monkeypatch.setattr("anyaccel.server.rendezvous._TURN_S", 1)
+    monkeypatch.setattr("anyaccel.server.batching.step_batcher._TURN_S", 1)
     there = Rendezvous(most_calls=8)
     inside, most = [0], [0]
 
@@ -414,7 +414,7 @@ def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: 
         for _ in range(2):
             call_at(meeting, torch.zeros(1, 2))
         if where == "a comparison":
-            monkeypatch.setattr("anyaccel.server.joining.Ticket.joins", joins)
+            monkeypatch.setattr("anyaccel.server.batching.batched_args.Ticket.joins", joins)
         else:
             there.asked[0] = replace(there.asked[0], wait=fail)
         with pytest.raises(RuntimeError, match="out of memory"):
