@@ -19,7 +19,7 @@ from pathlib import Path
 
 from anyaccel.progress import ProgressListener
 from benchmarks.provenance import describe_run, read_commit
-from tests.cluster.batch_kills import write_rows
+from tests.cluster.batch.batch_kills import write_rows
 
 RESULT = Path(__file__).parent / "results" / "batch_cpu.json"
 STEPS = 8
@@ -50,8 +50,8 @@ class Clock(ProgressListener):
 
 def time_batch(rows: Path, out: Path, workers: int) -> float:
     """Pictures a second by `anyaccel batch`."""
-    from anyaccel.cluster.job import Job, run_job
-    from anyaccel.cluster.maker import Settings
+    from anyaccel.cluster.batch.image_worker import Settings
+    from anyaccel.cluster.batch.start import Job, run_job
 
     clock = Clock(workers)
     settings = Settings(device="cpu", dtype="float32", threads=1)
@@ -63,7 +63,7 @@ def time_loop(rows: Path, out: Path) -> float:
     """Pictures a second by a loop over the same rows that writes the same files."""
     import torch
 
-    from anyaccel.cluster.rows import read_rows
+    from anyaccel.cluster.batch.rows import read_rows
     from anyaccel.generation.image import make_picture
     from anyaccel.generation.image_format import encode_picture
     from anyaccel.generation.model_cache import load_afresh

@@ -179,11 +179,11 @@ def measure_leader(rows: int) -> float:
     """Rows a second that the leader of a batch can keep: a megabyte each, from workers that take no time."""
     from collections.abc import Sequence
 
-    from anyaccel.cluster.batch import Batch
-    from anyaccel.cluster.crew import Event, Finished, Ready
-    from anyaccel.cluster.maker import Facts, Made, Settings
-    from anyaccel.cluster.manifest import Folder
-    from anyaccel.cluster.rows import Row
+    from anyaccel.cluster.batch.image_worker import Facts, Made, Settings
+    from anyaccel.cluster.batch.manifest import Folder
+    from anyaccel.cluster.batch.rows import Row
+    from anyaccel.cluster.batch.runner import Batch
+    from anyaccel.cluster.batch.worker_pool import Event, Finished, Ready
     from benchmarks.batch import Clock
 
     facts = Facts(

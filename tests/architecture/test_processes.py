@@ -21,7 +21,7 @@ STARTING: dict[str, set[str] | None] = {
 EXCEPTIONS = {
     "backends/machine.py": "asks sysctl whether Rosetta translates this process",
     "verification/verify.py": "asks git which commit is verified",
-    "cluster/ranks.py": "an actor that Ray starts runs the user's program to its end",
+    "cluster/torchrun_on_ray.py": "an actor that Ray starts runs the user's program to its end",
 }
 
 

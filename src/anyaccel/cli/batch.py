@@ -38,8 +38,8 @@ def make_batch(
 
     The same command goes on where it was stopped. Ends with 0 if every row has its picture, with 1 if rows failed.
     """
-    from anyaccel.cluster.job import Job, run_job
-    from anyaccel.cluster.maker import Settings
+    from anyaccel.cluster.batch.image_worker import Settings
+    from anyaccel.cluster.batch.start import Job, run_job
     from anyaccel.cluster.ray_cluster import leave
 
     settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)

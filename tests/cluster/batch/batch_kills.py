@@ -1,7 +1,7 @@
 """A batch while its workers are killed every few seconds and its leader twice: every row has its picture, and one.
 
-    python -m tests.cluster.batch_kills --rows 1000
-    python -m tests.cluster.batch_kills --rows 1000 --ray
+    python -m tests.cluster.batch.batch_kills --rows 1000
+    python -m tests.cluster.batch.batch_kills --rows 1000 --ray
 
 Each picture must be, to the byte, the one that a process makes that makes nothing but these rows in turn. With --ray
 there are two nodes on this machine, and one of them is killed too, and replaced.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from anyaccel.cluster.places import claim_device
+from anyaccel.cluster.device_slots import claim_device
 from anyaccel.server.settings import Settings
 from anyaccel.server.worker.malloc_arenas import share_one_heap
 from anyaccel.server.worker.messages import Beat, Broken, Failed, Loading, Made, ModelFacts, Run, StoppedJob

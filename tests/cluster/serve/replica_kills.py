@@ -1,6 +1,6 @@
 """Kill replicas of a service on Ray Serve under load, and hold each answer against the picture that is made alone.
 
-    python -m tests.cluster.replica_kills --minutes 3
+    python -m tests.cluster.serve.replica_kills --minutes 3
 
 Clients are OpenAI's own. They try nothing again: whatever goes wrong is counted.
 """

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from anyaccel.cluster.rows import Row
+from anyaccel.cluster.batch.rows import Row
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.generation.image_format import read_origins
 from anyaccel.generation.output_files import make_stem, write_whole

@@ -1,6 +1,6 @@
 """The ranks of one program on a Ray cluster, a device each: what torchrun does for the devices of one machine.
 
-    python -m anyaccel.cluster.ranks --ray 10.0.0.1:6379 --device hpu --ranks 8 program.py --its arguments
+    python -m anyaccel.cluster.torchrun_on_ray --ray 10.0.0.1:6379 --device hpu --ranks 8 program.py --its arguments
 
 Each rank is a process that finds torchrun's variables in its environment, wherever Ray has a device for it. One that
 fails ends the others. The machines need the program at the same path.
@@ -105,10 +105,10 @@ def _wait(ray: Any, waiting: dict[Any, int]) -> list[Ended]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a program as ranks, and print what the first of them printed."""
     from anyaccel.backends.device import sheet
-    from anyaccel.cluster.places import find_named
+    from anyaccel.cluster.device_slots import find_named
     from anyaccel.cluster.ray_cluster import check_places, join, resources_for
 
-    parser = argparse.ArgumentParser(prog="python -m anyaccel.cluster.ranks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m anyaccel.cluster.torchrun_on_ray", description=__doc__)
     parser.add_argument("--ray", default="auto", metavar="ADDRESS")
     parser.add_argument("--device", required=True)
     parser.add_argument("--ranks", type=int, required=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.cluster.batch import Batch, Summary
-from anyaccel.cluster.crew import Broken, Event, Finished, Lost, Ready
-from anyaccel.cluster.maker import Facts, Made, Refused, Settings
-from anyaccel.cluster.manifest import Folder
-from anyaccel.cluster.rows import Row
+from anyaccel.cluster.batch.image_worker import Facts, Made, Refused, Settings
+from anyaccel.cluster.batch.manifest import Folder
+from anyaccel.cluster.batch.rows import Row
+from anyaccel.cluster.batch.runner import Batch, Summary
+from anyaccel.cluster.batch.worker_pool import Broken, Event, Finished, Lost, Ready
 from anyaccel.errors import AnyaccelError, ModelError, UsageError
 from anyaccel.progress import ProgressListener
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from anyaccel.cluster.crew import Broken, Crew, Event, Finished, Lost, Ready
-from anyaccel.cluster.maker import Facts, Made, Refused, Settings
-from anyaccel.cluster.manifest import Folder
-from anyaccel.cluster.rows import Row, check_parameters
+from anyaccel.cluster.batch.image_worker import Facts, Made, Refused, Settings
+from anyaccel.cluster.batch.manifest import Folder
+from anyaccel.cluster.batch.rows import Row, check_parameters
+from anyaccel.cluster.batch.worker_pool import Broken, Crew, Event, Finished, Lost, Ready
 from anyaccel.errors import AnyaccelError
 from anyaccel.progress import ProgressListener
 

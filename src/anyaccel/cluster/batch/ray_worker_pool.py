@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anyaccel.cluster.crew import Broken, Event, Finished, Lost, Ready
-from anyaccel.cluster.maker import Facts, Made, Maker, Refused, Settings
-from anyaccel.cluster.places import claim_device
+from anyaccel.cluster.batch.image_worker import Facts, Made, Maker, Refused, Settings
+from anyaccel.cluster.batch.rows import Row
+from anyaccel.cluster.batch.worker_pool import Broken, Event, Finished, Lost, Ready
+from anyaccel.cluster.device_slots import claim_device
 from anyaccel.cluster.ray_cluster import environment
-from anyaccel.cluster.rows import Row
 from anyaccel.errors import AnyaccelError
 from anyaccel.library_logging import quiet_libraries
 

@@ -22,15 +22,23 @@ import pytest
 from PIL import Image
 
 import anyaccel
-from anyaccel.cluster.board import Board, find_shape
-from anyaccel.cluster.places import claim_device
-from anyaccel.cluster.pool_facts import add_beats, join_facts
-from anyaccel.cluster.serving import read_replicas
+from anyaccel.cluster.device_slots import claim_device
+from anyaccel.cluster.serve.applications import read_replicas
+from anyaccel.cluster.serve.merged_facts import add_beats, join_facts
+from anyaccel.cluster.serve.replica_load import Board, find_shape
 from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.generation.image_format import read_origins
 from anyaccel.recipes import recipes
 from anyaccel.server.worker.messages import Beat, ModelFacts
-from tests.cluster.replica_kills import CLOSE, PROMPT, STEPS, kill_under_load, list_replicas, make_alone, read_picture
+from tests.cluster.serve.replica_kills import (
+    CLOSE,
+    PROMPT,
+    STEPS,
+    kill_under_load,
+    list_replicas,
+    make_alone,
+    read_picture,
+)
 from tests.server.live import Live
 
 ENDLESS = 20_000
@@ -176,7 +184,7 @@ def find_device_of(answer: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_in_a_real_cluster_shapes_part_and_replicas_stand_on_devices_that_are_there() -> None:
-    command = [sys.executable, "-m", "tests.cluster.parting"]
+    command = [sys.executable, "-m", "tests.cluster.batch.parting"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
     said = json.loads(ran.stdout.splitlines()[-1])
     assert sorted(said["shapes"]) == [[64], [128]]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from anyaccel.cluster.manifest import Folder
-from anyaccel.cluster.rows import Row, check_parameters, read_rows
+from anyaccel.cluster.batch.manifest import Folder
+from anyaccel.cluster.batch.rows import Row, check_parameters, read_rows
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.generation.image_format import encode_picture
 from anyaccel.generation.metadata import Origin

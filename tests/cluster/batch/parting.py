@@ -1,6 +1,6 @@
 """Where pictures of two shapes go: real Ray Serve, the real router, and replicas that only wait.
 
-    python -m tests.cluster.parting
+    python -m tests.cluster.batch.parting
 
 One picture of each shape runs on a replica of its own; then more come in turn. Prints which replica had which shapes,
 and before that which devices and numbers of replicas the cluster takes.
@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from anyaccel.cluster.board import BOARD, find_shape
 from anyaccel.cluster.ray_cluster import join, leave
-from anyaccel.cluster.serving import find_kinds
+from anyaccel.cluster.serve.applications import find_kinds
+from anyaccel.cluster.serve.replica_load import BOARD, find_shape
 from anyaccel.errors import UsageError
 from anyaccel.server.worker.messages import Run
 
@@ -51,7 +51,7 @@ def part() -> dict[str, list[int]]:
         num_replicas=2,
         max_ongoing_requests=AT_ONCE,
         ray_actor_options={"num_cpus": 0.1},
-        request_router_config={"request_router_class": "anyaccel.cluster.routing:ShapeRouter"},
+        request_router_config={"request_router_class": "anyaccel.cluster.serve.router:ShapeRouter"},
     )(Waiting)
     serve.start(proxy_location="Disabled")
     handle = serve.run(deployment.bind(), name=APP, route_prefix=None)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.batch_kills import (
+from tests.cluster.batch.batch_kills import (
     ENVIRONMENT,
     TwoNodes,
     check_pictures,
@@ -233,7 +233,16 @@ print("rank", rank, "of", int(number))
 def test_ray_starts_ranks_and_one_that_fails_ends_all(tmp_path: Path, nodes: TwoNodes) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK)
-    command = [sys.executable, "-m", "anyaccel.cluster.ranks", "--ray", nodes.address, "--device", "cpu", "--ranks"]
+    command = [
+        sys.executable,
+        "-m",
+        "anyaccel.cluster.torchrun_on_ray",
+        "--ray",
+        nodes.address,
+        "--device",
+        "cpu",
+        "--ranks",
+    ]
 
     def run(*more: str) -> "subprocess.CompletedProcess[str]":
         environment = {**os.environ, **ENVIRONMENT}

@@ -40,7 +40,7 @@ _DRAIN_S = 20.0
 _UPSCALE_S, _DOWNSCALE_S = 5.0, 120.0
 _TARGET = 0.75
 """More replicas are asked for where each has more than this share of what it makes at once."""
-_ROUTER = "anyaccel.cluster.routing:ShapeRouter"
+_ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class Applications:
     def _bind(self, kind: Kind) -> Any:
         from ray.serve.config import AutoscalingConfig
 
-        from anyaccel.cluster.replica import Replica
+        from anyaccel.cluster.serve.replica import Replica
 
         number: dict[str, Any] = {"num_replicas": kind.replicas}
         if kind.scales:
@@ -239,7 +239,7 @@ def serve_on_ray(
     join(address)
     try:
         kinds = find_kinds(devices, replicas, settings.max_batch)
-        from anyaccel.cluster.pool import Pool
+        from anyaccel.cluster.serve.replica_pool import Pool
 
         with _leaving_serve_as_it_was():
             serve(settings, on_progress, on_ready, lambda current: Pool(Applications(current, kinds)))

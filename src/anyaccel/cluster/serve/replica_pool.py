@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anyaccel.cluster.board import BOARD, Shape, find_shape
-from anyaccel.cluster.pool_facts import add_beats, join_facts
-from anyaccel.cluster.serving import Application, Applications, State
+from anyaccel.cluster.serve.applications import Application, Applications, State
+from anyaccel.cluster.serve.merged_facts import add_beats, join_facts
+from anyaccel.cluster.serve.replica_load import BOARD, Shape, find_shape
 from anyaccel.server.worker.messages import (
     Beat,
     Broken,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from anyaccel.cluster.maker import Made, Maker, Refused, Settings
-from anyaccel.cluster.rows import Row
+from anyaccel.cluster.batch.image_worker import Made, Maker, Refused, Settings
+from anyaccel.cluster.batch.rows import Row
 from anyaccel.generation.image_format import read_origins
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from anyaccel.cluster.maker import Facts, Made, Maker, Refused, Settings
-from anyaccel.cluster.rows import Row
+from anyaccel.cluster.batch.image_worker import Facts, Made, Maker, Refused, Settings
+from anyaccel.cluster.batch.rows import Row
 from anyaccel.errors import AnyaccelError
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker, wait_for_messages

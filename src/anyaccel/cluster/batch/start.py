@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anyaccel.backends.device_spec import AUTO, DeviceSpec
-from anyaccel.cluster.batch import Batch, Summary
-from anyaccel.cluster.crew import Crew, LocalCrew
-from anyaccel.cluster.maker import Settings
-from anyaccel.cluster.manifest import Folder
-from anyaccel.cluster.places import Places, check_workers, find_named, find_places, share_threads
-from anyaccel.cluster.rows import read_rows
+from anyaccel.cluster.batch.image_worker import Settings
+from anyaccel.cluster.batch.manifest import Folder
+from anyaccel.cluster.batch.rows import read_rows
+from anyaccel.cluster.batch.runner import Batch, Summary
+from anyaccel.cluster.batch.worker_pool import Crew, LocalCrew
+from anyaccel.cluster.device_slots import Places, check_workers, find_named, find_places, share_threads
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
 
@@ -73,8 +73,8 @@ def _find_local(job: Job) -> tuple[Crew, Sequence[Settings], Places]:
 def _find_on_ray(job: Job, address: str) -> tuple[Crew, Sequence[Settings], Places]:
     """Workers wherever the cluster has such devices; which one of a machine's is Ray's to say."""
     from anyaccel.backends.device import sheet
+    from anyaccel.cluster.batch.ray_worker_pool import RayCrew
     from anyaccel.cluster.ray_cluster import check_places, count_places, join, resources_for
-    from anyaccel.cluster.ray_crew import RayCrew
 
     if job.settings.device == AUTO:
         raise UsageError("a cluster's devices are not known here", hint="name the device that it has: --device hpu")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anyaccel.cluster.rows import Row
+from anyaccel.cluster.batch.rows import Row
 from anyaccel.errors import AnyaccelError
 from anyaccel.progress import ProgressListener
 
