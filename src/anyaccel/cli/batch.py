@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from anyaccel.cli.interruption import ENDED, INTERRUPTED
+from anyaccel.cli.interrupts import ENDED, INTERRUPTED
 from anyaccel.cli.progress import Display
 from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
 

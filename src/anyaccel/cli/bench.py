@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
-from anyaccel.cli.interruption import clearing_up
+from anyaccel.cli.interrupts import clearing_up
 from anyaccel.errors import UsageError
 
 __all__ = ["bench_models"]

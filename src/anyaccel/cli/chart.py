@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anyaccel.cli.interruption import clearing_up
+from anyaccel.cli.interrupts import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.processes.signals import TerminatedError

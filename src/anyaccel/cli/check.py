@@ -10,7 +10,7 @@ import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.chart import describe_making
-from anyaccel.cli.interruption import clearing_up
+from anyaccel.cli.interrupts import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
 from anyaccel.storage.atomic_write import atomic_write

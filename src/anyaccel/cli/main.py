@@ -19,7 +19,7 @@ from anyaccel.cli.chart import show_chart
 from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
 from anyaccel.cli.explain import explain_model
-from anyaccel.cli.generate import generate_pictures
+from anyaccel.cli.generate.command import generate_pictures
 from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.cli.serve import serve_models
 from anyaccel.cli.warm import warm_model

@@ -10,7 +10,7 @@ import typer
 
 from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import refuse_unwritable
-from anyaccel.cli.interruption import clearing_up
+from anyaccel.cli.interrupts import clearing_up
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyaccel.backends.device import find_device, read_device
-from anyaccel.cli.generate_options import Options
+from anyaccel.cli.generate.options import Options
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.metadata import Origin
 from anyaccel.generation.request import Order, make_order

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from anyaccel.cli.generate_notes import find_notes
-from anyaccel.cli.generate_options import Options
-from anyaccel.cli.interruption import INTERRUPTED, Interruption
+from anyaccel.cli.generate.options import Options
+from anyaccel.cli.generate.warnings import find_notes
+from anyaccel.cli.interrupts import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display
-from anyaccel.cli.show_picture import show_picture
+from anyaccel.cli.terminal_image import show_picture
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
@@ -22,7 +22,7 @@ from anyaccel.progress import ProgressListener
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from anyaccel.cli.generate_jobs import Job
+    from anyaccel.cli.generate.requests import Job
     from anyaccel.generation.image import Picture
     from anyaccel.generation.model_cache import LoadedModel
     from anyaccel.generation.output_files import Destination
@@ -89,7 +89,7 @@ class GenerateWork(ProgressListener):
             )
         self.display.begin("starting")
         with gc_paused():
-            from anyaccel.cli.generate_jobs import make_jobs
+            from anyaccel.cli.generate.requests import make_jobs
 
             jobs = make_jobs(options, prompts, origins)
         for job in jobs:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from anyaccel.cli.generate_options import Options
-from anyaccel.cli.generate_work import GenerateWork
-from anyaccel.cli.show_picture import WAYS
+from anyaccel.cli.generate.options import Options
+from anyaccel.cli.generate.run import GenerateWork
+from anyaccel.cli.terminal_image import WAYS
 
 __all__ = ["generate_pictures"]
 

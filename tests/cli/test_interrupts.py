@@ -11,7 +11,7 @@ import psutil
 import pytest
 import typer
 
-from anyaccel.cli.interruption import clearing_up
+from anyaccel.cli.interrupts import clearing_up
 
 
 def end_this_process() -> None:

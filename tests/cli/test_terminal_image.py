@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from anyaccel.cli.show_picture import (
+from anyaccel.cli.terminal_image import (
     WAYS,
     ask_for_sixel,
     check_way,

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from anyaccel.cli.generate_options import Options
-from anyaccel.cli.generate_work import GenerateWork
-from anyaccel.cli.interruption import Interruption
+from anyaccel.cli.generate.options import Options
+from anyaccel.cli.generate.run import GenerateWork
+from anyaccel.cli.interrupts import Interruption
 from anyaccel.cli.main import main
 from anyaccel.errors import UsageError
 from anyaccel.generation.generate import generate
@@ -359,7 +359,7 @@ def test_the_terminals_own_way_is_taken(
     command: list[str], environment: dict[str, str], answer: bytes, mark: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if answer:
-        monkeypatch.setattr("anyaccel.cli.show_picture._QUERY_TIMEOUT_S", 30.0)  # it answers, however late
+        monkeypatch.setattr("anyaccel.cli.terminal_image._QUERY_TIMEOUT_S", 30.0)  # it answers, however late
     screen = run_on_terminal([*command, "--steps", "1"], environment=environment, answer=answer)
     assert screen.status == 0, screen.text
     assert mark in screen.output

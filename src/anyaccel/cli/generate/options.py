@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.call_limits import check_steps, parse_image_size, read_seed
-from anyaccel.cli.show_picture import check_way
+from anyaccel.cli.terminal_image import check_way
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
