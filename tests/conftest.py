@@ -39,14 +39,14 @@ NEEDS_RECIPES = pytest.mark.skipif(
 )
 
 
-LONGEST = ("cluster/test_serve_ray.py", "server/test_life.py")
+LONGEST = ("cluster/serve/test_start.py", "server/test_run_server.py")
 """They come first, so that at the end nobody waits for one of them alone."""
 LIVE = tuple(
     f"{name}.py"
     for name in (
-        "server/test_api", "server/test_bad_input", "server/test_life", "server/test_load", "server/test_page",
-        "server/test_schema", "server/test_virtual", "cluster/test_batch", "cluster/test_serve_ray",
-        "parallel/test_parallel",
+        "cluster/batch/test_start", "cluster/serve/test_start", "runtime/distributed/test_parallel",
+        "server/http/test_bad_input", "server/http/test_images_api", "server/http/test_schema",
+        "server/http/test_web_page", "server/test_load", "server/test_run_server", "server/worker/test_virtual",
     )
 )  # fmt: skip
 """Here processes, sockets and a browser must meet in time, on a machine that others use too: a test that fails is tried

@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from anyaccel.generation.generate import Result as Result
     from anyaccel.generation.generate import generate as generate
     from anyaccel.planning.plan import Plan as Plan
-    from anyaccel.runtime.loading import AutoPipelineForImage2Image as AutoPipelineForImage2Image
-    from anyaccel.runtime.loading import AutoPipelineForInpainting as AutoPipelineForInpainting
-    from anyaccel.runtime.loading import AutoPipelineForText2Image as AutoPipelineForText2Image
-    from anyaccel.runtime.loading import DiffusionPipeline as DiffusionPipeline
+    from anyaccel.runtime.pipeline import AutoPipelineForImage2Image as AutoPipelineForImage2Image
+    from anyaccel.runtime.pipeline import AutoPipelineForInpainting as AutoPipelineForInpainting
+    from anyaccel.runtime.pipeline import AutoPipelineForText2Image as AutoPipelineForText2Image
+    from anyaccel.runtime.pipeline import DiffusionPipeline as DiffusionPipeline
     from anyaccel.runtime.pipeline import place as place
 
 _HOMES = {
     "AnyaccelError": "anyaccel.errors",
-    "AutoPipelineForImage2Image": "anyaccel.runtime.loading",
-    "AutoPipelineForInpainting": "anyaccel.runtime.loading",
-    "AutoPipelineForText2Image": "anyaccel.runtime.loading",
+    "AutoPipelineForImage2Image": "anyaccel.runtime.pipeline",
+    "AutoPipelineForInpainting": "anyaccel.runtime.pipeline",
+    "AutoPipelineForText2Image": "anyaccel.runtime.pipeline",
     "Backend": "anyaccel.backends",
     "Device": "anyaccel.backends.availability",
-    "DiffusionPipeline": "anyaccel.runtime.loading",
+    "DiffusionPipeline": "anyaccel.runtime.pipeline",
     "Driver": "anyaccel.backends",
     "Memory": "anyaccel.backends",
     "Plan": "anyaccel.planning.plan",

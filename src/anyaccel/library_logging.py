@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FLOAT32_ADVICE = ("diffusers.models.modeling_utils", "should be kept in float32")
-"""Diffusers' advice against casting modules, which `runtime/placement/place.py` follows by itself (seen in diffusers 0.42)."""
+"""Diffusers' advice against casting modules; `runtime/placement/place.py` follows it (seen in diffusers 0.42)."""
 EXPERIMENTAL_ADVICE = ("diffusers.models.modeling_utils", "experimental feature")
 """Diffusers' advice that the interface of `enable_parallelism` may change (seen in diffusers 0.42)."""
 _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"

@@ -7,7 +7,11 @@ events to its clients.
 
 from __future__ import annotations
 
-__all__ = ["ProgressListener"]
+__all__ = ["ProgressListener", "StoppedError"]
+
+
+class StoppedError(Exception):
+    """Raised inside a run whose result is no longer needed."""
 
 
 class ProgressListener:

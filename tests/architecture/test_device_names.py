@@ -15,7 +15,7 @@ EXCEPTIONS: dict[str, str] = {
     "cluster/ray_cluster.py": "CPU is the name of a resource of Ray's",
     "emulator/collectives.py": "gloo is registered for tensors of the CPU too",
     "emulator/device_patches.py": "safetensors reads to the CPU, by a string, for a virtual device",
-    "runtime/distributed/parallel.py": "one string of torch.distributed's names gloo for the CPU and the device's backend",
+    "runtime/distributed/parallel.py": "torch.distributed has one string for the backends of CPU and device",
 }
 
 

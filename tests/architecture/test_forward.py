@@ -10,7 +10,7 @@ FORWARD = re.compile(r"\.forward\s*=(?!=)|\[\"forward\"\]\s*=(?!=)|setattr\([^,]
 PLAN = re.compile(r"\.plan\s*=(?!=)|object\.__setattr__\([^)]*plan")
 EXCEPTIONS = {
     "forward_overrides.py": "the one way",
-    "runtime/placement/group_offload.py": "restores the forward that diffusers' hooks replaced, which they leave behind",
+    "runtime/placement/group_offload.py": "restores the forward that diffusers' hooks replaced",
     "explanation/explain.py": "an attribute of a class of its own, set when it is made",
 }
 

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from anyaccel.backends.claim import Effect
+from anyaccel.checking.paths import shorten
 from anyaccel.checking.report import TOLERANCE, DeviceReport, Report, Violation
 
-__all__ = ["as_github", "as_sarif", "shorten"]
+__all__ = ["as_github", "as_sarif"]
 
 _GITHUB: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "notice", "slow": "notice"}
 _SARIF: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "note", "slow": "note"}
 _FAILURE = "picture"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-
-
-def shorten(file: str) -> str:
-    """A path as it is seen from here, where the file lies below: `src/pipeline.py`."""
-    path = Path(file)
-    here = Path(os.getcwd())
-    return path.relative_to(here).as_posix() if path.is_absolute() and path.is_relative_to(here) else file
 
 
 def as_github(report: Report) -> Iterator[str]:

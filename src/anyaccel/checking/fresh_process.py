@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
+from anyaccel.processes.json_line_worker import JsonLineWorker
 
 if TYPE_CHECKING:
     from anyaccel.checking.report import Report
@@ -48,7 +48,7 @@ def check_afresh(task: Task) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "check"
         path.write_bytes(content)
-        with JsonLineWorker(__name__, env={"OMP_NUM_THREADS": "1"}) as worker:
+        with JsonLineWorker("anyaccel.checking.check_worker", env={"OMP_NUM_THREADS": "1"}) as worker:
             try:
                 worker.request(str(path))
             except EOFError:
@@ -62,34 +62,3 @@ def check_afresh(task: Task) -> Report:
         raise value
     report: Report = value
     return report
-
-
-def _work(path: Path) -> None:
-    """Replace the task in a file by what became of it."""
-    from anyaccel.checking.check import check
-
-    try:
-        task: Task = pickle.loads(path.read_bytes())
-        sys.path[:] = task.path
-        message = pickle.dumps((True, check(task.subject, task.devices, **task.options, **task.call)))
-    except (AnyaccelError, AttributeError, ImportError) as error:
-        known = error if isinstance(error, AnyaccelError) else _not_found(error)
-        message = pickle.dumps((False, known))
-    path.write_bytes(message)
-
-
-def _not_found(error: Exception) -> UsageError:
-    return UsageError(
-        f"another process does not find the pipeline's code: {error}",
-        hint="put it into a module, and give a function that makes it: check('package.module:make', …)",
-    )
-
-
-if __name__ == "__main__":
-    # Under its own name, so that what is pickled here is found there.
-    from anyaccel.checking.fresh_process import _work as work
-
-    with connecting_to_parent() as (paths, answer):
-        for path in paths:
-            work(Path(path))
-            answer(None)

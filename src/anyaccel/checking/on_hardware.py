@@ -114,7 +114,7 @@ def _open(what: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
     from anyaccel.recipes import recipes
 
     if isinstance(what, str) and what not in recipes() and ":" not in what:
-        from anyaccel.runtime.loading import DiffusionPipeline
+        from anyaccel.runtime.pipeline import DiffusionPipeline
 
         named = name_model(what)
         subject = read_subject(DiffusionPipeline.from_pretrained(named.source), call)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from anyaccel.backends.claim import Effect, Evidence
+from anyaccel.checking.report_text import describe_report
 
 __all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "State", "Violation"]
 
@@ -142,6 +143,4 @@ class Report:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        from anyaccel.checking.report_text import describe_report
-
         return "\n".join(describe_report(self))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from anyaccel.checking.ci_formats import shorten
-from anyaccel.checking.report import DeviceReport, Report, Violation
+from anyaccel.checking.paths import shorten
+
+if TYPE_CHECKING:
+    from anyaccel.checking.report import DeviceReport, Report, Violation
 
 __all__ = ["describe_device", "describe_report", "describe_verdict"]
 

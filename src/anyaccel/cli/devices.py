@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from anyaccel.backends.availability import Device
@@ -17,9 +15,10 @@ from anyaccel.backends.device import devices, find_device, sheet, this_machine
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.sheet_text import describe_sheet, sheet_as_json
+from anyaccel.cli.console import colour_verdict, make_console
 from anyaccel.errors import UsageError
 
-__all__ = ["colour_verdict", "make_console", "show_devices"]
+__all__ = ["show_devices"]
 
 
 def show_devices(
@@ -86,11 +85,6 @@ def _print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=True))
 
 
-def make_console() -> Console:
-    """Lines are left whole: a terminal wraps them itself, and an address can be copied."""
-    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
-
-
 def _print_devices(found: list[Device]) -> None:
     console = make_console()
     for device in sorted(found, key=lambda device: not device.available):
@@ -121,14 +115,6 @@ def _print_sheet(asked: Sheet, found: Device) -> None:
                 console.print(f"      [dim]{known}: {escape(row.source)}[/dim]")
             if row.contradicted_by:
                 console.print(f"      [yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]")
-
-
-def colour_verdict(verdict: str) -> str:
-    """A verdict in the colour of how well it bodes: `[red]error in bmm[/red]`."""
-    first = verdict.split(maxsplit=1)[0].rstrip(",") if verdict else ""
-    colours = {"yes": "green", "error": "red", "wrong": "red", "narrowed": "yellow", "slow": "yellow", "not": "dim"}
-    colour = colours.get(first)
-    return f"[{colour}]{escape(verdict)}[/{colour}]" if colour else escape(verdict)
 
 
 def _report(machine: Machine, found: list[Device]) -> str:

@@ -117,7 +117,8 @@ def _serve(settings: Settings, ray: str | None, devices: tuple[str, ...], replic
 
         serve(settings, _tell, tell_ready)
     else:
-        from anyaccel.cluster.serve.applications import read_replicas, serve_on_ray
+        from anyaccel.cluster.serve.applications import read_replicas
+        from anyaccel.cluster.serve.start import serve_on_ray
 
         serve_on_ray(settings, ray, devices, read_replicas(replicas), _tell, tell_ready)
 

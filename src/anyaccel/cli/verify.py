@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from anyaccel.backends.device import read_device
 from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
-from anyaccel.cli.devices import colour_verdict, make_console
+from anyaccel.cli.console import colour_verdict, make_console
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
 

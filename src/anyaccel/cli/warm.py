@@ -50,7 +50,7 @@ def warm_model(
         from anyaccel.errors import NotMeasurableError
         from anyaccel.generation.model_name import name_model
         from anyaccel.generation.progress import counting_components
-        from anyaccel.runtime.loading import DiffusionPipeline
+        from anyaccel.runtime.pipeline import DiffusionPipeline
         from anyaccel.runtime.placement_state import find_placement
 
         with counting_components(_Loading(display, model)):

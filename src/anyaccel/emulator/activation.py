@@ -16,6 +16,7 @@ from anyaccel.emulator.collectives import install_collectives
 from anyaccel.emulator.compiler_stub import install_compiler
 from anyaccel.emulator.device_ordinals import install_ordinal_devices
 from anyaccel.emulator.device_patches import install_seams
+from anyaccel.emulator.dispatch import dispatch
 from anyaccel.emulator.generator import install_generator
 from anyaccel.emulator.registration import register_device
 from anyaccel.emulator.tensor import activate
@@ -74,7 +75,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     module = make_device_module(accelerator)
     whole = [name for name in accelerator.limits.operations if "." not in name]
     register_device(accelerator.name, module, whole)
-    activate(accelerator)
+    activate(accelerator, dispatch)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)
     install_seams(accelerator)

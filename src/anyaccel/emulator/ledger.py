@@ -25,7 +25,7 @@ __all__ = ["Ledger", "Row"]
 
 _TYPED_IN = ("<stdin>", "<string>")
 """What Python calls a program that was typed in or given by `-c`."""
-_MACHINERY = ("emulator", "pictures", "runtime", "scripts", "upstream")
+_MACHINERY = ("cuda_scripts", "emulator", "generation", "runtime", "upstream")
 _OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in _MACHINERY)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ from anyaccel.upstream.torch_internals import disable_torch_function, find_rebui
 __all__ = ["VirtualTensor", "activate", "active", "wrap"]
 
 _ACTIVE: list[VirtualAccelerator] = []
+_DISPATCH: list[Callable[[Any, Any, dict[str, Any]], Any]] = []
 
 
 def active() -> VirtualAccelerator:
@@ -21,9 +23,10 @@ def active() -> VirtualAccelerator:
     return _ACTIVE[0]
 
 
-def activate(accelerator: VirtualAccelerator) -> None:
-    """Make this the one that new operations answer to."""
+def activate(accelerator: VirtualAccelerator, dispatch: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
+    """Set the virtual accelerator of this process, and the function that runs an operation on its tensors."""
     _ACTIVE[:] = [accelerator]
+    _DISPATCH[:] = [dispatch]
 
 
 class VirtualTensor(torch.Tensor):
@@ -61,9 +64,7 @@ class VirtualTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        from anyaccel.emulator.dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return _DISPATCH[0](func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         return ["_inner"], self.device

@@ -37,8 +37,8 @@ from anyaccel.planning.options import Wishes, check_residence, read_wishes
 from anyaccel.planning.plan import Plan, do_the_same, make_plan
 from anyaccel.planning.speedups import choose_compiling
 from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_pipeline_rules
-from anyaccel.runtime.placement_state import read_facts
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_pipeline import FullSize, build_pipeline
 from anyaccel.tracing.model_index import ModelFolder

@@ -18,8 +18,9 @@ from anyaccel.generation.model_cache import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
+from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.pipeline import plain_class
-from anyaccel.runtime.placement_state import find_components, find_wishes
+from anyaccel.runtime.placement_state import find_wishes
 
 if TYPE_CHECKING:
     from PIL import Image

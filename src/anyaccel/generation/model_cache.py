@@ -110,7 +110,7 @@ def _load(
         options["dtype"] = chosen.value
     with gc_paused():
         from anyaccel.generation.progress import counting_components
-        from anyaccel.runtime.loading import DiffusionPipeline
+        from anyaccel.runtime.pipeline import DiffusionPipeline
 
         with counting_components(listener):
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)

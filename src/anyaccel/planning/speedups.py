@@ -52,8 +52,9 @@ class Compiling:
 def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[str, ...] = ()) -> Decision[Compiling]:
     """Return whether and when the models that take the time are compiled.
 
-    A device that needs repairs compiles whole models: those are made in the graph (`runtime/speed/graph_workarounds.py`). A graph
-    that holds one which cannot be made there is refused by the device, and its model runs eagerly.
+    A device that needs workarounds compiles whole models, because they are applied in the graph
+    (`runtime/speed/graph_workarounds.py`). If one cannot be applied there, the device rejects the graph and the model
+    runs eagerly.
     """
     speedup = sheet.speedup("compile")
     if wishes.compile is False:

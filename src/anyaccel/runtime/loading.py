@@ -1,4 +1,4 @@
-"""The drop-ins: diffusers' own classes, whose pipelines are portable and whose errors say what to do."""
+"""Load a pipeline with diffusers, safely by default, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -13,76 +13,18 @@ from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import Wishes
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
-from anyaccel.runtime.pipeline import Portable, inherit_placement, make_portable, plain_class
-from anyaccel.runtime.placement_state import remember_wishes
 from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
 
-__all__ = [
-    "AutoPipelineForImage2Image",
-    "AutoPipelineForInpainting",
-    "AutoPipelineForText2Image",
-    "DiffusionPipeline",
-]
+__all__ = ["derive_pipeline", "load_pipeline"]
 
 _DTYPE = name_dtype_argument()
 
 
-class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
-    """`diffusers.DiffusionPipeline`, portable: loads any pipeline, and places it wherever it lands."""
+def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, Wishes]:
+    """Load a pipeline with diffusers; return it with the placement options that it was loaded with.
 
-    @classmethod
-    def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a hub id, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
-
-        Takes what diffusers takes. Weights are safetensors unless `use_safetensors=False`, and code that comes with a
-        model runs only with `trust_remote_code=True`.
-        """
-        return _load(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
-
-    @classmethod
-    def from_single_file(cls, model: Any, **options: Any) -> Any:
-        """Load one checkpoint file; `config=` names the folder or hub id that describes it."""
-        return _load(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
-
-    @classmethod
-    def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
-        """A pipeline of this class from another one's components, on the same device."""
-        return _derive(vars(cls).get("_plain_class", plain_class(pipeline)), pipeline, options)
-
-
-class _AutoPipeline:
-    """Finds the pipeline for a task, as diffusers' class of the same name does, and makes it portable."""
-
-    def __init__(self) -> None:
-        raise UsageError(
-            f"{type(self).__name__} is not made by itself", hint=f"{type(self).__name__}.from_pretrained(model)"
-        )
-
-    @classmethod
-    def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a hub id or a local folder for this task."""
-        return _load(getattr(diffusers, cls.__name__), model, options)
-
-    @classmethod
-    def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
-        """The pipeline for this task from another one's components, on the same device."""
-        return _derive(getattr(diffusers, cls.__name__), pipeline, options)
-
-
-class AutoPipelineForText2Image(_AutoPipeline):
-    """`diffusers.AutoPipelineForText2Image`, portable."""
-
-
-class AutoPipelineForImage2Image(_AutoPipeline):
-    """`diffusers.AutoPipelineForImage2Image`, portable."""
-
-
-class AutoPipelineForInpainting(_AutoPipeline):
-    """`diffusers.AutoPipelineForInpainting`, portable."""
-
-
-def _load(kind: Any, model: Any, options: dict[str, Any]) -> Any:
-    """Load by diffusers, portable; what goes wrong is an error of our tree."""
+    What diffusers raises about a model becomes a `ModelError` with a hint.
+    """
     options, wishes = _read_options(options)
     if not isinstance(model, str | Path):
         raise UsageError(f"{model!r} is no model", hint="give a hub id, a local folder or a file of weights")
@@ -96,9 +38,7 @@ def _load(kind: Any, model: Any, options: dict[str, Any]) -> Any:
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
         options.pop("use_safetensors")
-    pipe = make_portable(_call_diffusers(loader, str(model), options))
-    remember_wishes(pipe, wishes)
-    return pipe
+    return _call_diffusers(loader, str(model), options), wishes
 
 
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], Wishes]:
@@ -152,14 +92,11 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
         raise ModelError(f"{model} cannot be loaded: {words}", hint=hint) from error
 
 
-def _derive(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
-    """A pipeline from another's components; their type stays as it is unless another is asked for."""
+def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, Wishes]:
+    """Make a pipeline from another one's components, in their dtype unless the options have one."""
     options, wishes = _read_options(options)
     del options["use_safetensors"]
     if _DTYPE not in options and casts_components(kind):
         # diffusers would cast the components, which the other pipeline still uses, to float32.
         options[_DTYPE] = pipeline.dtype
-    made = make_portable(kind.from_pipe(pipeline, **options))
-    remember_wishes(made, wishes)
-    inherit_placement(made, pipeline)
-    return made
+    return kind.from_pipe(pipeline, **options), wishes

@@ -1,10 +1,9 @@
-"""The portable pipeline: a diffusers pipeline, and more."""
+"""Portable pipelines: diffusers' own classes, with a plan and a `to` that follows it."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +12,13 @@ from typing import Any
 import diffusers
 import torch
 
+from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import Residence
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call.run import run_call
 from anyaccel.runtime.call.warmup import warm_up
+from anyaccel.runtime.loading import derive_pipeline, load_pipeline
 from anyaccel.runtime.placement.oom_retry import weights_at_home
 from anyaccel.runtime.placement.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
 from anyaccel.runtime.placement_state import (
@@ -27,12 +28,23 @@ from anyaccel.runtime.placement_state import (
     find_wishes,
     forget_placement,
     is_being_offloaded,
+    remember_wishes,
 )
 from anyaccel.runtime.speed.compile import compile_components
 from anyaccel.runtime.speed.quantize import check_not_quantized
+from anyaccel.runtime.vendor_aliases import VendorAliases
 from anyaccel.runtime.workarounds.function_modes import make_glue_seam
 
-__all__ = ["Portable", "inherit_placement", "make_portable", "place", "plain_class"]
+__all__ = [
+    "AutoPipelineForImage2Image",
+    "AutoPipelineForInpainting",
+    "AutoPipelineForText2Image",
+    "DiffusionPipeline",
+    "Portable",
+    "make_portable",
+    "place",
+    "plain_class",
+]
 
 _TOUCH_WEIGHTS = (
     "save_pretrained",
@@ -42,7 +54,7 @@ _TOUCH_WEIGHTS = (
 """Methods of diffusers' pipelines that read or change weights, and so must find them."""
 
 
-class Portable:
+class Portable(VendorAliases):
     """What a diffusers pipeline gains: a plan, and a `to` that follows it."""
 
     _plain_class: type
@@ -109,15 +121,6 @@ class Portable:
         """
         compile_components(self, _placement_of(self), model_names, cache_dir, fullgraph)
 
-    def enable_neuron_compile(
-        self,
-        model_names: Sequence[str] | str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        fullgraph: bool = True,
-    ) -> None:
-        """`enable_compile` under the name that diffusers' pull request for Neuron gives it."""
-        self.enable_compile(model_names, cache_dir, fullgraph)
-
     def warmup(self, shapes: Any = None, **arguments: Any) -> None:
         """Run one step at each size, so that the first picture is as fast as the next: `warmup([(512, 512)])`.
 
@@ -125,11 +128,6 @@ class Portable:
         leaves no trace: the next picture is the one that would have come without it.
         """
         warm_up(self, shapes, arguments)
-
-    def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:
-        """One pass with a call's own arguments, under the name that the pull request for Neuron gives it."""
-        names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator]
-        warm_up(self, None, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
         """Move each model to the device only while it runs; the device is `auto` unless one is named."""
@@ -231,8 +229,6 @@ def make_portable(pipe: Any) -> Any:
 @functools.cache
 def portable_class(kind: Any) -> type:
     """A class like the pipeline's own, under its name: `isinstance`, the call's signature and the config stay."""
-    from anyaccel.runtime.loading import DiffusionPipeline
-
     first: type = DiffusionPipeline if issubclass(kind, diffusers.DiffusionPipeline) else Portable
     content: dict[str, Any] = {
         "__module__": kind.__module__,
@@ -263,6 +259,73 @@ def _wrap_call(kind: Any) -> Any:
         return run_call(self, _placement_of(self), kind.__call__, args, kwargs)
 
     return portable_call
+
+
+class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
+    """`diffusers.DiffusionPipeline`, portable: loads any pipeline, and places it wherever it lands."""
+
+    @classmethod
+    def from_pretrained(cls, model: Any, **options: Any) -> Any:
+        """Load a hub id, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
+
+        Takes what diffusers takes. Weights are safetensors unless `use_safetensors=False`, and code that comes with a
+        model runs only with `trust_remote_code=True`.
+        """
+        return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
+
+    @classmethod
+    def from_single_file(cls, model: Any, **options: Any) -> Any:
+        """Load one checkpoint file; `config=` names the folder or hub id that describes it."""
+        return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
+        """A pipeline of this class from another one's components, on the same device."""
+        return _derive_portable(vars(cls).get("_plain_class", plain_class(pipeline)), pipeline, options)
+
+
+class _AutoPipeline:
+    """Finds the pipeline for a task, as diffusers' class of the same name does, and makes it portable."""
+
+    def __init__(self) -> None:
+        raise UsageError(
+            f"{type(self).__name__} is not made by itself", hint=f"{type(self).__name__}.from_pretrained(model)"
+        )
+
+    @classmethod
+    def from_pretrained(cls, model: Any, **options: Any) -> Any:
+        """Load a hub id or a local folder for this task."""
+        return _load_portable(getattr(diffusers, cls.__name__), model, options)
+
+    @classmethod
+    def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
+        """The pipeline for this task from another one's components, on the same device."""
+        return _derive_portable(getattr(diffusers, cls.__name__), pipeline, options)
+
+
+class AutoPipelineForText2Image(_AutoPipeline):
+    """`diffusers.AutoPipelineForText2Image`, portable."""
+
+
+class AutoPipelineForImage2Image(_AutoPipeline):
+    """`diffusers.AutoPipelineForImage2Image`, portable."""
+
+
+class AutoPipelineForInpainting(_AutoPipeline):
+    """`diffusers.AutoPipelineForInpainting`, portable."""
+
+
+def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
+    pipe, wishes = load_pipeline(kind, model, options)
+    remember_wishes(make_portable(pipe), wishes)
+    return pipe
+
+
+def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
+    pipe, wishes = derive_pipeline(kind, pipeline, options)
+    remember_wishes(make_portable(pipe), wishes)
+    inherit_placement(pipe, pipeline)
+    return pipe
 
 
 def place(pipe: Any, device: str | int | torch.device = "auto", **wishes: Any) -> Any:

@@ -1,7 +1,7 @@
 """Running tiny pipelines with less and less memory, and out of it at one allocation after another.
 
-python -m tests.runtime.placement.sweeps capacities hpu mps       the five pipelines at every capacity, down to the error
-python -m tests.runtime.placement.sweeps injections hpu mps       out of memory at every tenth allocation in turn
+python -m tests.runtime.placement.sweeps capacities hpu mps  the five pipelines at every capacity, down to the error
+python -m tests.runtime.placement.sweeps injections hpu mps  out of memory at every tenth allocation in turn
 """
 
 import gc

@@ -16,6 +16,7 @@ from anyaccel.backends.driver import Driver
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes, run
+from anyaccel.runtime.introspection import find_models
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import group_offload
 from anyaccel.runtime.placement.group_offload import (
@@ -25,7 +26,6 @@ from anyaccel.runtime.placement.group_offload import (
     start_streaming,
     stop_streaming,
 )
-from anyaccel.runtime.placement_state import find_models
 from anyaccel.tracing.footprint_measurement import supports_streaming
 from anyaccel.upstream import diffusers_internals
 from tests.runtime.placement.sweeps import SAME, use_quietly

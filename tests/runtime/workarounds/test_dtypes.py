@@ -17,7 +17,7 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.planning import Facts, Plan, Wishes, make_plan
 from anyaccel.recipes import recipes, run
-from anyaccel.runtime.placement_state import read_facts
+from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.workarounds.dtypes import make_handlers, read_target
 from anyaccel.runtime.workarounds.function_modes import ModelSeam, make_glue_seam, make_model_seam
 from tests.conftest import NEEDS_RECIPES

@@ -12,11 +12,12 @@ from PIL import Image
 
 from anyaccel.errors import UsageError
 from anyaccel.generation.call_validation import pick_images
+from anyaccel.progress import StoppedError
 from anyaccel.recipes import recipes
-from anyaccel.runtime.loading import DiffusionPipeline
+from anyaccel.runtime.pipeline import DiffusionPipeline
 from anyaccel.server.batching.model_lock import Turnstile
 from anyaccel.server.settings import ServedName, Settings
-from anyaccel.server.worker.denoise_progress import StoppedError, Watcher
+from anyaccel.server.worker.denoise_progress import Watcher
 from anyaccel.server.worker.job_spec import Work
 from anyaccel.server.worker.model_cache import Shelf
 from anyaccel.server.worker.served_model import RefusedError, ServedModel

@@ -17,7 +17,7 @@ from anyaccel.recipes import Recipe
 
 __all__ = ["Attempt", "Cell", "Chart", "Found", "Line", "Site", "find_families", "make_chart"]
 
-_PACKAGES = Path(__file__).parents[2]
+_PACKAGES = Path(__file__).parents[3]
 _PLAIN, _PLACED = Ways(placed=False), Ways(placed=True)
 _LARGEST_GROUP = 12
 """How many pipelines one process runs: fewer cost more processes, more are lost with one that dies."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,14 @@ from anyaccel.cluster.ray_cluster import (
     count_places,
     environment,
     import_ray,
-    join,
-    leave,
     resources_for,
-    started_here,
 )
 from anyaccel.errors import UsageError
 from anyaccel.library_logging import log_errors_only
 from anyaccel.server.settings import ServedName, Settings
 from anyaccel.server.worker.messages import Broken, ModelFacts
 
-__all__ = ["Application", "Applications", "Kind", "State", "find_kinds", "read_replicas", "serve_on_ray"]
+__all__ = ["Application", "Applications", "Kind", "State", "find_kinds", "import_serve", "read_replicas"]
 
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
 _HEALTH_MISSES = 3
@@ -145,7 +141,7 @@ class Applications:
 
     def deploy(self) -> None:
         """Ask Serve for the replicas, and do not wait for them."""
-        serve = _import_serve()
+        serve = import_serve()
         log_errors_only("ray.serve")
         serve.start(proxy_location="Disabled")
         self.delete()
@@ -170,7 +166,7 @@ class Applications:
                     downscale_delay_s=_DOWNSCALE_S,
                 )
             }
-        deployment = _import_serve().deployment(
+        deployment = import_serve().deployment(
             name="replica",
             ray_actor_options={**resources_for(kind.sheet, kind.virtual), "runtime_env": environment()},
             max_ongoing_requests=kind.at_once,
@@ -186,12 +182,12 @@ class Applications:
 
     def look(self) -> dict[str, State]:
         """How far each is, by its name."""
-        found = _import_serve().status().applications
+        found = import_serve().status().applications
         return {name: _read_state(found.get(name), app.kind) for name, app in self.all.items()}
 
     def delete(self) -> None:
         """Take whatever is this service's out of the cluster, of an earlier life too."""
-        serve = _import_serve()
+        serve = import_serve()
         for name in list(serve.status().applications):
             if name.startswith(self._prefix):
                 serve.delete(name)
@@ -224,46 +220,8 @@ def _make_whole(served: ServedName) -> ServedName:
     return replace(served, model=str(path.absolute())) if path.exists() else served
 
 
-def serve_on_ray(
-    settings: Settings,
-    address: str,
-    devices: Sequence[str],
-    replicas: int | str | None,
-    on_progress: Callable[[str], None],
-    on_ready: Callable[[str], None],
-) -> None:
-    """Serve as `server.serve.serve` does, with the pictures made by replicas in a cluster."""
-    from anyaccel.server.run_server import serve
-
-    on_progress("joining the Ray cluster" if address not in ("auto", "local") else "looking for a Ray cluster")
-    join(address)
-    try:
-        kinds = find_kinds(devices, replicas, settings.max_batch)
-        from anyaccel.cluster.serve.replica_pool import Pool
-
-        with _leaving_serve_as_it_was():
-            serve(settings, on_progress, on_ready, lambda current: Pool(Applications(current, kinds)))
-    finally:
-        leave()
-
-
-def _import_serve() -> Any:
+def import_serve() -> Any:
+    """Return Ray Serve, which is imported only where it is used."""
     from ray import serve
 
     return serve
-
-
-@contextmanager
-def _leaving_serve_as_it_was() -> Iterator[None]:
-    """Ray Serve itself ends with us, if we started it and nobody else came to use it."""
-    serve = _import_serve()
-    try:
-        import_ray().get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-        was_there = True
-    except ValueError:
-        was_there = False
-    try:
-        yield
-    finally:
-        if not was_there and not started_here() and not serve.status().applications:
-            serve.shutdown()

@@ -19,9 +19,10 @@ from anyaccel.runtime.batch_split import SharedProgress, join_results
 from anyaccel.runtime.call.validation import admit
 from anyaccel.runtime.call_request import Request, read_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
+from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_at_home
 from anyaccel.runtime.placement.place import fall_back_in_dtype, keep_float32, place_newcomers
-from anyaccel.runtime.placement_state import Placement, find_components, find_placement
+from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.compile import compiling, note_shape
 from anyaccel.runtime.speed.quantize import is_quantized
 from anyaccel.runtime.speed.session import apply_speedups

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.runtime.placement_state import find_components
+from anyaccel.runtime.introspection import find_components
 from anyaccel.upstream.diffusers_internals import read_progress_bar_config
 
 __all__ = ["leaving_no_trace", "warm_up"]

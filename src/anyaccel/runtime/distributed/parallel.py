@@ -28,7 +28,8 @@ from anyaccel.planning.parallel import Ranks, Split
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call_request import Request
 from anyaccel.runtime.distributed.cfg_split import share_guidance
-from anyaccel.runtime.placement_state import Placement, find_models, read_facts
+from anyaccel.runtime.introspection import find_models, read_facts
+from anyaccel.runtime.placement_state import Placement
 from anyaccel.upstream.diffusers_internals import (
     allow_uneven_shares,
     is_uneven_share,

@@ -26,7 +26,8 @@ from anyaccel.planning.options import Wishes
 from anyaccel.planning.parallel import weigh_rank
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import Request, shape_of
-from anyaccel.runtime.placement_state import Placement, find_components, read_facts
+from anyaccel.runtime.introspection import find_components, read_facts
+from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
 from anyaccel.tracing.meta_module import map_tensors

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from anyaccel.backends.device import OpenDevice, open_device
 from anyaccel.errors import UsageError
 from anyaccel.planning.memory import Residence
+from anyaccel.runtime.introspection import find_components, find_models, read_facts
 from anyaccel.runtime.placement.group_offload import (
     end_streaming_call,
     has_new_weights,
@@ -28,7 +29,7 @@ from anyaccel.runtime.placement.group_offload import (
     stop_streaming,
 )
 from anyaccel.runtime.placement.temp_weights import make_weights_folder, remove_weights_folder
-from anyaccel.runtime.placement_state import being_offloaded, find_components, find_models, read_facts
+from anyaccel.runtime.placement_state import being_offloaded
 from anyaccel.tracing.footprint_measurement import supports_streaming
 from anyaccel.upstream.accelerate_internals import find_hook
 from anyaccel.upstream.diffusers_internals import read_never_offloaded

@@ -20,6 +20,7 @@ from anyaccel.planning.workarounds import choose_repairs
 from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import Request, shape_of
+from anyaccel.runtime.introspection import find_components, read_facts
 from anyaccel.runtime.placement.memory_plan import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call
 from anyaccel.runtime.placement.offload import (
     bring_home,
@@ -30,7 +31,7 @@ from anyaccel.runtime.placement.offload import (
     set_residence,
 )
 from anyaccel.runtime.placement.oom_history import has_learnt, recall, remember
-from anyaccel.runtime.placement_state import Placement, being_offloaded, find_components, find_placement, read_facts
+from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement
 from anyaccel.runtime.speed.session import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_glue_seam
 from anyaccel.runtime.workarounds.model_inputs import set_boundaries

@@ -34,20 +34,12 @@ from anyaccel.runtime.distributed.parallel import (
     split_models,
     take_own_device,
 )
+from anyaccel.runtime.introspection import find_components, find_models, read_facts
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import bring_home
 from anyaccel.runtime.placement.oom_retry import free, let_go_of_frames, move_weights
-from anyaccel.runtime.placement_state import (
-    Placement,
-    drop_placement,
-    find_components,
-    find_models,
-    find_placement,
-    find_wishes,
-    keep_placement,
-    read_facts,
-)
+from anyaccel.runtime.placement_state import Placement, drop_placement, find_placement, find_wishes, keep_placement
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.speed.session import remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_glue_seam

@@ -16,7 +16,8 @@ from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageErro
 from anyaccel.planning.compiler import CompileRule
 from anyaccel.planning.decision import Decision
 from anyaccel.runtime.call_request import Request, bucket_of
-from anyaccel.runtime.placement_state import Placement, find_components, find_denoisers, find_models, read_facts
+from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
+from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_workarounds import GraphRepairs, read_graph_repairs

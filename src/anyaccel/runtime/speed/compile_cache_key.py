@@ -7,7 +7,8 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from anyaccel.runtime.placement_state import Placement, find_models
+from anyaccel.runtime.introspection import find_models
+from anyaccel.runtime.placement_state import Placement
 
 __all__ = ["describe_key", "find_versions"]
 

@@ -18,8 +18,7 @@ import torch
 
 from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.workarounds import sliced_attention as attention
-from anyaccel.runtime.workarounds import uninitialized_memory
+from anyaccel.runtime.workarounds import sliced_attention, uninitialized_memory
 
 __all__ = ["GraphRepairs", "read_graph_repairs"]
 
@@ -52,7 +51,7 @@ class GraphRepairs:
         if self.addends:
             handlers |= uninitialized_memory.make_addend_handlers()
         if self.attention is not None:
-            handlers |= attention.make_handlers(self.attention)
+            handlers |= sliced_attention.make_handlers(self.attention)
         return handlers
 
 

@@ -11,7 +11,8 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import UsageError, first_line
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.quality_levels import SMALLEST_WEIGHT
-from anyaccel.runtime.placement_state import Placement, find_denoisers, find_models
+from anyaccel.runtime.introspection import find_denoisers, find_models
+from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.float8 import Float8Linear, check_float8
 
 __all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]

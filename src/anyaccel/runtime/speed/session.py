@@ -19,7 +19,8 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.speedups import is_worth_compiling
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.runtime.call_request import Request, bucket_of
-from anyaccel.runtime.placement_state import Placement, find_denoisers, find_models
+from anyaccel.runtime.introspection import find_denoisers, find_models
+from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compile import compile_for_speed, compiling, has_decoder
 from anyaccel.runtime.speed.compile_cache import load_payload, remove_payload, save_payload
 from anyaccel.runtime.speed.compile_cache_key import describe_key

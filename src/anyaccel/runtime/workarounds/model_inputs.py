@@ -16,7 +16,6 @@ import torch
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.speed.compiled_forward import find_compiled
 from anyaccel.runtime.workarounds.function_modes import (
     ModelSeam,
     enter_model,
@@ -50,13 +49,17 @@ class Boundary:
         self.meeting: Meeting = make_meeting(plan, device)
         self.timestep_position = _find_timestep(module)
         self.float_timesteps = torch.int64 in self.meeting.replacements and not _looks_timesteps_up(module)
-        self.compiled = find_compiled(module)
+        self.compiled = get_override(module, Slot.COMPILE)
         self.cast_to: torch.dtype | None = None
         """The dtype of floating inputs where the model runs in another one than the pipeline."""
 
     def serves(self, module: torch.nn.Module, plan: Plan, device: torch.device) -> bool:
         """Return whether it does what a plan needs at the boundary."""
-        return self.needs == _read_needs(plan) and self.device == device and self.compiled is find_compiled(module)
+        return (
+            self.needs == _read_needs(plan)
+            and self.device == device
+            and self.compiled is get_override(module, Slot.COMPILE)
+        )
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on adapted inputs."""
@@ -64,7 +67,7 @@ class Boundary:
         if device.type != self.device.type:
             return self._run_elsewhere(device, forward, args, kwargs)
         # The graph of a compiled model has its repairs (graph_repairs.py): tracing inside a mode breaks too often.
-        modes = enter_model(None if self.compiled is not None and not self.compiled.failure else self.seam)
+        modes = enter_model(None if self._runs_compiled() else self.seam)
         try:
             args, kwargs = self._adapt(args, kwargs)
             output = forward(*args, **kwargs)
@@ -72,6 +75,10 @@ class Boundary:
             leave_model(*modes)
         note_output(self.name, output)
         return output if self.cast_to is None else map_tensors(output, self._cast_back)
+
+    def _runs_compiled(self) -> bool:
+        """Return whether the model runs compiled code: a compiled forward that failed runs eagerly ever after."""
+        return self.compiled is not None and not getattr(self.compiled, "failure", "")
 
     def _find_device(self) -> torch.device:
         """Return where the model is: somebody may have moved it by itself, with hooks that bring weights apart."""

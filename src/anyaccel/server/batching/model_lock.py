@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from anyaccel.server.worker.denoise_progress import StoppedError
+from anyaccel.progress import StoppedError
 
 __all__ = ["Turnstile"]
 

@@ -14,7 +14,8 @@ import torch
 
 from anyaccel.backends.torch_device import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
-from anyaccel.runtime.placement_state import Placement, find_components, find_models, find_placement, keep_placement
+from anyaccel.runtime.introspection import find_components, find_models
+from anyaccel.runtime.placement_state import Placement, find_placement, keep_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import Mark
 from anyaccel.server.batching.batched_args import Ticket

@@ -22,7 +22,7 @@ _HEADERS = {
 
 @cache
 def _read(name: str) -> bytes:
-    return (files("anyaccel.server") / "page_files" / name).read_bytes()
+    return (files("anyaccel.server.http") / "page_files" / name).read_bytes()
 
 
 @router.get("/", response_model=None)

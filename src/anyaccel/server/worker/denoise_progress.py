@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from PIL import Image
 
-from anyaccel.runtime.placement_state import find_components
+from anyaccel.progress import StoppedError
+from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.workarounds.method_override import override_method
 from anyaccel.upstream.diffusers_internals import read_alpha_sigma, unpack_latents
 
-__all__ = ["StoppedError", "Watcher", "decode_estimate", "estimate_clean", "watching_steps"]
+__all__ = ["Watcher", "decode_estimate", "estimate_clean", "watching_steps"]
 
 _FLOW = "flow_prediction"
-
-
-class StoppedError(Exception):
-    """The picture is no longer wanted."""
 
 
 @dataclass

@@ -12,9 +12,10 @@ from anyaccel.backends.device import OpenDevice
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.generation.model_name import name_model
 from anyaccel.processes.gc_control import ignore_existing_objects, release_unreachable
-from anyaccel.runtime.placement_state import find_models, find_placement
+from anyaccel.progress import StoppedError
+from anyaccel.runtime.introspection import find_models
+from anyaccel.runtime.placement_state import find_placement
 from anyaccel.server.settings import ServedName, Settings
-from anyaccel.server.worker.denoise_progress import StoppedError
 from anyaccel.server.worker.served_model import ServedModel
 
 __all__ = ["Shelf"]

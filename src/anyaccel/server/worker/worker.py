@@ -173,7 +173,7 @@ class _Job:
             self.worker.threads.submit(self._make, picture)
 
     def _make(self, picture: int) -> None:
-        from anyaccel.server.worker.denoise_progress import StoppedError
+        from anyaccel.progress import StoppedError
 
         try:
             if not self.stop.is_set():

@@ -1,0 +1,15 @@
+"""Paths as reports show them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["shorten"]
+
+
+def shorten(file: str) -> str:
+    """A path as it is seen from here, where the file lies below: `src/pipeline.py`."""
+    path = Path(file)
+    here = Path(os.getcwd())
+    return path.relative_to(here).as_posix() if path.is_absolute() and path.is_relative_to(here) else file

@@ -1,0 +1,1 @@
+"""`anyaccel batch`: one image per row of a JSONL file, on all devices, resumable."""

@@ -1,0 +1,1 @@
+"""`anyaccel serve --ray`: replicas of the service on a Ray cluster."""

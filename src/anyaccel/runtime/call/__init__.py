@@ -1,0 +1,1 @@
+"""One call of a placed pipeline: validation, warmup and the run itself."""

@@ -1,0 +1,1 @@
+"""One pipeline over several devices: parallel models and split classifier-free guidance."""

@@ -1,1 +1,0 @@
-"""Kernels of our own, for what a device's compiler leaves slow."""

@@ -1,0 +1,1 @@
+"""Placing a pipeline on a device: weights, offloading, and retries after out-of-memory errors."""

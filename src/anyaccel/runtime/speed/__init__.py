@@ -1,0 +1,1 @@
+"""Compilation, graph capture, quantization and step skipping."""

@@ -1,0 +1,30 @@
+"""Methods under the names that a vendor's documentation uses."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from anyaccel.runtime.call.warmup import warm_up
+
+__all__ = ["VendorAliases"]
+
+
+class VendorAliases:
+    """The methods of diffusers' pull request for AWS Neuron (https://github.com/huggingface/diffusers/pull/13289)."""
+
+    def enable_neuron_compile(
+        self,
+        model_names: Sequence[str] | str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        fullgraph: bool = True,
+    ) -> None:
+        """Compile models: the same as `enable_compile`, with whole graphs by default."""
+        self.enable_compile(model_names, cache_dir, fullgraph)  # type: ignore[attr-defined]
+
+    def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Run one step with the arguments of a call."""
+        names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator]
+        warm_up(self, None, {**dict(zip(names, args, strict=False)), **kwargs})

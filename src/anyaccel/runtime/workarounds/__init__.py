@@ -1,0 +1,1 @@
+"""Workarounds for a device's limits, applied while a pipeline runs."""

@@ -1,0 +1,1 @@
+"""Step batching: several requests share one denoiser call."""

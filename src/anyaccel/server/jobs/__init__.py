@@ -1,0 +1,1 @@
+"""The job queue: its SQLite store, the dispatcher, events, metrics and traces."""
