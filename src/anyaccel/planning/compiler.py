@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from anyaccel.backends.sheet import Compiler, Sheet
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
-__all__ = ["CompileRule", "choose_compile", "choose_mode"]
+__all__ = ["CompileRule", "choose_compiler", "choose_mode"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CompileRule:
         return f"{self.backend}, {'whole graphs' if self.fullgraph else 'graphs may break'}, {shapes}"
 
 
-def choose_compile(sheet: Sheet) -> Decision[CompileRule]:
+def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
     """The compiler that the sheet names; sizes are kept in buckets where every shape is a graph."""
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
@@ -43,7 +43,7 @@ def choose_compile(sheet: Sheet) -> Decision[CompileRule]:
     return Decision(rule, compiler.says)
 
 
-def choose_mode(sheet: Sheet, wishes: Wishes, environment: Mapping[str, str]) -> Decision[str]:
+def choose_mode(sheet: Sheet, wishes: PlacementOptions, environment: Mapping[str, str]) -> Decision[str]:
     """How the device executes: what was asked for, else what the environment says, else the sheet's first way."""
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.options import FLOATING_BYTES, Wishes
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 
 __all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements", "find_smaller_dtype"]
 
@@ -19,7 +19,7 @@ _MAY_BE_LACKING = ("float64", "int64", "complex128", "complex64")
 
 
 def choose_dtype(
-    sheet: Sheet, facts: Facts, wishes: Wishes, half_precision_cost: Mapping[str, float] | None = None
+    sheet: Sheet, facts: PipelineFacts, wishes: PlacementOptions, half_precision_cost: Mapping[str, float] | None = None
 ) -> Decision[str]:
     """The type of the weights: what the user asked for, what they have if it is a half precision, or the device's best.
 
@@ -39,7 +39,7 @@ def choose_dtype(
     return Decision("float32", "nothing smaller is known to work here")
 
 
-def find_smaller_dtype(sheet: Sheet, chosen: str, wishes: Wishes) -> str | None:
+def find_smaller_dtype(sheet: Sheet, chosen: str, wishes: PlacementOptions) -> str | None:
     """The type that the user allows where a pipeline does not fit in the chosen one; None where there is none."""
     allowed = wishes.smallest_dtype
     if allowed is None or _refuses(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
@@ -73,7 +73,9 @@ def _fails(limit: OperationLimit) -> bool:
     return not limit.conditional and limit.effect in ("error", "wrong")
 
 
-def choose_component_dtypes(facts: Facts, chosen: str, asked: str | None) -> Decision[tuple[tuple[str, str], ...]]:
+def choose_component_dtypes(
+    facts: PipelineFacts, chosen: str, asked: str | None
+) -> Decision[tuple[tuple[str, str], ...]]:
     """The type of each model where it differs from the pipeline's: as it was loaded, where that was on purpose.
 
     Quantized weights are never cast; and a model that was loaded in float32 beside a denoiser in half precision stays.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["choose_images_per_call"]
 
 
-def choose_images_per_call(sheet: Sheet, wishes: Wishes) -> Decision[int | None]:
+def choose_images_per_call(sheet: Sheet, wishes: PlacementOptions) -> Decision[int | None]:
     """One where batches are not reliable, as many as are asked for otherwise (None)."""
     if wishes.images_per_call is not None:
         return Decision(wishes.images_per_call, "asked for")

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.footprint import PHASES, Footprint, Measure, Way
-from anyaccel.planning.limit_hits import MetLimit
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.footprint import PHASES, Footprint, Measure, MemorySavings
+from anyaccel.planning.limit_hits import LimitHit
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.units import readable
 
 __all__ = [
     "PLAIN",
     "Forecast",
     "MemoryRule",
-    "Offer",
+    "QuantizationOption",
     "Residence",
     "choose_memory",
     "choose_residence",
@@ -37,7 +37,7 @@ _IN_WORDS = {
     "component": "one model at a time",
     "layer": "one layer at a time",
 }
-PLAIN = Way()
+PLAIN = MemorySavings()
 _SAMPLE = 4
 """Beyond this many images a batch is taken to grow in proportion."""
 _MOST_IMAGES = 4096
@@ -50,7 +50,7 @@ class MemoryRule:
     """One way to run a call in the memory that there is."""
 
     residence: Residence = "resident"
-    way: Way = PLAIN
+    way: MemorySavings = PLAIN
     images_per_call: int | None = None
     """How many images of a batch run at once; None for all."""
 
@@ -64,7 +64,7 @@ class MemoryRule:
 
 
 @dataclass(frozen=True)
-class Offer:
+class QuantizationOption:
     """Something that would save memory and changes the picture, and so is left to the user."""
 
     name: str
@@ -93,9 +93,9 @@ class Forecast:
     largest_size: tuple[int, int] | None = None
     """The largest single picture of the same shape that fits in any way, where somebody asked."""
 
-    limits: tuple[MetLimit, ...] = ()
+    limits: tuple[LimitHit, ...] = ()
     """The limits of the device that the model meets at this size."""
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[QuantizationOption, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[
 
 def list_rules(
     images: int,
-    wishes: Wishes,
+    wishes: PlacementOptions,
     residences: tuple[Residence, ...],
     *,
     has_parts: bool = True,
@@ -157,12 +157,12 @@ def _as_residence(name: str) -> Residence:
     return next(residence for residence in get_args(Residence) if residence == name)
 
 
-def _list_ways(wishes: Wishes, has_parts: bool = True) -> list[Way]:
+def _list_ways(wishes: PlacementOptions, has_parts: bool = True) -> list[MemorySavings]:
     vae = [False, True] if wishes.vae_tiling is None else [wishes.vae_tiling]
     vae = vae if has_parts else [False]
     if wishes.attention_slicing is not None:  # it is sliced as was asked for, whatever the way
-        return [Way(parts) for parts in vae]
-    return [*(Way(parts) for parts in vae), Way(vae[-1], sliced_attention=True)]
+        return [MemorySavings(parts) for parts in vae]
+    return [*(MemorySavings(parts) for parts in vae), MemorySavings(vae[-1], sliced_attention=True)]
 
 
 def _halve(images: int) -> Iterator[int]:

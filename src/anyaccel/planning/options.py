@@ -12,11 +12,11 @@ __all__ = [
     "FLOATING_BYTES",
     "RESIDENCES",
     "SPEEDS",
-    "Wishes",
+    "PlacementOptions",
     "check_residence",
     "check_speed",
+    "read_options",
     "read_parallel",
-    "read_wishes",
 ]
 
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,7 +28,7 @@ _PARALLEL = re.compile(r"(?P<alone>auto|cfg)|(?P<way>tensor|context)(:(?P<ranks>
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class PlacementOptions:
     """Every keyword that `anyaccel.place` and `pipe.to` take beside the device."""
 
     dtype: str | None = None
@@ -71,13 +71,13 @@ class Wishes:
     """Whether the vendor's own switch that maps CUDA calls to the device is set."""
 
 
-def read_wishes(asked: dict[str, Any], before: Wishes | None = None) -> Wishes:
+def read_options(asked: dict[str, Any], before: PlacementOptions | None = None) -> PlacementOptions:
     """Wishes from keywords, added to earlier ones; a keyword that is none of them is an error with the nearest name."""
-    known = [field.name for field in fields(Wishes)]
+    known = [field.name for field in fields(PlacementOptions)]
     for name in asked:
         if name not in known:
             raise UsageError(f"there is no wish {name!r}", hint=nearest(name, known))
-    wishes = replace(before or Wishes(), **asked)
+    wishes = replace(before or PlacementOptions(), **asked)
     _check(wishes)
     return wishes
 
@@ -109,7 +109,7 @@ def read_parallel(text: str) -> tuple[str, int | None]:
     return match["alone"] or match["way"], int(ranks) if ranks else None
 
 
-def _check(wishes: Wishes) -> None:
+def _check(wishes: PlacementOptions) -> None:
     slicing = wishes.attention_slicing
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
         raise UsageError(
@@ -134,7 +134,7 @@ def _check(wishes: Wishes) -> None:
         raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")
 
 
-def _check_switches(wishes: Wishes) -> None:
+def _check_switches(wishes: PlacementOptions) -> None:
     for field in fields(wishes):
         switch = getattr(wishes, field.name)
         open_too = field.type == "bool | None" and switch is None
@@ -142,7 +142,7 @@ def _check_switches(wishes: Wishes) -> None:
             raise UsageError(f"{field.name} is True or False, not {switch!r}", hint="leave it out")
 
 
-def _check_types(wishes: Wishes) -> None:
+def _check_types(wishes: PlacementOptions) -> None:
     for name in ("dtype", "smallest_dtype"):
         asked = getattr(wishes, name)
         if asked not in (None, *FLOATING_BYTES):

@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 from anyaccel.backends.sheet import Distributed, Sheet
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.facts import ComponentFacts, Facts
-from anyaccel.planning.options import Wishes, read_parallel
+from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.planning.options import PlacementOptions, read_parallel
 
 __all__ = ["ALONE", "TOGETHER", "Ranks", "Split", "SplitWay", "choose_parallel", "command_line", "weigh_rank"]
 
@@ -59,7 +59,9 @@ class Ranks:
 ALONE: Decision[Split | None] = Decision(None, "one device runs it all; parallel= takes several")
 
 
-def choose_parallel(sheet: Sheet, facts: Facts, wishes: Wishes, ranks: Ranks) -> Decision[Split | None]:
+def choose_parallel(
+    sheet: Sheet, facts: PipelineFacts, wishes: PlacementOptions, ranks: Ranks
+) -> Decision[Split | None]:
     """Whether and how the models that run at every step are split; what cannot be done is an error with its reason."""
     if wishes.parallel is None:
         return ALONE
@@ -101,7 +103,7 @@ def _as_way(word: str) -> SplitWay:
     return next(way for way in _WORDS if way == word)
 
 
-def _choose_by_itself(sheet: Sheet, facts: Facts, ranks: Ranks) -> Decision[Split | None]:
+def _choose_by_itself(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[Split | None]:
     """Weights are split where they do not fit on one device, else the sequence, else the halves of guidance."""
     count = ranks.count or _HALVES
     order: list[SplitWay] = ["context", "tensor", "cfg"]
@@ -118,7 +120,7 @@ def _choose_by_itself(sheet: Sheet, facts: Facts, ranks: Ranks) -> Decision[Spli
     return Decision(None, "; ".join(["every rank runs all of it", *against]))
 
 
-def _find_refusal(split: Split, sheet: Sheet, facts: Facts, ranks: Ranks) -> tuple[str, str] | None:
+def _find_refusal(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> tuple[str, str] | None:
     """Why a split cannot be had, and a way out."""
     models = [component for component in facts.components if component.denoises]
     if not models:
@@ -155,7 +157,7 @@ def _refuse_model(model: ComponentFacts, split: Split) -> tuple[str, str] | None
     return None
 
 
-def _refuse_what_ranks_do_apart(wishes: Wishes) -> None:
+def _refuse_what_ranks_do_apart(wishes: PlacementOptions) -> None:
     """What was asked for by name and cannot go with it."""
     for name in ("compile", "capture"):
         if getattr(wishes, name) is True:
@@ -166,7 +168,7 @@ def _refuse_what_ranks_do_apart(wishes: Wishes) -> None:
         )
 
 
-def _refuse_weights_elsewhere(split: Split, wishes: Wishes) -> None:
+def _refuse_weights_elsewhere(split: Split, wishes: PlacementOptions) -> None:
     if split.way == "tensor" and wishes.memory not in (None, "resident"):
         raise UsageError(
             f"memory={wishes.memory!r} moves weights that parallel={wishes.parallel!r} has split",
@@ -174,7 +176,7 @@ def _refuse_weights_elsewhere(split: Split, wishes: Wishes) -> None:
         )
 
 
-def _say_gain(split: Split, facts: Facts) -> str:
+def _say_gain(split: Split, facts: PipelineFacts) -> str:
     """What a split buys, in words."""
     if split.way == "cfg":
         return (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
-__all__ = ["choose_schedule"]
+__all__ = ["choose_scheduler_location"]
 
 
-def choose_schedule(sheet: Sheet, wishes: Wishes) -> Decision[str]:
+def choose_scheduler_location(sheet: Sheet, wishes: PlacementOptions) -> Decision[str]:
     """The host, unless the device is the host: looking a timestep up on the device costs a round trip a step."""
     if wishes.schedule is not None:
         return Decision(wishes.schedule, "asked for")

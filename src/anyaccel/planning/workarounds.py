@@ -8,10 +8,10 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.decision import Decision
 
-__all__ = ["choose_repairs"]
+__all__ = ["choose_workarounds"]
 
 
-def choose_repairs(
+def choose_workarounds(
     sheet: Sheet, replacements: tuple[tuple[str, str], ...], attention: AttentionRule
 ) -> Decision[tuple[str, ...]]:
     """The repairs that the models themselves need, by name; the glue around them is always looked after.

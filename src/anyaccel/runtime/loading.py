@@ -11,7 +11,7 @@ import torch
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
 from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
 
@@ -20,7 +20,7 @@ __all__ = ["derive_pipeline", "load_pipeline"]
 _DTYPE = name_dtype_argument()
 
 
-def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, Wishes]:
+def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Load a pipeline with diffusers; return it with the placement options that it was loaded with.
 
     What diffusers raises about a model becomes a `ModelError` with a hint.
@@ -41,7 +41,7 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     return _call_diffusers(loader, str(model), options), wishes
 
 
-def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], Wishes]:
+def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
     """The options as diffusers takes them, and what they wish for."""
     options = dict(options)
     if options.get("dtype") is not None and options.get("torch_dtype") is not None:
@@ -55,7 +55,7 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], Wishes]:
     if options.get("use_safetensors") is None:
         options["use_safetensors"] = True
     chosen = str(asked).removeprefix("torch.") if isinstance(asked, torch.dtype) else None
-    return options, Wishes(dtype=chosen)
+    return options, PlacementOptions(dtype=chosen)
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
         raise ModelError(f"{model} cannot be loaded: {words}", hint=hint) from error
 
 
-def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, Wishes]:
+def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Make a pipeline from another one's components, in their dtype unless the options have one."""
     options, wishes = _read_options(options)
     del options["use_safetensors"]

@@ -14,25 +14,25 @@ import torch
 from anyaccel.backends.device import OpenDevice
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import NO_MEMORY, Plan
 from anyaccel.planning.run_report import RunReport
 from anyaccel.runtime.batch_split import SharedProgress
 
 if TYPE_CHECKING:
     from anyaccel.runtime.placement.memory_plan import CallPlan
-    from anyaccel.runtime.speed.session import Speed
+    from anyaccel.runtime.speed.session import SpeedState
 
 __all__ = [
     "Placement",
     "being_offloaded",
     "drop_placement",
+    "find_options",
     "find_placement",
-    "find_wishes",
     "forget_placement",
     "is_being_offloaded",
     "keep_placement",
-    "remember_wishes",
+    "store_options",
 ]
 
 _KEY = "_anyaccel_placement"
@@ -48,7 +48,7 @@ class Placement:
     device: torch.device
     plan: Plan
     """What was decided; never replaced."""
-    wishes: Wishes
+    wishes: PlacementOptions
     call_plan: Plan = None  # type: ignore[assignment]
     """The plan as it is applied to calls now: with sliced attention where memory requires that."""
     progress: SharedProgress | None = None
@@ -74,7 +74,7 @@ class Placement:
     """Where the weights go as long as no size is known."""
     shared: bool = False
     """Whether the models are shared with other pipelines that run at the same time, and so are left as they are."""
-    speed: Speed | None = None
+    speed: SpeedState | None = None
     """What was done for speed, and how long pictures took."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
     """How calls of each shape are run, by the shape in words."""
@@ -119,21 +119,21 @@ def drop_placement(pipe: Any) -> None:
     """Forget where a pipeline is, and keep what was wished for: its weights may lie anywhere after a move cut short."""
     placement = vars(pipe).pop(_KEY, None)
     if isinstance(placement, Placement):
-        remember_wishes(pipe, placement.wishes)
+        store_options(pipe, placement.wishes)
 
 
-def remember_wishes(pipe: Any, wishes: Wishes) -> None:
+def store_options(pipe: Any, wishes: PlacementOptions) -> None:
     """Remember what a pipeline was loaded with, for when it is placed."""
     vars(pipe)[_WISHES] = wishes
 
 
-def find_wishes(pipe: Any) -> Wishes:
+def find_options(pipe: Any) -> PlacementOptions:
     """What was wished for a pipeline so far."""
     placement = find_placement(pipe)
     if placement is not None:
         return placement.wishes
     found = vars(pipe).get(_WISHES)
-    return found if isinstance(found, Wishes) else Wishes()
+    return found if isinstance(found, PlacementOptions) else PlacementOptions()
 
 
 @contextmanager

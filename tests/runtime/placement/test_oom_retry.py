@@ -15,7 +15,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DoesNotFitError, UsageError
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import memory_plan, oom_history, oom_retry
@@ -178,7 +178,7 @@ def test_a_pin_of_the_images_a_call_is_in_every_rule() -> None:
     pipe = recipes()["stable-diffusion"].make()
 
     def list_parts(at_once: int | None) -> set[int | None]:
-        rules = memory_plan.list_pipeline_rules(pipe, 4, at_once, Wishes(), unified_memory=False)
+        rules = memory_plan.list_pipeline_rules(pipe, 4, at_once, PlacementOptions(), unified_memory=False)
         return {rule.images_per_call for rule in rules}
 
     assert list_parts(None) == {None, 2, 1}

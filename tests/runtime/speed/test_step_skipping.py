@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyaccel.forward_overrides import Slot, get_override
-from anyaccel.planning.quality_levels import Reuse
+from anyaccel.planning.quality_levels import StepSkipping
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.step_skipping import counting_steps
@@ -79,7 +79,7 @@ def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
     class Pipe:
         scheduler = Scheduler()
 
-    rule = Reuse(2, 0.0, 2, "")
+    rule = StepSkipping(2, 0.0, 2, "")
     heard = []
     with counting_steps(Pipe(), rule) as steps:
         assert steps is not None
@@ -104,7 +104,7 @@ def test_another_shape_is_run() -> None:
     class Pipe:
         scheduler = Scheduler()
 
-    with counting_steps(Pipe(), Reuse(9, 0.0, 2, "")) as steps:
+    with counting_steps(Pipe(), StepSkipping(9, 0.0, 2, "")) as steps:
         assert steps is not None
         steps.answer(0, lambda x: x, (torch.zeros(1),), {})
         steps.next()
@@ -116,7 +116,7 @@ def test_another_shape_is_run() -> None:
 def test_a_copied_scheduler_steps_by_itself() -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.scheduler.set_timesteps(4)
-    with counting_steps(pipe, Reuse(2, 0.0, 2, "")) as steps:
+    with counting_steps(pipe, StepSkipping(2, 0.0, 2, "")) as steps:
         assert steps is not None
         other = copy.deepcopy(pipe.scheduler)
         other.step(torch.zeros(1, 4, 2, 2), other.timesteps[0], torch.zeros(1, 4, 2, 2))

@@ -24,7 +24,7 @@ from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
-from anyaccel.planning.options import Wishes, check_residence, read_wishes
+from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.runtime.distributed.parallel import (
     check_splits,
@@ -37,13 +37,13 @@ from anyaccel.runtime.distributed.parallel import (
 from anyaccel.runtime.introspection import find_components, find_models, read_facts
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
-from anyaccel.runtime.placement.offload import bring_home
-from anyaccel.runtime.placement.oom_retry import free, let_go_of_frames, move_weights
-from anyaccel.runtime.placement_state import Placement, drop_placement, find_placement, find_wishes, keep_placement
+from anyaccel.runtime.placement.offload import move_to_cpu
+from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free, move_weights
+from anyaccel.runtime.placement_state import Placement, drop_placement, find_options, find_placement, keep_placement
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.speed.session import remove_speedups
-from anyaccel.runtime.workarounds.function_modes import make_glue_seam
-from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_boundaries
+from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
+from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_input_adapters
 from anyaccel.upstream import diffusers_internals, transformers_internals
 from anyaccel.upstream.torch_internals import allow_half_precision_attention
 
@@ -61,7 +61,7 @@ __all__ = [
 Device = str | int | torch.device | OpenDevice
 
 
-def resolve_device(device: Device | None, wishes: Wishes) -> OpenDevice:
+def resolve_device(device: Device | None, wishes: PlacementOptions) -> OpenDevice:
     """Open the device that an argument names, with what the vendor's software reads set before; None is the CPU."""
     if isinstance(device, OpenDevice):
         _set_variables(device.sheet, wishes)
@@ -76,7 +76,7 @@ def resolve_device(device: Device | None, wishes: Wishes) -> OpenDevice:
     return open_device(spec)
 
 
-def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
+def _set_variables(sheet: Sheet, wishes: PlacementOptions) -> None:
     """Set what the vendor's software reads when it is imported or run; these stay for the process."""
     for variable in sheet.variables:
         off = variable.switch and not getattr(wishes, variable.switch)
@@ -93,7 +93,7 @@ def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
         os.environ[name] = value
 
 
-def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes, dtype: Decision[str] | None = None) -> Plan:
+def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: PlacementOptions, dtype: Decision[str] | None = None) -> Plan:
     """Return the plan for a pipeline in memory on an open device."""
     on_host = opened.sheet.is_host
     facts = read_facts(pipe)
@@ -128,7 +128,7 @@ def place_pipeline(
     before = find_placement(pipe)
     types = {name: asked[name] for name in ("dtype", "smallest_dtype") if asked.get(name) is not None}
     asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
-    wishes = read_wishes(asked, find_wishes(pipe))
+    wishes = read_options(asked, find_options(pipe))
     opened = before.opened if device is None and before else resolve_device(device, wishes)
     if wishes.parallel is not None and count_ranks() > 1 and (device is not None or before is None):
         opened = take_own_device(opened, device)
@@ -175,7 +175,7 @@ def _undo(pipe: Any, before: Placement | None) -> None:
     if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
         if before is not None:
             before.residence = None  # if the new placement is refused, the next call brings the weights back
-        bring_home(pipe)
+        move_to_cpu(pipe)
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
             if not is_out_of_memory(error):
                 raise
             words = first_line(error)
-            let_go_of_frames(error)
+            clear_traceback_frames(error)
         else:
             return
         move(torch.device("cpu"), None)
@@ -245,7 +245,7 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
 def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> None:
     """Move a pipeline, and cast its models to the types that the plan says."""
     plan = placement.plan
-    with torch.no_grad(), make_glue_seam(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
+    with torch.no_grad(), make_pipeline_function_mode(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
         dtype = getattr(torch, plan.dtype.value)
         kept = dict(plan.component_dtypes.value)
         if plan.parallel.value is not None and plan.parallel.value.way == "tensor":
@@ -279,7 +279,7 @@ def _capture(pipe: Any, opened: OpenDevice) -> None:
 
 def replan(pipe: Any, placement: Placement, asked: dict[str, Any]) -> None:
     """Plan a pipeline anew for new wishes; it stays where it is and in the type that it has."""
-    wishes = read_wishes(asked, placement.wishes)
+    wishes = read_options(asked, placement.wishes)
     before = placement.plan
     plan = plan_pipeline(pipe, placement.opened, replace(wishes, dtype=before.dtype.value), before.dtype)
     plan = replace(plan, component_dtypes=before.component_dtypes, memory=before.memory, report=replace(before.report))
@@ -293,7 +293,7 @@ def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> 
         placement.report.compiled = before.report.compiled
         placement.report.compiled_sizes = before.report.compiled_sizes
     components = find_components(pipe)
-    set_boundaries(components, placement.plan, placement.device)
+    set_input_adapters(components, placement.plan, placement.device)
     drop_stale_casts(components)
     placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
     placement.denoisers = read_facts(pipe).denoisers
@@ -317,7 +317,11 @@ def place_newcomers(pipe: Any, placement: Placement) -> None:
     quantized = {one.name for one in facts.components if one.quantized}
     kept = quantized | set(placement.component_dtypes)
     place = placement.device if placement.residence == "resident" else torch.device("cpu")
-    with torch.no_grad(), make_glue_seam(placement.plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
+    with (
+        torch.no_grad(),
+        make_pipeline_function_mode(placement.plan, placement.device),
+        drop_log_records(*FLOAT32_ADVICE),
+    ):
         for name, model in new.items():
             model.to(place) if name in kept else model.to(place, getattr(torch, placement.plan.dtype.value))
 

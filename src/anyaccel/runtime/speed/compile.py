@@ -15,12 +15,12 @@ import torch
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.planning.compiler import CompileRule
 from anyaccel.planning.decision import Decision
-from anyaccel.runtime.call_request import Request, bucket_of
+from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.speed.graph_fusions import fuse
-from anyaccel.runtime.speed.graph_workarounds import GraphRepairs, read_graph_repairs
+from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
@@ -133,14 +133,14 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     if rule.backend == "inductor":
         set_triton_assembler()
     return {
-        "backend": _find_backend(rule.backend, read_graph_repairs(plan, placement.device), plan.fusions.value),
+        "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
     }
 
 
 @functools.cache  # graphs are shared among models for as long as their backend is one object
-def _find_backend(name: str, repairs: GraphRepairs, fusions: tuple[str, ...]) -> Any:
+def _find_backend(name: str, repairs: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
     """Return the compiler's name, or the compiler behind passes that change a graph first."""
     if not repairs and not fusions:
         return name
@@ -209,7 +209,7 @@ def _put_back(variable: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def note_shape(placement: Placement, request: Request) -> None:
+def note_shape(placement: Placement, request: CallRequest) -> None:
     """Note the size that a compiled pipeline is about to run at; a new one may be compiled, which takes time."""
     report, rule = placement.report, placement.plan.compile.value
     if report.compiled is None:
