@@ -79,7 +79,7 @@ def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[s
 
 
 def _count_run(pipe: Any, steps: int) -> int:
-    rule = pipe.plan.reuse.value
+    rule = pipe.plan.step_skipping.value
     return steps if rule is None else int(rule.count(steps))
 
 

@@ -56,8 +56,14 @@ Submit = Callable[[int], "Future[float]"]
 
 def make_job_spec(device: str, *, tiny: bool) -> BenchCase:
     """The model and its call."""
-    wishes: dict[str, Any] = {"watch": False, "compile": not tiny, "pictures": 10_000}
-    work = replace(CASES["sd15"], device=device, dtype="float32" if tiny else "bfloat16", random=True, wishes=wishes)
+    placement_options: dict[str, Any] = {"check_finite": False, "compile": not tiny, "expected_images": 10_000}
+    work = replace(
+        CASES["sd15"],
+        device=device,
+        dtype="float32" if tiny else "bfloat16",
+        random=True,
+        options=placement_options,
+    )
     call = {**work.call, "num_inference_steps": STEPS, "output_type": "np"}
     if tiny:
         embeds: dict[str, tuple[int, ...]] = dict.fromkeys(work.embeds, (1, 77, 64))

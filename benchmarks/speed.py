@@ -6,7 +6,7 @@
     python -m benchmarks.speed cuda --explain h200         what `explain` says of the memory of the rows that are kept
 
 Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in a process of its own, in
-turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--wishes` for anyaccel with others.
+turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--options` for anyaccel with others.
 """
 
 import argparse
@@ -68,13 +68,13 @@ CASES = {
 """The table; floors by a count of operations at 790 TFLOP/s."""
 
 
-def list_works(names: list[str], device: str, wishes: dict[str, Any]) -> Iterator[BenchCase]:
+def list_works(names: list[str], device: str, placement_options: dict[str, Any]) -> Iterator[BenchCase]:
     """The cases, on a device, with what anyaccel is told; `sdxl:anyaccel,anyaccel fast` says which variants."""
-    told = {"watch": False, "compile": True, "pictures": 10_000, **wishes}
+    told = {"check_finite": False, "compile": True, "expected_images": 10_000, **placement_options}
     for named in names:
         name, _, variants = named.partition(":")
         work = CASES[name] if not variants else replace(CASES[name], variants=tuple(variants.split(",")))
-        yield replace(work, device=device, dtype="bfloat16", random=True, wishes=told)
+        yield replace(work, device=device, dtype="bfloat16", random=True, options=told)
 
 
 def explain_rows(kept: Path, device: str) -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--wishes", type=json.loads, default={})
+    parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--explain", metavar="PRODUCT")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -117,12 +117,12 @@ def main() -> None:
     opened, machine = anyaccel.open_device(options.device), this_machine()
     report: dict[str, Any] = {
         "what": "stock diffusers and anyaccel in turns, full size, random weights, without text encoders",
-        "device": opened.driver.device_name(opened.index), "evidence": "hardware", "wishes": options.wishes,
+        "device": opened.driver.device_name(opened.index), "evidence": "hardware", "options": options.options,
         "date": datetime.now(timezone.utc).date().isoformat(), "commit": options.commit or read_commit(),
         "system": f"{machine.system} {machine.architecture}", "warmed_up_together": options.together,
         "versions": dict(machine.versions) | {"diffusers": diffusers.__version__}, "rows": [],
     }  # fmt: skip
-    works = list(list_works(options.cases, options.device, options.wishes))
+    works = list(list_works(options.cases, options.device, options.options))
     for group in [works] if options.together else [[work] for work in works]:
         for row in run_together(group, rounds=options.rounds, at_once=options.together, tell=tell):
             report["rows"].append(row)

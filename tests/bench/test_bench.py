@@ -41,7 +41,7 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
     assert any("round 2 of 2" in words for words in told)
     text = "\n".join(describe_bench([row]))
     assert "tiny" in text
-    assert "reuse" in row["variants"]["anyaccel fast"]["plan"]
+    assert "step_skipping" in row["variants"]["anyaccel fast"]["plan"]
     assert row["fast_psnr_db"] is not None, "it is another picture"
     assert "speed='fast' is" in text
     assert "times as fast as stock eager" in text
@@ -61,7 +61,7 @@ def test_a_variant_that_there_is_not() -> None:
 
 
 def test_work_goes_through_json() -> None:
-    work = BenchCase(model="m", embeds={"prompt_embeds": (1, 2, 3)}, wishes={"pictures": 3})
+    work = BenchCase(model="m", embeds={"prompt_embeds": (1, 2, 3)}, options={"expected_images": 3})
     assert BenchCase.from_dict(json.loads(json.dumps(work.to_dict()))) == work
 
 

@@ -46,7 +46,7 @@ def test_weights_that_are_split_stay_on_a_device_that_one_model_at_a_time_would_
     assert str(plan.memory).startswith("everything resident")
     assert dict(plan.forecast.components)["transformer"] == pytest.approx(10.2 * GIB, rel=0.03)
     assert "of transformer's 11.9 billion weights a rank holds 5.4 billion" in plan.parallel.reason
-    assert str(plan.compiling) == "never"
+    assert str(plan.compile_policy) == "never"
 
 
 def test_a_long_sequence_is_worth_several_devices_though_the_weights_stay() -> None:

@@ -113,7 +113,9 @@ def test_the_first_that_fits_is_taken(capacity: int, images: int, expected: Memo
 def test_what_is_pinned_is_in_every_rule() -> None:
     pinned = PlacementOptions(memory="component", vae_tiling=True, images_per_call=1, attention_slicing="auto")
     assert list(list_rules(4, pinned, DISCRETE)) == [MemoryRule("component", MemorySavings(True), 1)]
-    assert {rule.way.vae_in_parts for rule in list_rules(1, PlacementOptions(vae_tiling=False), DISCRETE)} == {False}
+    assert {rule.savings.vae_in_parts for rule in list_rules(1, PlacementOptions(vae_tiling=False), DISCRETE)} == {
+        False
+    }
 
 
 def test_where_weights_go_before_a_size_is_known() -> None:

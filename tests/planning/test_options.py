@@ -48,8 +48,8 @@ def test_a_wish_that_there_is_not_is_an_error_that_names_the_nearest(asked: str,
         ("images_per_call", False),
         ("schedule", "gpu"),
         ("vae_tiling", "yes"),
-        ("watch", None),
-        ("watch", 1),
+        ("check_finite", None),
+        ("check_finite", 1),
         ("sdp_on_bf16", "no"),
         ("hpu_migration", "off"),
         ("dtype", "int8"),
@@ -60,11 +60,11 @@ def test_a_wish_that_there_is_not_is_an_error_that_names_the_nearest(asked: str,
         ("compile", 1.0),
         ("compile", None),
         ("compile", "max-autotune"),
-        ("pictures", 0),
-        ("pictures", -3),
-        ("pictures", True),
-        ("pictures", 2.5),
-        ("pictures", "500"),
+        ("expected_images", 0),
+        ("expected_images", -3),
+        ("expected_images", True),
+        ("expected_images", 2.5),
+        ("expected_images", "500"),
     ],
 )
 def test_a_value_that_means_nothing_is_an_error_with_a_hint(name: str, value: Any) -> None:
@@ -83,5 +83,5 @@ def test_a_value_of_another_kind_is_an_error_too(name: str, value: Any) -> None:
 
 def test_whether_and_for_how_many_pictures_to_compile() -> None:
     for asked in ("auto", True, False):
-        assert read_options({"compile": asked, "pictures": 500}).compile is asked
-    assert read_options({"pictures": None}, PlacementOptions(pictures=2)).pictures is None
+        assert read_options({"compile": asked, "expected_images": 500}).compile is asked
+    assert read_options({"expected_images": None}, PlacementOptions(expected_images=2)).expected_images is None

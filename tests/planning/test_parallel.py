@@ -26,9 +26,11 @@ ENCODER = ComponentFacts(name="text_encoder", kind="T5", dtype="bfloat16", param
 TWO = Ranks(count=2, tensor_types=("best",))
 
 
-def choose(parallel: str | None, *models: ComponentFacts, ranks: Ranks = TWO, sheet: Any = SHEET, **wishes: Any) -> Any:
+def choose(
+    parallel: str | None, *models: ComponentFacts, ranks: Ranks = TWO, sheet: Any = SHEET, **placement_options: Any
+) -> Any:
     facts = PipelineFacts(pipeline="P", components=(ENCODER, *models))
-    return choose_parallel(sheet, facts, read_options({"parallel": parallel, **wishes}), ranks)
+    return choose_parallel(sheet, facts, read_options({"parallel": parallel, **placement_options}), ranks)
 
 
 def refusal(*args: Any, **options: Any) -> UsageError:
@@ -177,6 +179,6 @@ def test_a_plan_for_several_devices_times_and_records_nothing(name: str) -> None
         real_sheet(name), facts, PlacementOptions(parallel="context:2"), device="d:0", ranks=Ranks(count=2)
     )
     assert str(plan.parallel) == "context:2"
-    assert plan.compiling.value.when == "never"
+    assert plan.compile_policy.value.when == "never"
     assert not plan.capture.value
     assert {"name": "parallel", "value": "context:2", "reason": plan.parallel.reason} in plan.to_dict()["decisions"]

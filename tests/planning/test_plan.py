@@ -22,8 +22,8 @@ FACTS = PipelineFacts(
 )
 
 
-def plan_on(name: str, **wishes: object) -> Plan:
-    return make_plan(real_sheet(name), FACTS, PlacementOptions(**wishes), device=f"{name}:0")  # type: ignore[arg-type]
+def plan_on(name: str, **options: object) -> Plan:
+    return make_plan(real_sheet(name), FACTS, PlacementOptions(**options), device=f"{name}:0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,14 +62,14 @@ def test_the_type_decides_how_many_scores_a_limit_in_bytes_allows() -> None:
     for dtype, scores in (("float16", 2**30), ("bfloat16", 2**30), ("float32", 2**29), ("float64", 2**28)):
         plan = make_plan(sheet, FACTS, PlacementOptions(dtype=dtype), device="best:0")
         assert plan.attention.value.most_scores == scores, dtype
-        assert plan.repairs.value == ("attention",)
+        assert plan.workarounds.value == ("attention",)
 
 
 def test_attention_in_bfloat16() -> None:
     sheet = without_limits(quirks=(quirk("float32_attention", says="Slow in float32."),))
 
-    def chosen(**wishes: object) -> Decision[bool]:
-        return make_plan(sheet, FACTS, PlacementOptions(**wishes), device="best:0").bf16_attention  # type: ignore[arg-type]
+    def chosen(**options: object) -> Decision[bool]:
+        return make_plan(sheet, FACTS, PlacementOptions(**options), device="best:0").bf16_attention  # type: ignore[arg-type]
 
     assert chosen(dtype="bfloat16") == Decision(True, "Slow in float32.")
     assert not chosen(dtype="bfloat16", sdp_on_bf16=False).value
@@ -90,11 +90,11 @@ def test_planning_imports_no_torch() -> None:
     program = f"""
 import sys
 import anyaccel
-from anyaccel.planning import Facts, Wishes, make_plan
+from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 import anyaccel.planning.options
 for name in {NAMES!r}:
     sheet = anyaccel.sheet(name).on(versions=dict(torch="2.13.0", macos="15.0"))
-    str(make_plan(sheet, Facts(pipeline="Test"), Wishes(), device=name))
+    str(make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=name))
 heavy = set("torch diffusers transformers accelerate numpy".split()) & set(sys.modules)
 sys.exit(", ".join(heavy) or 0)
 """

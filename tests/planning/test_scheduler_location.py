@@ -10,17 +10,17 @@ from tests.planning.sheets import NAMES, limit, real_sheet, round_trip, without_
 def test_on_the_host_where_reading_back_costs_or_shapes_are_static() -> None:
     assert choose_scheduler_location(without_limits(), PlacementOptions()).value == "device"
     slow = choose_scheduler_location(without_limits(host_round_trip=round_trip(says="It waits.")), PlacementOptions())
-    assert (slow.value, slow.reason) == ("host", "It waits.")
+    assert (slow.value, slow.reason) == ("cpu", "It waits.")
     static = choose_scheduler_location(
         without_limits(data_dependent_shapes=limit("error", says="Static.")), PlacementOptions()
     )
-    assert (static.value, static.reason) == ("host", "Static.")
+    assert (static.value, static.reason) == ("cpu", "Static.")
 
 
 def test_what_is_asked_for_is_done() -> None:
     sheet = without_limits(host_round_trip=round_trip())
-    assert choose_scheduler_location(sheet, PlacementOptions(schedule="device")).value == "device"
-    assert choose_scheduler_location(without_limits(), PlacementOptions(schedule="host")).value == "host"
+    assert choose_scheduler_location(sheet, PlacementOptions(scheduler="device")).value == "device"
+    assert choose_scheduler_location(without_limits(), PlacementOptions(scheduler="cpu")).value == "cpu"
 
 
 def test_the_sheets_keep_it_on_the_host_everywhere_but_there() -> None:

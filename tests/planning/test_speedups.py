@@ -44,14 +44,14 @@ def test_what_the_sheet_names_is_done_with_its_source() -> None:
 @pytest.mark.parametrize("wish", ["capture", "channels_last", "fuse", "compile"])
 def test_each_can_be_switched_off(wish: str) -> None:
     off: dict[str, Any] = {wish: False}
-    wishes = PlacementOptions(**off)
+    options = PlacementOptions(**off)
     choosers: dict[str, Any] = {
         "capture": choose_capture,
         "channels_last": choose_channels_last,
         "fuse": choose_fusions,
-        "compile": lambda sheet, wishes: choose_compile_policy(sheet, facts(DENOISER), wishes),
+        "compile": lambda sheet, options: choose_compile_policy(sheet, facts(DENOISER), options),
     }
-    chosen = choosers[wish](FAST, wishes)
+    chosen = choosers[wish](FAST, options)
     assert not chosen.value or chosen.value == CompilePolicy("never")
     assert f"{wish}=False was asked for" in chosen.reason
 
@@ -68,13 +68,13 @@ def test_nothing_is_done_where_nobody_knows_that_it_pays() -> None:
 
 def test_blocks_are_compiled_alone_where_a_model_is_made_of_them() -> None:
     few = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions()).value
-    many = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(pictures=100_000)).value
+    many = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(expected_images=100_000)).value
     assert (few.region, many.region) == ("blocks", "whole")
     assert few.takes_s < many.takes_s
     assert choose_compile_policy(FAST, facts(UNET), PlacementOptions()).value.region == "whole", (
         "convolutions stand between them"
     )
-    repaired = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(), ("zeros",))
+    repaired = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(), ("zero_empty",))
     assert repaired.value.region == "whole", "repairs are made in the graph"
 
 

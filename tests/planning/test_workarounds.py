@@ -23,14 +23,14 @@ def test_a_device_without_a_limit_costs_nothing() -> None:
     ("name", "changes", "replacements", "attention"),
     [
         ("dtypes", {}, (("float64", "float32"),), NOTHING),
-        ("pairs", {}, (("complex64", "pairs"),), NOTHING),
+        ("complex_pairs", {}, (("complex64", "pairs"),), NOTHING),
         ("noise", {"random_numbers": limit("error")}, (), NOTHING),
-        ("shapes", {"data_dependent_shapes": limit("error")}, (), NOTHING),
+        ("dynamic_shapes", {"data_dependent_shapes": limit("error")}, (), NOTHING),
         ("attention", {}, (), AttentionRule(most_scores=5)),
         ("attention", {}, (), AttentionRule(heads="max")),
-        ("numbers", {"quirks": (quirk("host_number_offset_ignored"),)}, (), NOTHING),
-        ("zeros", {"quirks": (quirk("uninitialised_memory_is_nan"),)}, (), NOTHING),
-        ("addends", {"operations": (operation_limit("wrong", reads_ignored_input=True),)}, (), NOTHING),
+        ("clone_scalars", {"quirks": (quirk("host_number_offset_ignored"),)}, (), NOTHING),
+        ("zero_empty", {"quirks": (quirk("uninitialised_memory_is_nan"),)}, (), NOTHING),
+        ("ignore_beta_zero", {"operations": (operation_limit("wrong", reads_ignored_input=True),)}, (), NOTHING),
     ],
 )
 def test_each_limit_has_its_repair(

@@ -31,7 +31,7 @@ class BenchCase:
     """What of the denoiser's config differs."""
     scheduler: str = ""
     """Another scheduler's class, with its defaults."""
-    wishes: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """For anyaccel alone."""
     variants: tuple[str, ...] = USUAL
     floor_s: float | None = None

@@ -32,7 +32,7 @@ def make_pipeline(work: BenchCase, variant: str) -> Any:
     dtype = getattr(torch, work.dtype) if work.dtype else None
     if variant in (OURS, FAST):
         more = {"speed": "fast"} if variant == FAST else {}
-        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.wishes, **more)
+        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.options, **more)
     else:
         pipe = plain.to(device, dtype) if dtype else plain.to(device)
     if variant == "stock compiled":

@@ -76,11 +76,11 @@ def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[st
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
     from anyaccel.generation.model_name import resolve_model
 
-    told, type_name = {"pictures": pictures}, dtype_name(dtype)
+    told, type_name = {"expected_images": pictures}, dtype_name(dtype)
     named = {model: resolve_model(model) for model in models or [NAME]}
     return [
         BenchCase(
-            model=one.source, title=model, device=device, dtype=type_name, wishes=told,
+            model=one.source, title=model, device=device, dtype=type_name, options=told,
             call={**(CALL_DEFAULTS if one.kind == "embedded" else {}), **call},
         )
         for model, one in named.items()

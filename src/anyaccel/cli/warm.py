@@ -55,9 +55,9 @@ def warm_model(
 
         with counting_components(_Loading(display, model)):
             pipe = DiffusionPipeline.from_pretrained(resolve_model(model).source)
-        pipe.to(device, compile=True, pictures=pictures, **({"dtype": dtype} if dtype else {}))
+        pipe.to(device, compile=True, expected_images=pictures, **({"dtype": dtype} if dtype else {}))
         pipe.set_progress_bar_config(disable=True)
-        compiling = pipe.plan.compiling
+        compiling = pipe.plan.compile_policy
         if compiling.value.when == "never":
             raise NotMeasurableError(
                 f"nothing is compiled on {pipe.plan.title}: {compiling.reason}", hint="no need to warm it"

@@ -187,11 +187,11 @@ def place_pipeline_of_script(pipe: Any, device: torch.device, dtype: torch.dtype
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
     types = {} if dtype is not None else _read_types(pipe)
-    wishes = {"dtype": dtype or getattr(pipe, "dtype", None)}
+    placement_options = {"dtype": dtype or getattr(pipe, "dtype", None)}
     if isinstance(pipe, Portable):
         # The script placed it before, or had anyaccel load it: what was wished for then still holds.
-        wishes = {"dtype": dtype} if dtype is not None else {}
-    place(make_portable(pipe), str(device), **wishes)
+        placement_options = {"dtype": dtype} if dtype is not None else {}
+    place(make_portable(pipe), str(device), **placement_options)
     _give_types_back(types, device)
     migration.pipelines += 1
     return pipe

@@ -89,8 +89,8 @@ class Migration:
     def make_plan(self) -> Plan:
         """The plan for what runs outside of any pipeline: loops written by hand."""
         sheet = self.opened.sheet
-        facts, wishes = PipelineFacts(pipeline="script"), PlacementOptions(dtype="float32")
-        return make_plan(sheet, facts, wishes, device=f"{sheet.name}:{self.opened.index}")
+        facts, options = PipelineFacts(pipeline="script"), PlacementOptions(dtype="float32")
+        return make_plan(sheet, facts, options, device=f"{sheet.name}:{self.opened.index}")
 
     def means(self, value: Any) -> bool:
         """Whether a value is the name that is mapped: a string or a device, with a number or without."""

@@ -72,7 +72,7 @@ def _change_loading(load: Any, migration: Migration) -> Any:
 
 def _change_compiling(compile_there: Any, migration: Migration) -> Any:
     """`torch.compile`: with the device's own compiler, as its sheet says."""
-    rule = migration.make_plan().compile.value
+    rule = migration.make_plan().compiler.value
 
     @functools.wraps(compile_there)
     def compile_here(model: Any = None, **options: Any) -> Any:

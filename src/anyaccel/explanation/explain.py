@@ -60,7 +60,7 @@ def explain(
     batch: int = 1,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
-    **wishes: Any,
+    **options: Any,
 ) -> Plan:
     """The plan for a model on a device that need not be here, without its weights: `plan.forecast` has the memory.
 
@@ -71,8 +71,8 @@ def explain(
     width, height = (
         side if side is None else check_side(name, side) for name, side in (("width", width), ("height", height))
     )
-    types = {"dtype": dtype, "smallest_dtype": wishes.pop("smallest_dtype", None)}
-    wished = read_options({**wishes, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
+    types = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}
+    wished = read_options({**options, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
     target = find_device_target(device)
     check_residence(wished.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
@@ -88,18 +88,18 @@ def explain(
 def _answer(
     folder: ModelFolder,
     target: DeviceTarget,
-    wishes: PlacementOptions,
+    options: PlacementOptions,
     width: int | None,
     height: int | None,
     batch: int,
 ) -> Plan:
-    plan = _plan(folder, target, wishes)
+    plan = _plan(folder, target, options)
     # Building models from their configs and running them once has advice for people who train them only.
     with quiet_libraries(everything=True):
-        return _MemoryEstimate(folder, target, plan, wishes, width, height).answer(batch)
+        return _MemoryEstimate(folder, target, plan, options, width, height).answer(batch)
 
 
-def _plan(folder: ModelFolder, target: DeviceTarget, wishes: PlacementOptions) -> Plan:
+def _plan(folder: ModelFolder, target: DeviceTarget, options: PlacementOptions) -> Plan:
     """Everything that does not depend on a size."""
     components = tuple(
         ComponentFacts(name=one.name, kind=one.kind, dtype="float32", parameters=0, denoises=False)
@@ -110,10 +110,10 @@ def _plan(folder: ModelFolder, target: DeviceTarget, wishes: PlacementOptions) -
     return make_plan(
         target.sheet,
         PipelineFacts(pipeline=folder.pipeline, components=components),
-        replace(wishes, parallel=None),  # which depends on the models, and is decided once they are built
+        replace(options, parallel=None),  # which depends on the models, and is decided once they are built
         device=target.name,
         virtual=target.virtual,
-        half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
+        half_precision_cost=measure_half_precision() if on_host and options.dtype is None else None,
         environment=os.environ,
     )
 
@@ -126,18 +126,18 @@ class _MemoryEstimate:
         folder: ModelFolder,
         target: DeviceTarget,
         plan: Plan,
-        wishes: PlacementOptions,
+        options: PlacementOptions,
         width: int | None,
         height: int | None,
     ) -> None:
-        self.folder, self.target, self.plan, self.wishes = folder, target, plan, wishes
+        self.folder, self.target, self.plan, self.options = folder, target, plan, options
         self.traced = PipelineTrace()
         self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
         self.facts = read_facts(self.full.pipe)
         plan = replace(
             plan,
-            compiling=choose_compile_policy(target.sheet, self.facts, wishes, plan.repairs.value),
-            parallel=choose_split(target, self.facts, wishes, plan.dtype.value),
+            compile_policy=choose_compile_policy(target.sheet, self.facts, options, plan.workarounds.value),
+            parallel=choose_split(target, self.facts, options, plan.dtype.value),
         )
         self.plan = plan if plan.parallel.value is None else without_rank_local_choices(plan)
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
@@ -183,9 +183,9 @@ class _MemoryEstimate:
         """The ways to run so many images, the cheapest first."""
         at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
         split = self.plan.parallel.value
-        whole = split is not None and split.way == "tensor"  # what is split cannot come and go
-        wishes = replace(self.wishes, memory="resident") if whole else self.wishes
-        return list_pipeline_rules(self.full.pipe, batch, at_once, wishes, unified_memory=unified)
+        whole = split is not None and split.strategy == "tensor"  # what is split cannot come and go
+        options = replace(self.options, memory="resident") if whole else self.options
+        return list_pipeline_rules(self.full.pipe, batch, at_once, options, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
         """What measures calls of one size."""
@@ -197,7 +197,7 @@ class _MemoryEstimate:
         return split_memory(measure, self.facts, self.plan.parallel.value)
 
     def _tell_gain(self, measure: Measurement, rule: MemoryRule | None) -> tuple[str, ...]:
-        resident, asked = rule is not None and rule.residence == "resident", self.wishes.parallel is not None
+        resident, asked = rule is not None and rule.residence == "resident", self.options.parallel is not None
         sequences = measure.seen.sequences
         return describe_gain(self.target, self.facts, measure, sequences, resident=resident, asked=asked)
 
@@ -223,7 +223,7 @@ class _MemoryEstimate:
 
         def need(size: tuple[int, int]) -> int | None:
             try:
-                return max(predict(self._share(self.measure(size))(rule.way, 1), rule.residence).values())
+                return max(predict(self._share(self.measure(size))(rule.savings, 1), rule.residence).values())
             except Exception:  # noqa: BLE001 - whatever a pipeline raises at a size: it is none that it makes
                 return None
 

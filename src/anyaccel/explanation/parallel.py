@@ -12,7 +12,7 @@ from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.footprint import Footprint, Measure, MemorySavings, ModelSize
 from anyaccel.planning.memory import predict
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
-from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitWay, choose_parallel, weigh_rank
+from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitStrategy, choose_parallel, weigh_rank
 from anyaccel.units import readable
 from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 
@@ -25,26 +25,27 @@ _FREE_SHARE = 0.8
 
 
 def choose_split(
-    target: DeviceTarget, facts: PipelineFacts, wishes: PlacementOptions, dtype: str
+    target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
 ) -> Decision[Split | None]:
     """The split that was asked about; `auto` takes as many devices of a server as the model can be shared out to."""
-    if wishes.parallel is None:
+    if options.parallel is None:
         return ALONE
     weights = sum(one.parameters for one in facts.components) * FLOATING_BYTES[dtype]
     fits = weights <= target.capacity_bytes * _FREE_SHARE
     known = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_alone=fits)
-    if wishes.parallel != "auto":
-        return choose_parallel(target.sheet, facts, wishes, known)
+    if options.parallel != "auto":
+        return choose_parallel(target.sheet, facts, options, known)
     found = [
-        choose_parallel(target.sheet, facts, wishes, replace(known, count=count)) for count in reversed(_counts(target))
+        choose_parallel(target.sheet, facts, options, replace(known, count=count))
+        for count in reversed(_counts(target))
     ]
-    split = [one for one in found if one.value is not None and one.value.way != "cfg"]
+    split = [one for one in found if one.value is not None and one.value.strategy != "cfg"]
     return split[0] if split else found[-1]
 
 
 def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) -> Measure:
     """What one rank holds: its share of the weights; what models hold besides is counted as on one device."""
-    if split is None or split.way != "tensor":
+    if split is None or split.strategy != "tensor":
         return measure
     shares = {one.name: weigh_rank(one, split) / max(1, one.parameters) for one in facts.components}
 
@@ -107,7 +108,7 @@ def _counts(target: DeviceTarget) -> list[int]:
     return [count for count in (2, 4, 8, 16, 32, 64) if count <= most] or [1]
 
 
-def _refusal(target: DeviceTarget, facts: PipelineFacts, way: SplitWay, count: int) -> str | None:
+def _refusal(target: DeviceTarget, facts: PipelineFacts, way: SplitStrategy, count: int) -> str | None:
     ranks = Ranks(count=count, tensor_types=read_tensor_parallel_devices())
     try:
         choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{way}:{count}"), ranks)

@@ -51,29 +51,29 @@ def load_model(order: GenerationRequest, listener: ProgressListener | None = Non
         # That the device is not here is said before diffusers is imported, which takes seconds.
         opened = resolve_device(order.device, PlacementOptions(dtype=order.dtype))
         spared = _spare_host(opened, order.dtype)
-        wishes = PlacementOptions(dtype=spared.value if spared else order.dtype, speed=order.speed)
+        placement_options = PlacementOptions(dtype=spared.value if spared else order.dtype, speed=order.speed)
         digest = None if model.kind == "hub" else find_revision(model)  # a folder may have changed since the last time
-        key = (model, digest, opened.sheet.name, opened.index, wishes)
+        key = (model, digest, opened.sheet.name, opened.index, placement_options)
         kept = _KEPT.get(key)
         if kept is not None:
             return replace(kept, load_s=0.0)
         release_model()
         start = time.perf_counter()
-        pipe = _load(model, opened, wishes, spared, listener)
+        pipe = _load(model, opened, placement_options, spared, listener)
         seconds = time.perf_counter() - start
         _KEPT[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
         return _KEPT[key]
 
 
 def load_uncached(
-    order: GenerationRequest, wishes: PlacementOptions, listener: ProgressListener | None = None
+    order: GenerationRequest, placement_options: PlacementOptions, listener: ProgressListener | None = None
 ) -> LoadedModel:
     """Load an order's model onto its device, for one who keeps it himself; his wishes come before the order's."""
-    opened = resolve_device(order.device, wishes)
-    spared = _spare_host(opened, wishes.dtype)
-    wishes = replace(wishes, dtype=spared.value) if spared else wishes
+    opened = resolve_device(order.device, placement_options)
+    spared = _spare_host(opened, placement_options.dtype)
+    placement_options = replace(placement_options, dtype=spared.value) if spared else placement_options
     start = time.perf_counter()
-    pipe = _load(order.model, opened, wishes, spared, listener)
+    pipe = _load(order.model, opened, placement_options, spared, listener)
     seconds = time.perf_counter() - start
     return LoadedModel(pipe=pipe, model=order.model, revision=find_revision(order.model), load_s=seconds)
 
@@ -101,14 +101,14 @@ def _spare_host(opened: OpenDevice, asked: str | None) -> Decision[str] | None:
 def _load(
     model: ResolvedModel,
     opened: OpenDevice,
-    wishes: PlacementOptions,
+    placement_options: PlacementOptions,
     spared: Decision[str] | None,
     listener: ProgressListener | None,
 ) -> Any:
     """A pipeline on its device, read in the type that it will run in: half of the memory for half precision."""
-    chosen = spared or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), wishes)
+    chosen = spared or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
-    if wishes.dtype is not None or chosen.value in HALF_PRECISIONS:
+    if placement_options.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
     with gc_paused():
         from anyaccel.generation.progress import counting_components
@@ -116,7 +116,7 @@ def _load(
 
         with counting_components(listener):
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
-    store_options(pipe, wishes)
+    store_options(pipe, placement_options)
     decided = chosen if spared or chosen.value in HALF_PRECISIONS else None
     pipe.place_as_decided(opened, {}, decided)
     # None: a bar on a terminal and in a notebook, and none in a log.

@@ -19,14 +19,17 @@ _MAY_BE_LACKING = ("float64", "int64", "complex128", "complex64")
 
 
 def choose_dtype(
-    sheet: Sheet, facts: PipelineFacts, wishes: PlacementOptions, half_precision_cost: Mapping[str, float] | None = None
+    sheet: Sheet,
+    facts: PipelineFacts,
+    options: PlacementOptions,
+    half_precision_cost: Mapping[str, float] | None = None,
 ) -> Decision[str]:
     """The type of the weights: what the user asked for, what they have if it is a half precision, or the device's best.
 
     `half_precision_cost` is the time of a half precision as a share of float32's, where it was measured.
     """
-    if wishes.dtype is not None:
-        return _as_far_as_it_goes(sheet, wishes.dtype, f"{wishes.dtype} was asked for")
+    if options.dtype is not None:
+        return _as_far_as_it_goes(sheet, options.dtype, f"{options.dtype} was asked for")
     chosen_before = facts.denoiser_dtypes & set(HALF_PRECISIONS)
     if len(chosen_before) == 1 and not half_precision_cost:
         loaded = next(iter(chosen_before))
@@ -39,9 +42,9 @@ def choose_dtype(
     return Decision("float32", "nothing smaller is known to work here")
 
 
-def find_smaller_dtype(sheet: Sheet, chosen: str, wishes: PlacementOptions) -> str | None:
+def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
     """The type that the user allows where a pipeline does not fit in the chosen one; None where there is none."""
-    allowed = wishes.smallest_dtype
+    allowed = options.smallest_dtype
     if allowed is None or _refuses(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
     return allowed

@@ -55,21 +55,21 @@ _REUSES = {
 }
 
 
-def choose_step_skipping(wishes: PlacementOptions) -> Decision[StepSkipping | None]:
+def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | None]:
     """At which steps the denoiser's last answer is taken again, instead of running it."""
-    found = _REUSES.get(wishes.speed)
+    found = _REUSES.get(options.speed)
     if found is None:
         return Decision(None, "speed='exact': every step is run")
-    return Decision(found, f"speed={wishes.speed!r}: the embedded model's pictures are {found.cost} ({QUALITY})")
+    return Decision(found, f"speed={options.speed!r}: the embedded model's pictures are {found.cost} ({QUALITY})")
 
 
-def choose_quantization(sheet: Sheet, wishes: PlacementOptions, dtype: str) -> Decision[str]:
+def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
     """The type that products of large matrices are done in; empty for the model's own."""
-    if wishes.speed == "exact":
+    if options.speed == "exact":
         return Decision("", "speed='exact': products are done in the model's own type")
     speedup = sheet.speedup("float8")
     if speedup is None:
         return Decision("", "that products in 8 bits pay here is not known")
     if dtype not in ("bfloat16", "float16"):
         return Decision("", f"it is for half precision, and models run in {dtype}")
-    return Decision("float8", f"speed={wishes.speed!r}: {speedup.says} ({speedup.source})")
+    return Decision("float8", f"speed={options.speed!r}: {speedup.says} ({speedup.source})")

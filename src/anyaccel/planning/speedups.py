@@ -50,7 +50,7 @@ class CompilePolicy:
 
 
 def choose_compile_policy(
-    sheet: Sheet, facts: PipelineFacts, wishes: PlacementOptions, repairs: tuple[str, ...] = ()
+    sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, repairs: tuple[str, ...] = ()
 ) -> Decision[CompilePolicy]:
     """Return whether and when the models that take the time are compiled.
 
@@ -59,13 +59,13 @@ def choose_compile_policy(
     runs eagerly.
     """
     speedup = sheet.speedup("compile")
-    if wishes.compile is False:
+    if options.compile is False:
         return Decision(CompilePolicy("never"), "compile=False was asked for")
     if not isinstance(sheet.compiler, Compiler):
         return Decision(CompilePolicy("never"), sheet.compiler.says)
-    if wishes.compile == "auto" and speedup is None:
+    if options.compile == "auto" and speedup is None:
         return Decision(CompilePolicy("never"), "that it pays here is not known; compile=True does it")
-    many = wishes.pictures is not None and wishes.pictures >= _MANY
+    many = options.expected_images is not None and options.expected_images >= _MANY
     blocks = [component.blocks for component in facts.components if component.denoises]
     alone = bool(blocks) and all(_is_all_blocks(component) for component in facts.components if component.denoises)
     region: Region = "blocks" if alone and not many and not repairs else "whole"
@@ -74,7 +74,7 @@ def choose_compile_policy(
     gain = speedup.gain if speedup else 1.0
     said = f"about {takes:.0f} s, and then {gain:.2g} times as fast"
     source = f" ({speedup.source})" if speedup else ""
-    if wishes.compile is True:
+    if options.compile is True:
         return Decision(CompilePolicy("now", region, takes, gain), f"asked for; {said}{source}")
     return Decision(CompilePolicy("when it pays", region, takes, gain), f"{said}{source}")
 
@@ -92,19 +92,19 @@ def is_worth_compiling(compiling: CompilePolicy, seconds_a_picture: float, done:
     return to_come * seconds_a_picture * (1 - 1 / compiling.gain) >= compiling.takes_s
 
 
-def choose_channels_last(sheet: Sheet, wishes: PlacementOptions) -> Decision[bool]:
+def choose_channels_last(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
     """Whether compiled models with convolutions keep pictures in memory channels last."""
-    return _choose(sheet, "channels_last", wishes.channels_last)
+    return _choose(sheet, "channels_last", options.channels_last)
 
 
-def choose_capture(sheet: Sheet, wishes: PlacementOptions) -> Decision[bool]:
+def choose_capture(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
     """Whether what a denoiser asks of the device may be recorded and replayed."""
-    return _choose(sheet, "capture", wishes.capture)
+    return _choose(sheet, "capture", options.capture)
 
 
-def choose_fusions(sheet: Sheet, wishes: PlacementOptions) -> Decision[tuple[str, ...]]:
+def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[str, ...]]:
     """The operations that compiled models do as one."""
-    if wishes.fuse is False:
+    if options.fuse is False:
         return Decision((), "fuse=False was asked for")
     known = [found for name in FUSIONS if (found := sheet.speedup(name)) is not None]
     reason = " ".join(f"{one.says} ({one.source})" for one in known)

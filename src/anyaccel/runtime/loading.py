@@ -25,7 +25,7 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
 
     What diffusers raises about a model becomes a `ModelError` with a hint.
     """
-    options, wishes = _read_options(options)
+    options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
         raise UsageError(f"{model!r} is no model", hint="give a hub id, a local folder or a file of weights")
     if not options.get("trust_remote_code") and options.get("custom_pipeline") is not None:
@@ -38,7 +38,7 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
         options.pop("use_safetensors")
-    return _call_diffusers(loader, str(model), options), wishes
+    return _call_diffusers(loader, str(model), options), placement_options
 
 
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
@@ -94,9 +94,9 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
 
 def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Make a pipeline from another one's components, in their dtype unless the options have one."""
-    options, wishes = _read_options(options)
+    options, placement_options = _read_options(options)
     del options["use_safetensors"]
     if _DTYPE not in options and casts_components(kind):
         # diffusers would cast the components, which the other pipeline still uses, to float32.
         options[_DTYPE] = pipeline.dtype
-    return kind.from_pipe(pipeline, **options), wishes
+    return kind.from_pipe(pipeline, **options), placement_options

@@ -181,11 +181,13 @@ def _placement_of(pipe: Any) -> Placement:
     if found is not None:
         return found
     lies_on, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
-    wishes = find_options(pipe)
-    opened = resolve_device(lies_on, wishes)
+    placement_options = find_options(pipe)
+    opened = resolve_device(lies_on, placement_options)
     name = str(dtype).removeprefix("torch.")
-    plan = plan_pipeline(pipe, opened, replace(wishes, dtype=name), Decision(name, "the dtype that it was loaded in"))
-    settle(pipe, Placement(opened, lies_on, plan, wishes))
+    plan = plan_pipeline(
+        pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype that it was loaded in")
+    )
+    settle(pipe, Placement(opened, lies_on, plan, placement_options))
     made = find_placement(pipe)
     assert made is not None
     return made
@@ -214,8 +216,8 @@ def inherit_placement(pipe: Any, source: Any) -> None:
     """Plan a pipeline for where the one is whose components it took over."""
     found = find_placement(source)
     if found is not None:
-        plan = plan_pipeline(pipe, found.opened, found.wishes)
-        settle(pipe, Placement(found.opened, found.device, plan, found.wishes))
+        plan = plan_pipeline(pipe, found.opened, found.options)
+        settle(pipe, Placement(found.opened, found.device, plan, found.options))
 
 
 def make_portable(pipe: Any) -> Any:
@@ -316,18 +318,18 @@ class AutoPipelineForInpainting(_AutoPipeline):
 
 
 def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
-    pipe, wishes = load_pipeline(kind, model, options)
-    store_options(make_portable(pipe), wishes)
+    pipe, placement_options = load_pipeline(kind, model, options)
+    store_options(make_portable(pipe), placement_options)
     return pipe
 
 
 def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
-    pipe, wishes = derive_pipeline(kind, pipeline, options)
-    store_options(make_portable(pipe), wishes)
+    pipe, placement_options = derive_pipeline(kind, pipeline, options)
+    store_options(make_portable(pipe), placement_options)
     inherit_placement(pipe, pipeline)
     return pipe
 
 
-def place(pipe: Any, device: str | int | torch.device = "auto", **wishes: Any) -> Any:
+def place(pipe: Any, device: str | int | torch.device = "auto", **placement_options: Any) -> Any:
     """Make a pipeline that exists portable, and place it: `anyaccel.place(pipe, "hpu", dtype="bf16")`; returns it."""
-    return make_portable(pipe).to(device, **wishes)
+    return make_portable(pipe).to(device, **placement_options)

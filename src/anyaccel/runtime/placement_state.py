@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _KEY = "_anyaccel_placement"
-_WISHES = "_anyaccel_wishes"
+_OPTIONS = "_anyaccel_options"
 _OFFLOADING = "_anyaccel_offloading"
 
 
@@ -48,7 +48,7 @@ class Placement:
     device: torch.device
     plan: Plan
     """What was decided; never replaced."""
-    wishes: PlacementOptions
+    options: PlacementOptions
     call_plan: Plan = None  # type: ignore[assignment]
     """The plan as it is applied to calls now: with sliced attention where memory requires that."""
     progress: SharedProgress | None = None
@@ -119,20 +119,20 @@ def drop_placement(pipe: Any) -> None:
     """Forget where a pipeline is, and keep what was wished for: its weights may lie anywhere after a move cut short."""
     placement = vars(pipe).pop(_KEY, None)
     if isinstance(placement, Placement):
-        store_options(pipe, placement.wishes)
+        store_options(pipe, placement.options)
 
 
-def store_options(pipe: Any, wishes: PlacementOptions) -> None:
+def store_options(pipe: Any, options: PlacementOptions) -> None:
     """Remember what a pipeline was loaded with, for when it is placed."""
-    vars(pipe)[_WISHES] = wishes
+    vars(pipe)[_OPTIONS] = options
 
 
 def find_options(pipe: Any) -> PlacementOptions:
     """What was wished for a pipeline so far."""
     placement = find_placement(pipe)
     if placement is not None:
-        return placement.wishes
-    found = vars(pipe).get(_WISHES)
+        return placement.options
+    found = vars(pipe).get(_OPTIONS)
     return found if isinstance(found, PlacementOptions) else PlacementOptions()
 
 
@@ -158,4 +158,4 @@ def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a pipeline without what belongs to this process; what was wished for goes with it."""
     kept = {name: value for name, value in state.items() if name != _KEY}
     placement = state.get(_KEY)
-    return {**kept, _WISHES: placement.wishes} if isinstance(placement, Placement) else kept
+    return {**kept, _OPTIONS: placement.options} if isinstance(placement, Placement) else kept

@@ -281,7 +281,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
     placement = find_placement(pipe)
     assert placement is not None
     placement.speed = SpeedState(compiled=True)
-    placement.report.compiled = Decision(("transformer",), "for this test")
+    placement.report.compiled_models = Decision(("transformer",), "for this test")
     return pipe, placement
 
 
@@ -324,7 +324,7 @@ def test_a_pipeline_compiles_elsewhere_where_its_folder_cannot_be_written(
     placed: tuple[Any, Placement], own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe, placement = placed
-    variable = placement.plan.compile.value.cache_variable
+    variable = placement.plan.compiler.value.cache_variable
     before = os.environ[variable]
     with compiling(placement):
         assert os.environ[variable].startswith(str(own_cache / "cache" / "graphs"))

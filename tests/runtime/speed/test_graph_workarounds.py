@@ -54,7 +54,7 @@ def test_a_compiled_pipeline_attends_in_the_slices_of_its_plan(monkeypatch: pyte
     expected = run(recipe, recipe.make())
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing=1, compile=True)
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
-    assert "unet" in pipe.plan.report.compiled.value
+    assert "unet" in pipe.plan.report.compiled_models.value
     assert pipe.plan.report.not_compiled is None
     assert sliced
     assert not unsliced

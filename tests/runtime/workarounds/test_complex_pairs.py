@@ -25,7 +25,7 @@ def seam_of(accelerator: VirtualAccelerator) -> ModelFunctionMode:
     plan = make_plan(
         open_device(accelerator.name).sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name
     )
-    assert "pairs" in plan.repairs.value
+    assert "complex_pairs" in plan.workarounds.value
     seam = make_model_function_mode(plan, accelerator.device())
     assert seam is not None
     return seam
@@ -84,7 +84,7 @@ OPERATIONS: dict[str, Any] = {
     "lengths and angles": lambda a, b, n, real: torch.polar(a.abs() + 1, b.angle()),
     "write": lambda a, b, n, real: _write(a, b),
     "copy": lambda a, b, n, real: a.clone(),
-    "zeros": lambda a, b, n, real: torch.zeros_like(a) + b,
+    "zero_empty": lambda a, b, n, real: torch.zeros_like(a) + b,
     "ones": lambda a, b, n, real: torch.ones_like(a) * b,
     "made complex": lambda a, b, n, real: real(REAL).to(torch.complex64) * b,
     "zeros of a real one": lambda a, b, n, real: torch.ones_like(real(REAL), dtype=torch.complex64) - b,
@@ -207,7 +207,7 @@ def test_a_real_tensor_of_a_virtual_device_before_a_pair() -> None:
 
 
 MAKERS: dict[str, Any] = {
-    "zeros": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
+    "zero_empty": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
     "ones": lambda device: torch.ones((2,), dtype=torch.complex128, device=device),
     "full": lambda device: torch.full((2,), 1 + 2j, device=device),
     "full by name": lambda device: torch.full((2,), fill_value=3j, device=device),

@@ -89,7 +89,7 @@ def seams_of(accelerator: VirtualAccelerator) -> list[Any]:
     sheet = open_device(accelerator.name).sheet
     plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
     seams = [make_pipeline_function_mode(plan, accelerator.device())]
-    return seams + ([make_model_function_mode(plan, accelerator.device())] if "noise" in plan.repairs.value else [])
+    return seams + ([make_model_function_mode(plan, accelerator.device())] if "noise" in plan.workarounds.value else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -56,7 +56,7 @@ def attend(rule: AttentionRule, *args: Any, **kwargs: Any) -> tuple[torch.Tensor
 
 
 SMALL = st.integers(1, 4)
-MASKS = ("none", "whole", "queries", "keys", "heads", "batch", "numbers", "causal")
+MASKS = ("none", "whole", "queries", "keys", "heads", "batch", "clone_scalars", "causal")
 
 
 @st.composite
@@ -85,10 +85,10 @@ def problems(draw: st.DrawFn) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | 
         "keys": (1, keys),
         "heads": (*([1] * (len(lead) - 1)), *whole[-3:]),
         "batch": (*whole[:-3], 1, *whole[-2:]),
-        "numbers": whole,
+        "clone_scalars": whole,
     }[kind]
     mask = normal(*shape)
-    if kind != "numbers":
+    if kind != "clone_scalars":
         mask = mask > 0
         mask[..., 0] = True  # a query that sees nothing gives no number
     return (query, key, value), mask, options
@@ -140,7 +140,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize("clone_scalars", [False, True])
 def test_a_mask_beside_causal_counts_too(numbers: bool) -> None:
     """As on the CPU; torch's own slow path refuses both together."""
     parts = [torch.randn(1, 2, 4, 3) for _ in range(3)]

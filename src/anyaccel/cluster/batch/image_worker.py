@@ -90,8 +90,8 @@ class ImageWorker:
         self.order = make_request(
             "", settings.model, _name_device(settings), 0, dtype=settings.dtype, speed=settings.speed
         )
-        wishes = PlacementOptions(dtype=self.order.dtype, speed=settings.speed)
-        self.loaded = load_uncached(self.order, wishes, ProgressListener())
+        options = PlacementOptions(dtype=self.order.dtype, speed=settings.speed)
+        self.loaded = load_uncached(self.order, options, ProgressListener())
         self.loaded.pipe.set_progress_bar_config(disable=True)
         plan = self.loaded.pipe.plan
         self.facts = WorkerFacts(

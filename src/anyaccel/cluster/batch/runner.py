@@ -115,11 +115,14 @@ class BatchRun:
 
     def _handle(self, event: Event) -> None:
         handlers: dict[type, Callable[..., None]] = {
-            WorkerStarted: self._on_ready, RowsFinished: self._on_finished, WorkerStartFailed: self._on_broken, WorkerDied: self._on_lost,
-        }  # fmt: skip
+            WorkerStarted: self._on_started,
+            RowsFinished: self._on_finished,
+            WorkerStartFailed: self._on_start_failed,
+            WorkerDied: self._on_died,
+        }
         handlers[type(event)](event)
 
-    def _on_ready(self, event: WorkerStarted) -> None:
+    def _on_started(self, event: WorkerStarted) -> None:
         facts = event.facts
         check_parameters((task.row for task in self.tasks), facts.parameters, facts.pipeline)
         for name in ("revision", "dtype"):
@@ -178,7 +181,7 @@ class BatchRun:
         failed = f", {self.failed} failed" if self.failed else ""
         self.listener.on_row(self.over, len(self.rows), f"{words}{failed}")
 
-    def _on_broken(self, event: WorkerStartFailed) -> None:
+    def _on_start_failed(self, event: WorkerStartFailed) -> None:
         """A worker that cannot begin: with others at work it is given up, else there is no use in going on."""
         worker = self.workers[event.worker]
         worker.gone = True
@@ -187,7 +190,7 @@ class BatchRun:
             return
         raise event.error
 
-    def _on_lost(self, event: WorkerDied) -> None:
+    def _on_died(self, event: WorkerDied) -> None:
         """Give what it had to others; it began the first of it, which may be what it died of."""
         worker = self.workers[event.worker]
         if worker.gone:

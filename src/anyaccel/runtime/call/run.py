@@ -101,7 +101,7 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         placement.progress = None
         _set_idle(pipe, placement)
     result = join_results(results)
-    if placement.plan.watch.value:
+    if placement.plan.check_finite.value:
         warn_safety_checker(result)
     _label(result, placement, request)
     return result
@@ -173,7 +173,7 @@ def _states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 def _runs_as_stock(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
     """Return whether a mode around the models would change nothing, and only cost time at every call of torch."""
-    return is_host(placement.device) and not plan.repairs.value and type(source) is NoiseSource
+    return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
 class _CallRun:
@@ -187,7 +187,7 @@ class _CallRun:
     def finish(self) -> Any:
         """The result, which is finite."""
         result, outputs = self._once()
-        if not self.placement.plan.watch.value:
+        if not self.placement.plan.check_finite.value:
             return result
         broken = (
             find_non_finite(outputs)
@@ -216,7 +216,7 @@ class _CallRun:
         set_input_adapters(self.components, plan, placement.device)
         with ExitStack() as stack:
             stack.enter_context(compiling(placement))
-            on_host = plan.schedule.value == "host"
+            on_host = plan.scheduler.value == "cpu"
             numbers = stack.enter_context(keep_on_cpu(self.components)) if on_host else None
             stack.enter_context(drawing_from(source))
             if numbers is not None or self.ferry is not None or not _runs_as_stock(placement, plan, source):

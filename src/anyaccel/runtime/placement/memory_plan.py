@@ -120,7 +120,7 @@ def list_pipeline_rules(
     pipe: Any,
     images: int,
     at_once: int | None,
-    wishes: PlacementOptions,
+    options: PlacementOptions,
     *,
     unified_memory: bool,
 ) -> list[MemoryRule]:
@@ -129,23 +129,23 @@ def list_pipeline_rules(
     `at_once` is how many a call may make, None for as many as fit: where it is given, no rule splits them further.
     """
     whole = at_once is not None and at_once >= images
-    wishes = replace(wishes, images_per_call=None if whole else at_once)
+    options = replace(options, images_per_call=None if whole else at_once)
     residences = _list_residences(pipe, unified_memory)
-    rules = list_rules(1 if whole else images, wishes, residences, has_parts=has_parts(pipe))
+    rules = list_rules(1 if whole else images, options, residences, has_parts=has_parts(pipe))
     return list(dict.fromkeys(rules))
 
 
 def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[MemoryRule]:
     """The ways in which a pipeline could run a call of so many images, the cheapest first."""
-    wishes = placement.wishes
+    options = placement.options
     if placement.offloaded_by_user:  # where the weights are was decided
-        wishes = replace(wishes, memory=placement.residence)
+        options = replace(options, memory=placement.residence)
     plan = placement.plan
     return list_pipeline_rules(
         pipe,
         images,
         plan.images_per_call.value,
-        wishes,
+        options,
         unified_memory=placement.opened.sheet.unified_memory,
     )
 
@@ -158,8 +158,8 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
-    whole = split is not None and split.way == "tensor"  # what is split cannot come and go
-    pinned, unified = "resident" if whole else placement.wishes.memory, placement.opened.sheet.unified_memory
+    whole = split is not None and split.strategy == "tensor"  # what is split cannot come and go
+    pinned, unified = "resident" if whole else placement.options.memory, placement.opened.sheet.unified_memory
     if capacity is None:
         reason = "asked for" if pinned else "the device does not tell how much memory it has"
         return Decision(MemoryRule(pinned or "resident"), reason)  # type: ignore[arg-type]

@@ -155,21 +155,21 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     rule = decision.value
     if rule.residence != placement.residence:
         move_weights(pipe, placement, rule.residence)
-    if rule.way.vae_in_parts != placement.vae_in_parts:
-        set_parts(pipe, rule.way.vae_in_parts)
-        placement.vae_in_parts = rule.way.vae_in_parts
+    if rule.savings.vae_in_parts != placement.vae_in_parts:
+        set_parts(pipe, rule.savings.vae_in_parts)
+        placement.vae_in_parts = rule.savings.vae_in_parts
     sheet, plan = placement.opened.sheet, placement.plan
     attention = plan.attention
-    if rule.way.sliced_attention:
-        wishes = replace(placement.wishes, attention_slicing="max")
-        attention = choose_attention(sheet, wishes, int(getattr(torch, plan.dtype.value).itemsize))
+    if rule.savings.sliced_attention:
+        options = replace(placement.options, attention_slicing="max")
+        attention = choose_attention(sheet, options, int(getattr(torch, plan.dtype.value).itemsize))
         attention = replace(attention, reason="all heads at once do not fit into the memory")
     report = placement.report
     report.memory = None if decision == plan.memory else decision
     report.forecast = call.forecast if call else None
     if attention.value != placement.call_plan.attention.value:
         repairs = choose_workarounds(sheet, plan.replacements.value, attention.value)
-        placement.call_plan = replace(plan, attention=attention, repairs=repairs)
+        placement.call_plan = replace(plan, attention=attention, workarounds=repairs)
         set_input_adapters(find_components(pipe), placement.call_plan, placement.device)
 
 

@@ -57,13 +57,13 @@ class GraphWorkarounds:
 
 def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds:
     """Return what a plan repairs in graphs for a device."""
-    repairs = plan.repairs.value
+    repairs = plan.workarounds.value
     return GraphWorkarounds(
         device=device.type,
         dtypes=tuple(pair for pair in plan.replacements.value if pair[0] in _REPLACED_DTYPES and pair[1] != "pairs"),
         attention=plan.attention.value if "attention" in repairs else None,
-        zeros="zeros" in repairs,
-        addends="addends" in repairs,
+        zeros="zero_empty" in repairs,
+        addends="ignore_beta_zero" in repairs,
     )
 
 

@@ -99,7 +99,7 @@ def _collect_later(later: bool) -> Iterator[None]:
 @contextmanager
 def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
     """Let denoisers return earlier outputs at the steps that the plan names."""
-    rule = placement.plan.reuse.value
+    rule = placement.plan.step_skipping.value
     with counting_steps(pipe, rule) as steps:
         if steps is None:
             yield
@@ -108,7 +108,7 @@ def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
             set_override(model, Slot.STEP_REUSE, functools.partial(_reuse_output, id(model)))
         yield
     text = f"{steps.run} runs, {steps.reused} outputs reused" if steps.reused else "every step was run"
-    placement.report.reuse = Decision(text, "the last call")
+    placement.report.step_skipping = Decision(text, "the last call")
 
 
 def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,9 +149,9 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     sliced = placement.call_plan.attention.value != placement.plan.attention.value
     if speed.compiled and (sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
-    choice = placement.plan.compiling.value
+    choice = placement.plan.compile_policy.value
     each = speed.seconds / max(1, speed.images)
-    if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.wishes.pictures):
+    if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.options.expected_images):
         return
     if sliced:  # graphs hold attention as planned, not as memory requires it at this size
         reason = "not at this size: attention is sliced to fit into the memory"
@@ -160,8 +160,8 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     speed.compiled, placement.report.not_compiled = True, None
     _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", choice.takes_s)
     names = speed.models = compile_for_speed(pipe, placement)
-    reason = f"{placement.plan.compiling}: {placement.plan.compiling.reason}"
-    placement.report.compiled = Decision(names, reason)
+    reason = f"{placement.plan.compile_policy}: {placement.plan.compile_policy.reason}"
+    placement.report.compiled_models = Decision(names, reason)
 
 
 def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
@@ -209,7 +209,7 @@ def _set_capture(pipe: Any, placement: Placement, speed: SpeedState) -> None:
         return
     driver, index = placement.opened.driver, placement.opened.index
     recorder = driver.recorder(index)
-    if recorder is None or not (speed.compiled or placement.wishes.capture):
+    if recorder is None or not (speed.compiled or placement.options.capture):
         return
     for model in find_denoisers(pipe, placement).values():
         capture = get_override(model, Slot.CAPTURE)
@@ -255,6 +255,6 @@ def remove_speedups(pipe: Any, placement: Placement | None) -> None:
         return
     placement.speed.compiled = False
     placement.speed.shapes.clear()
-    report.compiled = report.compiled_sizes = None
+    report.compiled_models = report.compiled_sizes = None
     for model in find_denoisers(pipe, placement).values():
         remove_compiled_blocks(model)

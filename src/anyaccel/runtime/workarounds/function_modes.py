@@ -110,25 +110,27 @@ def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:
     replacements = {
         getattr(torch, name): getattr(torch, instead) for name, instead in plan.replacements.value if instead != "pairs"
     }
-    repairs = plan.repairs.value
-    return HostTransfer(device, replacements, clone_numbers="numbers" in repairs, pair_complex="pairs" in repairs)
+    repairs = plan.workarounds.value
+    return HostTransfer(
+        device, replacements, clone_numbers="clone_scalars" in repairs, pair_complex="complex_pairs" in repairs
+    )
 
 
 def _make_handlers(
     plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]
 ) -> dict[Any, Handler]:
     """The repairs that the plan names, by the function of torch's that they are for."""
-    repairs = set(plan.repairs.value)
+    repairs = set(plan.workarounds.value)
     handlers: dict[Any, Handler] = {}
-    if "shapes" in repairs:
+    if "dynamic_shapes" in repairs:
         handlers |= dynamic_shapes.make_handlers(device)
-    if "zeros" in repairs:
+    if "zero_empty" in repairs:
         handlers |= uninitialized_memory.make_zero_handlers(device)
-    if "addends" in repairs:
+    if "ignore_beta_zero" in repairs:
         handlers |= uninitialized_memory.make_addend_handlers()
     if "dtypes" in repairs:
         handlers = dtypes.make_handlers(device, replacements, handlers)
-    if "pairs" in repairs:
+    if "complex_pairs" in repairs:
         handlers = complex_pairs.make_handlers(device, handlers)
     if "attention" in repairs:
         handlers |= sliced_attention.make_handlers(plan.attention.value)
@@ -155,11 +157,11 @@ def make_pipeline_function_mode(
 
 def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionMode | None:
     """The seam inside the models, for as long as the plan holds; None where no repair is needed there."""
-    if not plan.repairs.value:
+    if not plan.workarounds.value:
         return None
     replacements = make_host_transfer(plan, device).replacements
     handlers = _make_handlers(plan, device, replacements)
-    if "noise" in plan.repairs.value:
+    if "noise" in plan.workarounds.value:
         handlers |= noise.make_handlers(device, replacements)
     return ModelFunctionMode(handlers)
 

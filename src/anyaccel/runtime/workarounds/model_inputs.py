@@ -149,7 +149,7 @@ class InputAdapter:
 
 def _read_needs(plan: Plan) -> tuple[Any, ...]:
     """Return the decisions of a plan that matter at the boundary."""
-    return plan.dtype.value, plan.replacements.value, plan.repairs.value, plan.attention.value
+    return plan.dtype.value, plan.replacements.value, plan.workarounds.value, plan.attention.value
 
 
 def set_input_adapters(components: dict[str, Any], plan: Plan, device: torch.device) -> None:

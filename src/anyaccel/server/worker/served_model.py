@@ -53,8 +53,8 @@ class ServedModel:
     def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
         self.name, self.settings = served.name, settings
         order = make_request("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
-        wishes = PlacementOptions(dtype=order.dtype, speed=order.speed, pictures=_TO_COME)
-        self.loaded: LoadedModel = load_uncached(order, wishes, listener)
+        options = PlacementOptions(dtype=order.dtype, speed=order.speed, expected_images=_TO_COME)
+        self.loaded: LoadedModel = load_uncached(order, options, listener)
         self.pipe = self.loaded.pipe
         self.pipe.set_progress_bar_config(disable=True)
         self.defaults: dict[str, Any] = dict(CALL_DEFAULTS) if order.model.kind == "embedded" else {}
@@ -193,7 +193,7 @@ class ServedModel:
         self._let_in(1)
         placement = find_placement(self.pipe)
         assert placement is not None
-        if placement.residence != "resident" or placement.plan.reuse.value is not None:
+        if placement.residence != "resident" or placement.plan.step_skipping.value is not None:
             return  # weights that move, and steps that are taken again, belong to one call at a time
         most = self._find_most()
         if most == 1:
@@ -239,7 +239,7 @@ class ServedModel:
     def _is_static(self) -> bool:
         """Whether every size is a graph of its own, which would be made while others wait."""
         plan = self.pipe.plan
-        return bool(plan.report.compiled or plan.compile.value.static)
+        return bool(plan.report.compiled_models or plan.compiler.value.static)
 
     def _find_most(self) -> int:
         """How many pictures of the largest size fit into the memory at once."""
