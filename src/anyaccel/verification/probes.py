@@ -1,7 +1,7 @@
 """Asking a device about the claims of its sheet, one by one: what it does, and in which figures.
 
 Each probe returns an `Observation`; a device error is one too, and a probe that does not fit in memory is skipped.
-A virtual device is probed only for what it enforces; limits that it records instead of enforcing are read from its ledger.
+A virtual device is probed only for what it enforces; limits that it only records are read from its ledger.
 """
 
 from __future__ import annotations
