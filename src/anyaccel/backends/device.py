@@ -204,7 +204,7 @@ def _settle(name: str, index: int) -> OpenDevice:
     product = make_driver(sheet(name)).product(index)
     read = make_driver(sheet(name).on(product=product, versions=this_machine().versions))
     device = OpenDevice(sheet=read.sheet, driver=read, index=index)
-    asked = read.settle(device.torch_device)
+    asked = read.resolve_conditions(device.torch_device)
     return OpenDevice(sheet=asked, driver=make_driver(asked), index=index)
 
 

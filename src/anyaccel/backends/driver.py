@@ -63,11 +63,11 @@ class Driver:
     """Does things on the devices of one sheet; the default goes through `torch.get_device_module`."""
 
     marks = False
-    """Whether what `mark` gives waits for what was asked before it alone."""
+    """Whether what `record_event` gives waits for what was asked before it alone."""
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
-        self._aside: dict[int, Any] = {}
+        self._side_streams: dict[int, Any] = {}
 
     def load(self) -> None:
         """Import the vendor's modules, so that torch learns of the device."""
@@ -109,7 +109,7 @@ class Driver:
         """Wait until the device has done all that was asked of it."""
         self.module().synchronize(index)
 
-    def mark(self, index: int) -> Callable[[], None]:
+    def record_event(self, index: int) -> Callable[[], None]:
         """What waits until the device has done what it was asked for up to now; here, all that it was asked for."""
         return functools.partial(self.synchronize, index)
 
@@ -119,14 +119,14 @@ class Driver:
             return tensor.to(device)
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    def aside(self, index: int) -> AbstractContextManager[Any]:
+    def side_stream(self, index: int) -> AbstractContextManager[Any]:
         """While the block runs, the device does what it is asked for beside what it was asked for before."""
         if not self.marks:
             return nullcontext()
         module = self.module()
-        if index not in self._aside:
-            self._aside[index] = module.Stream(index)
-        stream: AbstractContextManager[Any] = module.stream(self._aside[index])
+        if index not in self._side_streams:
+            self._side_streams[index] = module.Stream(index)
+        stream: AbstractContextManager[Any] = module.stream(self._side_streams[index])
         return stream
 
     def empty_cache(self) -> None:
@@ -169,7 +169,7 @@ class Driver:
         """What records work of the device to be replayed; None where there is no such thing."""
         return None
 
-    def settle(self, device: torch.device) -> Sheet:
+    def resolve_conditions(self, device: torch.device) -> Sheet:
         """The sheet with every number type in doubt (contradicted, or conditional) asked of the device itself.
 
         A type that is only slow is left as it is, since a right answer says nothing about time; so is fp8, which is

@@ -31,7 +31,7 @@ class Requirement(Claim, ABC):
 
     @property
     @abstractmethod
-    def wants(self) -> str:
+    def requires(self) -> str:
         """The requirement in a few words: `torch>=2.6`."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class SystemIs(Requirement):
     """As `platform.system()` says it: `("Linux", "Windows")`."""
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return " or ".join(_SYSTEM_NAMES.get(system, system) for system in self.systems)
 
     def unmet(self, machine: Machine) -> str | None:
@@ -67,7 +67,7 @@ class ArchitectureIs(Requirement):
     architectures: tuple[str, ...]
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return f"a Python for {' or '.join(self.architectures)}"
 
     def unmet(self, machine: Machine) -> str | None:
@@ -89,7 +89,7 @@ class VersionIs(Requirement):
     """`>=13.0`."""
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return f"{self.subject} {self.wanted}"
 
     def unmet(self, machine: Machine) -> str | None:
@@ -115,7 +115,7 @@ class ModuleFound(Requirement):
     module: str
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return f"the module {self.module}"
 
     def unmet(self, machine: Machine) -> str | None:
@@ -132,7 +132,7 @@ class BuiltFor(Requirement):
     """Keys of `torch.version`, one of which must be set: `("cuda", "hip")`."""
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return f"a torch built for {' or '.join(_BUILD_NAMES.get(build, build) for build in self.builds)}"
 
     def unmet(self, machine: Machine) -> str | None:

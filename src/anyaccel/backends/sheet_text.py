@@ -106,7 +106,7 @@ def _describe(matter: str, claim: Claim | Unknown) -> SheetRow:
     if isinstance(claim, Unknown):
         return SheetRow(matter, "not known", claim.says, "", "")
     if isinstance(claim, Requirement):
-        matter = claim.wants
+        matter = claim.requires
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
     says = " ".join([says, *(_tell_sighting(sighting) for sighting in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""

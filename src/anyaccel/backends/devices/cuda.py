@@ -433,7 +433,7 @@ class CudaDriver(Driver):
         super().__init__(sheet)
         self._pools: dict[int, Any] = {}
 
-    def mark(self, index: int) -> Callable[[], None]:
+    def record_event(self, index: int) -> Callable[[], None]:
         event = self.module().current_stream(index).record_event()
         return event.synchronize  # type: ignore[no-any-return]
 
