@@ -105,7 +105,7 @@ def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
         return tuple((first + image) % (LARGEST_SEED + 1) for image in range(images))
     if len(seed) != images:
         raise UsageError(
-            f"{len(seed)} seeds were passed for {images} image{'s' if images != 1 else ''}",
+            f"{len(seed)} seeds were given for {images} image{'s' if images != 1 else ''}",
             hint="pass one seed per image, or a single integer",
         )
     return tuple(read_seed(value, hint=hint) for value in seed)

@@ -58,7 +58,7 @@ def test_klein_on_one_core_of_trainium_is_resident_as_the_seed_saw() -> None:
 @pytest.mark.parametrize(
     ("model", "device", "size", "rule"),
     [
-        (SD, "mps:8GiB", 768, "everything resident, VAE in parts, attention one head at a time"),
+        (SD, "mps:8GiB", 768, "everything resident, VAE tiled, attention one head at a time"),
         (FLUX, "gaudi1", 1024, "one model at a time"),
         (FLUX, "mps:16GiB", 1024, "one layer at a time"),
         pytest.param(SD, "mps:16GiB", 512, "everything resident", marks=pytest.mark.slow),

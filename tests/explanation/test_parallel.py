@@ -31,7 +31,7 @@ def test_flux_on_the_first_gaudi_does_not_stay_there_and_is_told_of_both_splits(
     assert plan.forecast is not None
     tensor, context = plan.forecast.notes[-2:]
     assert tensor == (
-        "parallel='tensor' is not to be had here: diffusers splits weights on cuda, neuron, tpu, xpu, and not on hpu"
+        "parallel='tensor' is not to be had here: diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
     )
     assert context.startswith("parallel='context:8': of 4,608 tokens a rank takes 576")
     assert "each has all 31.4 GiB of weights" in context
@@ -45,7 +45,7 @@ def test_weights_that_are_split_stay_on_a_device_that_one_model_at_a_time_would_
     assert plan.forecast.fits
     assert str(plan.memory).startswith("everything resident")
     assert dict(plan.forecast.components)["transformer"] == pytest.approx(10.2 * GIB, rel=0.03)
-    assert "of transformer's 11.9 billion weights a rank holds 5.4 billion" in plan.parallel.reason
+    assert "each rank holds 5.4 billion of 11.9 billion parameters of transformer" in plan.parallel.reason
     assert str(plan.compile_policy) == "never"
 
 

@@ -153,7 +153,7 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
         )
     if not size or len(generators) != size[0]:
         raise UsageError(
-            f"{len(generators)} generators were passed for the shape {size}",
+            f"{len(generators)} generators were given for the shape {size}",
             hint="pass one generator, or a list with one per image of the batch",
         )
 

@@ -148,10 +148,10 @@ CHECKS = {
     "guidance": check_guidance,
     "auto flux": has_half_of_the_sequence,
     "auto unet": check_guidance,
-    "tensor refused": says("diffusers splits weights on cuda, neuron, tpu, xpu, and not on", "parallel='context'"),
+    "tensor refused": says("diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on", "parallel='context'"),
     "no tensor plan": says("parallel='tensor:2': diffusers"),
     "no context plan": says("no context-parallel plan for UNet2DConditionModel", "parallel='cfg'"),
-    "wrong count": says("takes 4 processes, a device each, and there are 2", "torchrun --nproc-per-node 4"),
+    "wrong count": says("requires 4 processes, one per device, but 2 are running", "torchrun --nproc-per-node 4"),
     "rows that see one another": says("the halves of a batch do not give what the batch gives", "leave parallel out"),
     "no seed": check_no_seed,
     "other seeds": check_seeds,
@@ -164,7 +164,7 @@ CHECKS = {
 
 def test_one_process_is_told_how_to_start_several() -> None:
     pipe = recipes()["flux"].make()
-    with pytest.raises(UsageError, match="takes 2 processes, a device each, and there is one") as raised:
+    with pytest.raises(UsageError, match="requires 2 processes, one per device, but only one is running") as raised:
         place(pipe, "cpu", parallel="context:2")
     assert raised.value.hint == "start the program with torchrun --nproc-per-node 2 program.py"
     assert place(pipe, "cpu", parallel="auto").plan.parallel.value is None
