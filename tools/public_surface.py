@@ -264,9 +264,9 @@ def _walk_commands(command: Any, path: str) -> Iterable[tuple[str, ...]]:
 
 def _make_service(folder: Path) -> Any:
     from anyaccel.server.http.service import Service
-    from anyaccel.server.settings import Settings, read_served_names
+    from anyaccel.server.settings import ServerSettings
 
-    return Service(Settings(models=read_served_names(["embedded"]), data=folder))
+    return Service(ServerSettings(models=(), data=folder))
 
 
 def _read_openapi() -> dict[str, Any]:
