@@ -223,6 +223,9 @@ def _select(text: str, prefixes: tuple[str, ...]) -> str:
     """Return the lines that start with one of the prefixes, with their continuation lines; all without prefixes."""
     if not prefixes:
         return text
+    unmatched = [prefix for prefix in prefixes if not re.search(rf"^ *{re.escape(prefix)}", text, re.MULTILINE)]
+    if unmatched:
+        raise SystemExit(f"no line of the output starts with {', '.join(unmatched)}:\n{text}")
     lines: list[str] = []
     depth: int | None = None
     for line in text.splitlines():
