@@ -10,6 +10,7 @@ A marker is an HTML comment on the line before a fence:
     <!-- output: only a b -->  the same, but keep only the lines that start with `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
     <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
+    <!-- run: 512 as 64 -->  the same, with one number replaced: a tiny model needs a tiny image
     <!-- not run -->         before ```python: do not run it
     <!-- file: NAME.py -->   before ```python: save it under that name, for the commands and blocks that follow
     <!-- virtual: NAME -->   anywhere on a page: run its ```python blocks with this virtual device
@@ -38,10 +39,12 @@ DOCS = ROOT / "docs"
 RUN_ALL = ("getting-started/*.md", "guides/*.md")
 """Pages on which every Python block runs."""
 WIDTH = 100
+_LIMIT_S = 120
 _SEPARATOR = "\x1e"
 _FENCE = re.compile(
     r"(?:^<!-- *(?P<marker>[^\n]*?) *-->\n)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
+_SMALLER = re.compile(r"run: *(\d+) as (\d+)")
 _VIRTUAL = re.compile(r"^<!-- *virtual: *(\S+) *-->$", re.MULTILINE)
 
 
@@ -104,6 +107,12 @@ class Block:
         return self.marker.startswith("output")
 
     @property
+    def code(self) -> str:
+        """The text as it is executed."""
+        number = _SMALLER.match(self.marker)
+        return re.sub(rf"\b{number[1]}\b", number[2], self.text) if number else self.text
+
+    @property
     def prefixes(self) -> tuple[str, ...]:
         """What `only` lists: the beginnings of the lines to keep; empty for all lines."""
         return tuple(self.marker.removeprefix("output").lstrip(": ").removeprefix("only").split())
@@ -130,7 +139,7 @@ def _runs(page: Path, block: Block) -> bool:
     """Whether a block is Python that is executed."""
     if block.language != "python" or block.marker.startswith(("not run", "file:")):
         return False
-    return block.marker == "run" or any(page.relative_to(DOCS).match(pattern) for pattern in RUN_ALL)
+    return block.marker.startswith("run") or any(page.relative_to(DOCS).match(pattern) for pattern in RUN_ALL)
 
 
 def run_page(page: Path) -> str:
@@ -189,10 +198,10 @@ def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]
             for number in chosen:
                 line = page.read_text()[: blocks[number].span[0]].count("\n")
                 # Blank lines first: a traceback then has the line numbers of the page.
-                exec(compile("\n" * line + blocks[number].text, str(page), "exec"), variables)
+                exec(compile("\n" * line + blocks[number].code, str(page), "exec"), variables)
                 print(_SEPARATOR, end="", flush=True)
 
-    done = run_in_fork(work, [str(page)], _environment(folder.parent))
+    done = run_in_fork(work, [str(page)], _environment(folder.parent), _LIMIT_S)
     if done.returncode:
         raise SystemExit(f"{page}: a Python block fails\n{done.stdout}{done.stderr}")
     return dict(zip(chosen, done.stdout.split(_SEPARATOR), strict=False))
@@ -213,7 +222,7 @@ def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> It
         program, *arguments = shlex.split(line.removeprefix("$ "), comments=True)
         if program != "anyaccel":
             raise SystemExit(f"only anyaccel can be run, not {line!r}")
-        done = run_in_fork(work, ["anyaccel", *arguments], environment)
+        done = run_in_fork(work, ["anyaccel", *arguments], environment, _LIMIT_S)
         # Progress and notes go to stderr: they are shown only where there is nothing else to show.
         output = done.stdout + (done.stderr if done.returncode and not done.stdout else "")
         yield f"{line}\n{_select(_normalize(output, folder), block.prefixes)}"
@@ -253,7 +262,6 @@ def _normalize(text: str, folder: Path) -> str:
 def import_libraries() -> None:
     """Import what the pages need once, before processes are forked for them."""
     import diffusers
-
 
     for name in ("StableDiffusionPipeline", "AutoencoderKL", "UNet2DConditionModel"):
         getattr(diffusers, name)
