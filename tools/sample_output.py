@@ -9,6 +9,7 @@ A marker is an HTML comment on the line before a fence:
     <!-- output -->          before ```text: write what the ```python block above prints
     <!-- output: only a b -->  the same, but keep only the lines that start with `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
+    <!-- output: first 3 -->   the same, but keep only the first three lines
     <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
     <!-- run: 512 as 64 -->  the same, with one number replaced: a tiny model needs a tiny image
     <!-- not run -->         before ```python: do not run it
@@ -114,7 +115,7 @@ class Block:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What `only` lists: the beginnings of the lines to keep; empty for all lines."""
+        """The beginnings of the lines to keep, or `first` and a number; empty for all lines."""
         return tuple(self.marker.removeprefix("output").lstrip(": ").removeprefix("only").split())
 
 
@@ -229,9 +230,14 @@ def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> It
 
 
 def _select(text: str, prefixes: tuple[str, ...]) -> str:
-    """Return the lines that start with one of the prefixes, with their continuation lines; all without prefixes."""
+    """Return the lines that start with one of the prefixes, with their continuation lines; all without prefixes.
+
+    The prefixes `first` and `3` select the first three lines instead.
+    """
     if not prefixes:
         return text
+    if prefixes[0] == "first":
+        return "".join(text.splitlines(keepends=True)[: int(prefixes[1])]) + "…\n"
     unmatched = [prefix for prefix in prefixes if not re.search(rf"^ *{re.escape(prefix)}", text, re.MULTILINE)]
     if unmatched:
         raise SystemExit(f"no line of the output starts with {', '.join(unmatched)}:\n{text}")
