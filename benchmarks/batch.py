@@ -50,12 +50,12 @@ class Clock(ProgressListener):
 
 def time_batch(rows: Path, out: Path, workers: int) -> float:
     """Pictures a second by `anyaccel batch`."""
-    from anyaccel.cluster.batch.image_worker import Settings
-    from anyaccel.cluster.batch.start import Job, run_job
+    from anyaccel.cluster.batch.image_worker import WorkerSettings
+    from anyaccel.cluster.batch.start import BatchJob, run_batch
 
     clock = Clock(workers)
-    settings = Settings(device="cpu", dtype="float32", threads=1)
-    run_job(Job(source=str(rows), out=out, settings=settings, workers=workers), clock)
+    settings = WorkerSettings(device="cpu", dtype="float32", threads=1)
+    run_batch(BatchJob(source=str(rows), out=out, settings=settings, workers=workers), clock)
     return (clock.over - clock.before) / (clock.ended - clock.began)
 
 
@@ -64,23 +64,23 @@ def time_loop(rows: Path, out: Path) -> float:
     import torch
 
     from anyaccel.cluster.batch.rows import read_rows
-    from anyaccel.generation.image import make_picture
-    from anyaccel.generation.image_format import encode_picture
-    from anyaccel.generation.model_cache import load_afresh
+    from anyaccel.generation.image import generate_image
+    from anyaccel.generation.image_format import encode_image
+    from anyaccel.generation.model_cache import load_uncached
     from anyaccel.generation.output_files import write_whole
-    from anyaccel.generation.request import make_order
-    from anyaccel.planning.options import Wishes
+    from anyaccel.generation.request import make_request
+    from anyaccel.planning.options import PlacementOptions
 
     torch.set_num_threads(1)
-    order = make_order("", None, "cpu", 0, dtype="float32")
-    loaded = load_afresh(order, Wishes(dtype="float32"))
+    order = make_request("", None, "cpu", 0, dtype="float32")
+    loaded = load_uncached(order, PlacementOptions(dtype="float32"))
     loaded.pipe.set_progress_bar_config(disable=True)
     out.mkdir()
     asked, _ = read_rows(str(rows))
     began = time.perf_counter()
     for row in asked:
-        made = make_picture(loaded, row.prompt, row.seed, {**order.call, **row.call})
-        write_whole(out / f"{row.number}.png", encode_picture(made.image, ".png", [made.origin]))
+        made = generate_image(loaded, row.prompt, row.seed, {**order.call, **row.call})
+        write_whole(out / f"{row.number}.png", encode_image(made.image, ".png", [made.origin]))
     return len(asked) / (time.perf_counter() - began)
 
 

@@ -179,14 +179,14 @@ def measure_leader(rows: int) -> float:
     """Rows a second that the leader of a batch can keep: a megabyte each, from workers that take no time."""
     from collections.abc import Sequence
 
-    from anyaccel.cluster.batch.image_worker import Facts, Made, Settings
-    from anyaccel.cluster.batch.manifest import Folder
-    from anyaccel.cluster.batch.rows import Row
-    from anyaccel.cluster.batch.runner import Batch
-    from anyaccel.cluster.batch.worker_pool import Event, Finished, Ready
+    from anyaccel.cluster.batch.image_worker import RowImage, WorkerFacts, WorkerSettings
+    from anyaccel.cluster.batch.manifest import OutputFolder
+    from anyaccel.cluster.batch.rows import BatchRow
+    from anyaccel.cluster.batch.runner import BatchRun
+    from anyaccel.cluster.batch.worker_pool import Event, RowsFinished, WorkerStarted
     from benchmarks.batch import Clock
 
-    facts = Facts(
+    facts = WorkerFacts(
         pipeline="", parameters=("prompt",), revision=None, device="", virtual=False, dtype="float32",
         rows_a_call=1, load_s=0.0,
     )  # fmt: skip
@@ -195,12 +195,12 @@ def measure_leader(rows: int) -> float:
         def __init__(self) -> None:
             self.events: deque[Event] = deque()
 
-        def start(self, worker: int, settings: Settings) -> None:
-            self.events.append(Ready(worker, facts))
+        def start(self, worker: int, settings: WorkerSettings) -> None:
+            self.events.append(WorkerStarted(worker, facts))
 
-        def give(self, worker: int, rows: Sequence[Row]) -> None:
-            made = [Made(row=row.number, content=b"p" * 2**20, device="", dtype="", seconds=0.0) for row in rows]
-            self.events.append(Finished(worker, list(made)))
+        def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
+            made = [RowImage(row=row.number, content=b"p" * 2**20, device="", dtype="", seconds=0.0) for row in rows]
+            self.events.append(RowsFinished(worker, list(made)))
 
         def wait(self, seconds: float) -> list[Event]:
             return [self.events.popleft()] if self.events else []
@@ -208,19 +208,19 @@ def measure_leader(rows: int) -> float:
         def stop(self) -> None:
             self.events.clear()
 
-    asked = [Row(number=number + 1, prompt="x", seed=number) for number in range(rows)]
-    with tempfile.TemporaryDirectory() as place, Folder(Path(place), {"model": ""}) as folder:
+    asked = [BatchRow(number=number + 1, prompt="x", seed=number) for number in range(rows)]
+    with tempfile.TemporaryDirectory() as place, OutputFolder(Path(place), {"model": ""}) as folder:
         clock = Clock(1)
-        Batch(folder, asked, Instant(), [Settings()], clock).run()
+        BatchRun(folder, asked, Instant(), [WorkerSettings()], clock).run()
     return rows / (clock.ended - clock.began)
 
 
 def measure_jobs(count: int) -> float:
     """Jobs a second that the service can keep: each is accepted, taken and finished with a megabyte, on disk."""
-    from anyaccel.server.jobs.store import Jobs
+    from anyaccel.server.jobs.store import JobStore
 
     with tempfile.TemporaryDirectory() as place:
-        jobs = Jobs(Path(place))
+        jobs = JobStore(Path(place))
         begun = time.perf_counter()
         for number in range(count):
             jobs.submit({"prompt": "x", "seed": number})
@@ -234,9 +234,9 @@ def measure_jobs(count: int) -> float:
 
 def check() -> dict[str, Any]:
     """Measure a curve on this CPU, predict how long requests at random take, and measure that too."""
-    from benchmarks.serving import make_shared, make_work, measure_load, steps_of_all
+    from benchmarks.serving import make_job_spec, make_shared, measure_load, steps_of_all
 
-    shared, call = make_shared(make_work("cpu", tiny=True), KINDS)
+    shared, call = make_shared(make_job_spec("cpu", tiny=True), KINDS)
     rows = []
     with steps_of_all(shared, call) as submit:
         curves = [measure_curve(submit, 4.0)]

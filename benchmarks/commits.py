@@ -34,8 +34,8 @@ def serve(case: str, device: str, image: str) -> None:
     from anyaccel.bench.pipelines import make_call, make_pipeline
     from benchmarks.speed import CASES
 
-    options = {"watch": False, "compile": True, "pictures": 10_000}
-    work = replace(CASES[case], device=device, dtype="bfloat16", random=True, wishes=options)
+    options = {"check_finite": False, "compile": True, "expected_images": 10_000}
+    work = replace(CASES[case], device=device, dtype="bfloat16", random=True, options=options)
     opened, pipe = open_device(device), make_pipeline(work, "anyaccel")
     call = make_call(work, pipe)
 

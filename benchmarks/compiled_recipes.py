@@ -54,7 +54,7 @@ def run_recipe(name: str, device: str, only_3d: bool) -> dict[str, Any]:
     return {
         "difference": max(float(numpy.abs(image - eager).max()) for image in images),
         "range": float(numpy.ptp(eager)),
-        "compiled": list(report.compiled.value) if report.compiled else [],
+        "compiled": list(report.compiled_models.value) if report.compiled_models else [],
         "not_compiled": report.not_compiled.reason if report.not_compiled else "",
         "captured": f"{report.capture}: {report.capture.reason}" if report.capture else "",
         "seconds": round(time.perf_counter() - start, 1),

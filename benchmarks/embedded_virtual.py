@@ -29,7 +29,7 @@ ALLOWED = 2  # of 255, a pixel
 Pixels = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 
-def make_pictures(device: str, prompts: list[str]) -> tuple[Pixels, bool]:
+def generate_images(device: str, prompts: list[str]) -> tuple[Pixels, bool]:
     """One picture a prompt, in float32, one at a time; and whether no line met a limit that is an error there."""
     if device == "cpu":
         return _draw(device, prompts), True
@@ -45,7 +45,7 @@ def _draw(device: str, prompts: list[str]) -> Pixels:
 def in_process(device: str, prompts: list[str]) -> tuple[Pixels, bool]:
     """The same in a process of its own: there is one virtual device a process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(make_pictures, (device, prompts))
+        return pool.apply(generate_images, (device, prompts))
 
 
 def name_all(pictures: Pixels) -> list[str]:

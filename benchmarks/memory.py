@@ -58,12 +58,19 @@ FRACTIONS = (0.085, 0.06, 0.045)
 def list_rows(models: list[str]) -> Iterator[tuple[str, int, int, str, str, dict[str, Any]]]:
     """Model, size, batch, type, the name of the rule and the wishes that pin it; the rows of a model together."""
     for model in models:
-        for name, wishes in RULES.items():
+        for name, placement_options in RULES.items():
             for batch in (1, 4):
-                yield model, ASKED[model], batch, "bfloat16", name, wishes
-        for other, size, batch, dtype, wishes in MORE:
+                yield model, ASKED[model], batch, "bfloat16", name, placement_options
+        for other, size, batch, dtype, placement_options in MORE:
             if other == model:
-                yield model, size, batch, dtype, ", ".join(f"{key} {value}" for key, value in wishes.items()), wishes
+                yield (
+                    model,
+                    size,
+                    batch,
+                    dtype,
+                    ", ".join(f"{key} {value}" for key, value in placement_options.items()),
+                    placement_options,
+                )
 
 
 def build(model: str, device: str) -> Any:
@@ -72,13 +79,19 @@ def build(model: str, device: str) -> Any:
     return build_pipeline(folder, device, torch.bfloat16).pipe
 
 
-def measure(pipe: Any, device: str, size: int, batch: int, dtype: str, wishes: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    pipe: Any, device: str, size: int, batch: int, dtype: str, placement_options: dict[str, Any]
+) -> dict[str, Any]:
     """One row: the pipeline is placed as pinned, called twice, and the second call's peak is read."""
-    placed = place(pipe, device, dtype=dtype, watch=False, **wishes)  # random weights need not give finite pictures
+    placed = place(
+        pipe, device, dtype=dtype, check_finite=False, **placement_options
+    )  # random weights need not give finite pictures
     call = {"prompt": "a fox", "num_inference_steps": 2, "height": size, "width": size, "seed": 7}
     placed.set_progress_bar_config(disable=True)
     started = 0.0
-    for _ in range(1 if wishes.get("memory") == "component" else 2):  # the first call of a process warms libraries up
+    for _ in range(
+        1 if placement_options.get("memory") == "component" else 2
+    ):  # the first call of a process warms libraries up
         gc.collect()
         anyaccel.empty_cache(device)
         anyaccel.synchronize(device)
@@ -92,8 +105,8 @@ def measure(pipe: Any, device: str, size: int, batch: int, dtype: str, wishes: d
 def run_rows(device: str, product: str, models: list[str]) -> Iterator[dict[str, Any]]:
     """Every row, predicted and measured."""
     pipe, built = None, ""
-    for model, size, batch, dtype, rule, wishes in list_rows(models):
-        plan = anyaccel.explain(model, product, height=size, width=size, batch=batch, dtype=dtype, **wishes)
+    for model, size, batch, dtype, rule, placement_options in list_rows(models):
+        plan = anyaccel.explain(model, product, height=size, width=size, batch=batch, dtype=dtype, **placement_options)
         assert plan.forecast is not None
         if model != built:
             pipe = None
@@ -103,7 +116,7 @@ def run_rows(device: str, product: str, models: list[str]) -> Iterator[dict[str,
         row: dict[str, Any] = {"model": model, "size": size, "batch": batch, "dtype": dtype, "rule": rule,
                                "asked_for": rule in RULES}  # fmt: skip
         row["predicted_bytes"] = plan.forecast.peak_bytes
-        row |= measure(pipe, device, size, batch, dtype, wishes)
+        row |= measure(pipe, device, size, batch, dtype, placement_options)
         row["off"] = round(row["predicted_bytes"] / row["measured_bytes"] - 1, 4)
         yield row
 
@@ -113,7 +126,7 @@ def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
     pipe = build(model, device)
     for fraction in (1.0, *FRACTIONS):
         torch.cuda.set_per_process_memory_fraction(fraction)
-        placed = place(pipe, device, dtype="bfloat16", watch=False)
+        placed = place(pipe, device, dtype="bfloat16", check_finite=False)
         placed.set_progress_bar_config(disable=True)
         row: dict[str, Any] = {"model": model, "fraction": fraction}
         try:

@@ -27,7 +27,7 @@ from anyaccel.forward_overrides import Slot, remove_override
 from anyaccel.runtime.introspection import find_components, find_models
 from anyaccel.runtime.pipeline import place, plain_class
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.runtime.workarounds.model_inputs import set_boundaries
+from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
@@ -145,7 +145,7 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) 
         for module in [part for model in find_models(pipe).values() for part in model.modules()]:
             remove_override(module, Slot.INPUTS)
         if placed:
-            set_boundaries(components, placement.plan, placement.device)
+            set_input_adapters(components, placement.plan, placement.device)
         arguments = {**call, "generator": torch.Generator("cpu").manual_seed(0)}
         anyaccel.synchronize(device)
         start = time.perf_counter()

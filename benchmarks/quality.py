@@ -42,7 +42,7 @@ def open_pipeline(device: str, speed: str) -> Any:
     return pipe
 
 
-def make_picture(pipe: Any, prompt: str, steps: int) -> tuple[Any, float]:
+def generate_image(pipe: Any, prompt: str, steps: int) -> tuple[Any, float]:
     """One picture as numbers from 0 to 1, and what it took."""
     call = {**CALL_DEFAULTS, "num_inference_steps": steps}
     begun = time.perf_counter()
@@ -55,11 +55,11 @@ def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[s
     judge = open_judge()
     found: dict[str, dict[str, list[float]]] = {name: {"psnr": [], "right": [], "seconds": []} for name in pipes}
     for pipe in pipes.values():
-        make_picture(pipe, scenes[0].caption, steps)
+        generate_image(pipe, scenes[0].caption, steps)
     for scene in scenes:
         exact: Any = None
         for name, pipe in pipes.items():
-            made, seconds = make_picture(pipe, scene.caption, steps)
+            made, seconds = generate_image(pipe, scene.caption, steps)
             exact = made if exact is None else exact
             seen = judge.look(Image.fromarray((made * 255).round().astype(np.uint8)))
             found[name]["right"].append(float(seen.groups[:1] == (judge.groups[scene.objects[0].thing],)))
@@ -79,7 +79,7 @@ def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[s
 
 
 def _count_run(pipe: Any, steps: int) -> int:
-    rule = pipe.plan.reuse.value
+    rule = pipe.plan.step_skipping.value
     return steps if rule is None else int(rule.count(steps))
 
 

@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from anyaccel.bench.case import OURS, Work
+from anyaccel.bench.case import OURS, BenchCase
 from anyaccel.bench.pipelines import make_call, make_pipeline
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
-from anyaccel.server.batching.step_batcher import Rounds
+from anyaccel.server.batching.step_batcher import BatchStats
 from anyaccel.server.settings import count_in_hand
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES
@@ -54,10 +54,16 @@ Submit = Callable[[int], "Future[float]"]
 """Takes a seed; the future is done, with the time, when the picture is on the host."""
 
 
-def make_work(device: str, *, tiny: bool) -> Work:
+def make_job_spec(device: str, *, tiny: bool) -> BenchCase:
     """The model and its call."""
-    wishes: dict[str, Any] = {"watch": False, "compile": not tiny, "pictures": 10_000}
-    work = replace(CASES["sd15"], device=device, dtype="float32" if tiny else "bfloat16", random=True, wishes=wishes)
+    placement_options: dict[str, Any] = {"check_finite": False, "compile": not tiny, "expected_images": 10_000}
+    work = replace(
+        CASES["sd15"],
+        device=device,
+        dtype="float32" if tiny else "bfloat16",
+        random=True,
+        options=placement_options,
+    )
     call = {**work.call, "num_inference_steps": STEPS, "output_type": "np"}
     if tiny:
         embeds: dict[str, tuple[int, ...]] = dict.fromkeys(work.embeds, (1, 77, 64))
@@ -121,7 +127,7 @@ def whole_requests(shared: SharedPipeline, call: dict[str, Any], most: int = MOS
 @contextmanager
 def steps_of_all(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
     """Each request a call of its own, which meets the others at every step."""
-    seen = shared.meetings["unet"].seen = Rounds()
+    seen = shared.meetings["unet"].seen = BatchStats()
     with ThreadPoolExecutor(count_in_hand(MOST)) as threads:
         yield lambda seed: threads.submit(lambda: fetch(shared.run({**call, "seed": seed})))
     print(json.dumps({"rounds": seen.sizes}), file=sys.stderr)
@@ -163,7 +169,7 @@ def join_calls(call: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
     return {**rows, "seed": [*seeds, *[seeds[-1]] * (size - len(seeds))]}
 
 
-def make_shared(work: Work, sizes: Sequence[int]) -> tuple[SharedPipeline, dict[str, Any]]:
+def make_shared(work: BenchCase, sizes: Sequence[int]) -> tuple[SharedPipeline, dict[str, Any]]:
     """The pipeline with graphs for these sizes of batch; what is found out before they are there runs without."""
     dynamo: Any = torch._dynamo.config
     dynamo.automatic_dynamic_shapes = False  # each size has a graph of its own, whichever was there before
@@ -274,7 +280,7 @@ def main() -> None:
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    work = make_work(options.device, tiny=options.tiny)
+    work = make_job_spec(options.device, tiny=options.tiny)
     if options.only:
         make_shared(work, [options.only])
         return

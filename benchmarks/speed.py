@@ -6,7 +6,7 @@
     python -m benchmarks.speed cuda --explain h200         what `explain` says of the memory of the rows that are kept
 
 Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in a process of its own, in
-turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--wishes` for anyaccel with others.
+turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--options` for anyaccel with others.
 """
 
 import argparse
@@ -24,43 +24,43 @@ import diffusers
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
-from anyaccel.bench.case import FAST, OURS, Work
+from anyaccel.bench.case import FAST, OURS, BenchCase
 from anyaccel.bench.pipelines import KINDS
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
 SIDE = {"height": 1024, "width": 1024}
 CASES = {
-    "schnell": Work(
+    "schnell": BenchCase(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-schnell, 1024², 4 steps", floor_s=0.365,
         embeds={"prompt_embeds": (1, 256, 4096), "pooled_prompt_embeds": (1, 768)},
         call={"num_inference_steps": 4, "guidance_scale": 0.0, **SIDE}),
-    "sdxl": Work(
+    "sdxl": BenchCase(
         model="stabilityai/sdxl-turbo", title="SDXL, 1024², 30 steps, guidance", floor_s=0.527,
         scheduler="EulerDiscreteScheduler",
         embeds={"prompt_embeds": (1, 77, 2048), "negative_prompt_embeds": (1, 77, 2048),
                 "pooled_prompt_embeds": (1, 1280), "negative_pooled_prompt_embeds": (1, 1280)},
         call={"num_inference_steps": 30, "guidance_scale": 5.0, **SIDE}),
-    "klein": Work(
+    "klein": BenchCase(
         model="black-forest-labs/FLUX.2-klein-4B", title="FLUX.2-klein-4B, 1024², 4 steps", floor_s=0.190,
         embeds={"prompt_embeds": (1, 512, 7680)}, call={"num_inference_steps": 4, "guidance_scale": 1.0, **SIDE}),
-    "sd15": Work(
+    "sd15": BenchCase(
         model="stable-diffusion-v1-5/stable-diffusion-v1-5", title="SD 1.5, 512², 50 steps, guidance", floor_s=0.105,
         embeds={"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)},
         call={"num_inference_steps": 50, "guidance_scale": 7.5, "height": 512, "width": 512}),
-    "pixart": Work(
+    "pixart": BenchCase(
         model="PixArt-alpha/PixArt-XL-2-1024-MS", title="PixArt-alpha, 1024², 20 steps, guidance", floor_s=0.343,
         embeds={"prompt_embeds": (1, 120, 4096), "negative_prompt_embeds": (1, 120, 4096),
                 "prompt_attention_mask": (1, 120), "negative_prompt_attention_mask": (1, 120)},
         call={"num_inference_steps": 20, "guidance_scale": 4.5, "use_resolution_binning": False,
               "negative_prompt": None, **SIDE}),
-    "throughput": Work(
+    "throughput": BenchCase(
         model="stabilityai/sdxl-turbo", title="SDXL, 1024², 20 steps, guidance, 8 pictures at once", variants=(FAST,),
         scheduler="EulerDiscreteScheduler",
         embeds={"prompt_embeds": (1, 77, 2048), "negative_prompt_embeds": (1, 77, 2048),
                 "pooled_prompt_embeds": (1, 1280), "negative_pooled_prompt_embeds": (1, 1280)},
         call={"num_inference_steps": 20, "guidance_scale": 8.0, "num_images_per_prompt": 8, **SIDE}),
-    "dev": Work(
+    "dev": BenchCase(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-dev, 1024², 28 steps", floor_s=2.65,
         config={"guidance_embeds": True}, embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
         call={"num_inference_steps": 28, "guidance_scale": 3.5, **SIDE}),
@@ -68,13 +68,13 @@ CASES = {
 """The table; floors by a count of operations at 790 TFLOP/s."""
 
 
-def list_works(names: list[str], device: str, wishes: dict[str, Any]) -> Iterator[Work]:
+def list_works(names: list[str], device: str, placement_options: dict[str, Any]) -> Iterator[BenchCase]:
     """The cases, on a device, with what anyaccel is told; `sdxl:anyaccel,anyaccel fast` says which variants."""
-    told = {"watch": False, "compile": True, "pictures": 10_000, **wishes}
+    told = {"check_finite": False, "compile": True, "expected_images": 10_000, **placement_options}
     for named in names:
         name, _, variants = named.partition(":")
         work = CASES[name] if not variants else replace(CASES[name], variants=tuple(variants.split(",")))
-        yield replace(work, device=device, dtype="bfloat16", random=True, wishes=told)
+        yield replace(work, device=device, dtype="bfloat16", random=True, options=told)
 
 
 def explain_rows(kept: Path, device: str) -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--together", action="store_true")
-    parser.add_argument("--wishes", type=json.loads, default={})
+    parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--explain", metavar="PRODUCT")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -117,12 +117,12 @@ def main() -> None:
     opened, machine = anyaccel.open_device(options.device), this_machine()
     report: dict[str, Any] = {
         "what": "stock diffusers and anyaccel in turns, full size, random weights, without text encoders",
-        "device": opened.driver.device_name(opened.index), "evidence": "hardware", "wishes": options.wishes,
+        "device": opened.driver.device_name(opened.index), "evidence": "hardware", "options": options.options,
         "date": datetime.now(timezone.utc).date().isoformat(), "commit": options.commit or read_commit(),
         "system": f"{machine.system} {machine.architecture}", "warmed_up_together": options.together,
         "versions": dict(machine.versions) | {"diffusers": diffusers.__version__}, "rows": [],
     }  # fmt: skip
-    works = list(list_works(options.cases, options.device, options.wishes))
+    works = list(list_works(options.cases, options.device, options.options))
     for group in [works] if options.together else [[work] for work in works]:
         for row in run_together(group, rounds=options.rounds, at_once=options.together, tell=tell):
             report["rows"].append(row)

@@ -25,7 +25,7 @@ import torch
 from diffusers.hooks.hooks import HookRegistry
 
 import anyaccel
-from anyaccel.bench.case import Work
+from anyaccel.bench.case import BenchCase
 from anyaccel.bench.pipelines import make_call, make_pipeline
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
@@ -36,11 +36,11 @@ STEPS = 4
 """The first one finds the order of the layers; the others count."""
 SIDE = {"height": 1024, "width": 1024}
 WORKS = {
-    "schnell": Work(
+    "schnell": BenchCase(
         model="black-forest-labs/FLUX.1-schnell", title="FLUX.1-schnell, 1024², bfloat16", dtype="bfloat16",
         embeds={"prompt_embeds": (1, 256, 4096), "pooled_prompt_embeds": (1, 768)}, random=True,
         call={"guidance_scale": 0.0, **SIDE}),
-    "sdxl": Work(
+    "sdxl": BenchCase(
         model="stabilityai/sdxl-turbo", title="SDXL, 1024², float16, guidance", dtype="float16", random=True,
         scheduler="EulerDiscreteScheduler",
         embeds={"prompt_embeds": (1, 77, 2048), "negative_prompt_embeds": (1, 77, 2048),
@@ -67,7 +67,7 @@ def build(name: str, device: str, tiny: bool) -> tuple[Any, dict[str, Any]]:
     if tiny:
         recipe = recipes()[TINY[name]]
         return recipe.make(), {**recipe.call(), "output_type": "latent", "num_inference_steps": STEPS}
-    work = Work.from_dict({**WORKS[name].to_dict(), "device": device})
+    work = BenchCase.from_dict({**WORKS[name].to_dict(), "device": device})
     pipe = make_pipeline(work, "stock eager")
     call = make_call(work, pipe)
     pipe.to("cpu", silence_dtype_warnings=True)
@@ -131,7 +131,7 @@ def run_way(pipe: Any, device: str, call: dict[str, Any], way: str, dtype: str) 
     """Return the row of one way and its latents."""
     started = time.perf_counter()
     if way == PLACED:
-        placed = place(pipe, device, dtype=dtype, memory="layer", vae_tiling=False, watch=False)
+        placed = place(pipe, device, dtype=dtype, memory="layer", vae_tiling=False, check_finite=False)
         row: dict[str, Any] = {"setup_s": round(time.perf_counter() - started, 1)}
         figures, latents = measure(placed, device, call)
         forecast = placed.plan.report.forecast

@@ -20,7 +20,7 @@ from typing import Any
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.bench.bench import run_together
-from anyaccel.bench.case import OURS, Work
+from anyaccel.bench.case import OURS, BenchCase
 from anyaccel.storage.cache_dir import CACHE_VARIABLE
 from benchmarks.provenance import read_commit
 from benchmarks.speed import CASES, list_works, tell
@@ -28,13 +28,13 @@ from benchmarks.speed import CASES, list_works, tell
 RESULTS = Path(__file__).parent / "results"
 
 
-def measure(works: list[Work]) -> dict[str, Any]:
+def measure(works: list[BenchCase]) -> dict[str, Any]:
     """The first picture's seconds of each work and of the compiler in it, or why there is none."""
     rows = run_together(works, rounds=1, tell=tell)
     return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 
-def compare(groups: list[list[Work]]) -> Iterator[dict[str, Any]]:
+def compare(groups: list[list[BenchCase]]) -> Iterator[dict[str, Any]]:
     """Each work with an empty folder and with a filled one, one after the other."""
     with tempfile.TemporaryDirectory(prefix="anyaccel-warm-") as folder:
         os.environ[CACHE_VARIABLE] = folder

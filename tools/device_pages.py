@@ -5,7 +5,7 @@ from mkdocs.structure.files import File, Files
 
 from anyaccel.backends.registry import build_registry
 from anyaccel.backends.sheet import Sheet
-from anyaccel.backends.sheet_text import Row, describe_sheet
+from anyaccel.backends.sheet_text import SheetRow, describe_sheet
 
 PLACEHOLDER = "devices"
 _WIDE = ["---", "hide: [toc]", "---", ""]
@@ -69,7 +69,7 @@ def write_page(sheet: Sheet) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write_row(row: Row) -> str:
+def _write_row(row: SheetRow) -> str:
     linked = row.source.startswith("http")
     source = f" [{row.evidence}]({row.source})" if linked else f" {row.evidence}: {row.source}" if row.source else ""
     against = f" **[contradicted]({row.contradicted_by})**" if row.contradicted_by.startswith("http") else ""

@@ -16,8 +16,8 @@ from anyaccel.backends.evidence import (
     Verdict,
     Verification,
     load_verifications,
+    merge_evidence,
     read_verification,
-    take_in,
 )
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.sheet_text import describe_sheet
@@ -60,7 +60,7 @@ def make(*findings: Finding, **changes: Any) -> Verification:
 
 
 def taken(*findings: Finding, **changes: Any) -> Sheet:
-    return take_in(NEURON, {FILE: make(*findings, **changes)})
+    return merge_evidence(NEURON, {FILE: make(*findings, **changes)})
 
 
 def test_a_file_is_read_as_it_was_written() -> None:
@@ -144,7 +144,7 @@ def test_what_was_not_tried_changes_nothing() -> None:
 
 def test_a_limit_of_other_products_is_not_seen_where_it_does_not_hold() -> None:
     here, there = (
-        take_in(NEURON, {FILE: make(find("dtypes.float8_e4m3fn", seen, "agrees", seen))}).dtypes.float8_e4m3fn
+        merge_evidence(NEURON, {FILE: make(find("dtypes.float8_e4m3fn", seen, "agrees", seen))}).dtypes.float8_e4m3fn
         for seen in ("error", "yes")
     )
     assert isinstance(here, Limit)

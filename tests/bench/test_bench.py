@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anyaccel.bench.bench import run_bench, run_together
-from anyaccel.bench.case import Work
+from anyaccel.bench.case import BenchCase
 from anyaccel.bench.pipelines import drawing_alike, make_call, make_pipeline
 from anyaccel.bench.text import describe_bench
 from anyaccel.errors import UsageError
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_picture_in_turns(folder: Path) -> None:
     call = {"num_inference_steps": 8, "height": 16, "width": 16}
     variants = ("stock eager", "anyaccel", "anyaccel fast")
-    work = Work(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call, variants=variants)
+    work = BenchCase(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call, variants=variants)
     told: list[str] = []
     row = run_bench(work, rounds=2, tell=told.append)
     assert json.loads(json.dumps(row)) == row
@@ -41,7 +41,7 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
     assert any("round 2 of 2" in words for words in told)
     text = "\n".join(describe_bench([row]))
     assert "tiny" in text
-    assert "reuse" in row["variants"]["anyaccel fast"]["plan"]
+    assert "step_skipping" in row["variants"]["anyaccel fast"]["plan"]
     assert row["fast_psnr_db"] is not None, "it is another picture"
     assert "speed='fast' is" in text
     assert "times as fast as stock eager" in text
@@ -49,7 +49,7 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
 
 @pytest.mark.long
 def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
-    [row] = run_together([Work(model=str(tmp_path), device="cpu", variants=("stock eager",))], rounds=1)
+    [row] = run_together([BenchCase(model=str(tmp_path), device="cpu", variants=("stock eager",))], rounds=1)
     assert re.match(r"stock eager failed: .*model_index\.json", row["error"])
     assert "\n" not in row["error"] + row["hint"], "the traceback is among the details"
     assert "Traceback" in row["failed"]["stock eager"]["details"][0]
@@ -57,12 +57,12 @@ def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_a_variant_that_there_is_not() -> None:
     with pytest.raises(UsageError, match="there is no variant"):
-        run_bench(Work(model="x", variants=("faster",)))
+        run_bench(BenchCase(model="x", variants=("faster",)))
 
 
 def test_work_goes_through_json() -> None:
-    work = Work(model="m", embeds={"prompt_embeds": (1, 2, 3)}, wishes={"pictures": 3})
-    assert Work.from_dict(json.loads(json.dumps(work.to_dict()))) == work
+    work = BenchCase(model="m", embeds={"prompt_embeds": (1, 2, 3)}, options={"expected_images": 3})
+    assert BenchCase.from_dict(json.loads(json.dumps(work.to_dict()))) == work
 
 
 def test_noise_is_drawn_alike_in_every_type() -> None:
@@ -76,7 +76,7 @@ def test_noise_is_drawn_alike_in_every_type() -> None:
 
 def test_full_size_models_are_made_from_config_files() -> None:
     small = {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1}
-    work = Work(
+    work = BenchCase(
         model="stable-diffusion-v1-5/stable-diffusion-v1-5", device="cpu", dtype="float32", random=True, config=small,
         embeds={"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)},
         call={"num_inference_steps": 1, "height": 32, "width": 32},

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from anyaccel.bench.bench import liken_files, run_bench, run_together
-from anyaccel.bench.case import VARIANTS, Work
+from anyaccel.bench.case import VARIANTS, BenchCase
 from anyaccel.bench.failure_text import describe_failure
 from anyaccel.bench.text import describe_bench
 from anyaccel.cli.main import app
@@ -65,7 +65,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(monkeypatch: pytest.MonkeyPatch, does: dict[str, Any], *, rounds: int = 2) -> dict[str, Any]:
     monkeypatch.setenv("BENCH_TEST", json.dumps(does))
-    [row] = run_together([Work(model="tiny", variants=VARIANTS)], rounds=rounds)
+    [row] = run_together([BenchCase(model="tiny", variants=VARIANTS)], rounds=rounds)
     assert json.loads(json.dumps(row)) == row
     return row
 
@@ -148,12 +148,12 @@ def test_where_all_fail_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_one_row_alone_is_an_error_where_a_variant_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_TEST", json.dumps({"stock compiled": {"warm": "raise"}}))
     with pytest.raises(NotMeasurableError, match=r"^stock compiled failed: ValueError: 7\nhint: take 8$"):
-        run_bench(Work(model="tiny"), rounds=1)
+        run_bench(BenchCase(model="tiny"), rounds=1)
 
 
 def test_no_variant_at_all() -> None:
     with pytest.raises(UsageError, match="there is no variant"):
-        run_bench(Work(model="tiny", variants=()))
+        run_bench(BenchCase(model="tiny", variants=()))
 
 
 @pytest.mark.parametrize(("name", "status"), [("stock compiled", 0), ("anyaccel", 1), ("anyaccel fast", 1)])

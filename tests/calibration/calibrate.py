@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.ledger import Row
+from anyaccel.emulator.ledger import LedgerRow
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.recipes.lazy_modules import diffusers
@@ -142,7 +142,7 @@ def write(outcomes: Iterable[Outcome], path: Path) -> None:
     path.write_text(json.dumps(kept, indent=2) + "\n")
 
 
-def _run(case: Case, accelerator: VirtualAccelerator) -> tuple[list[Row], list[str], str]:
+def _run(case: Case, accelerator: VirtualAccelerator) -> tuple[list[LedgerRow], list[str], str]:
     """The rows of the ledger, and what was raised: its kinds and its words."""
     kinds: list[str] = []
     raised = ""
@@ -157,5 +157,5 @@ def _run(case: Case, accelerator: VirtualAccelerator) -> tuple[list[Row], list[s
     return accelerator.ledger.rows(), kinds, raised
 
 
-def _is_about(case: Case, row: Row) -> bool:
+def _is_about(case: Case, row: LedgerRow) -> bool:
     return row.effect == case.effect and row.file == case.file and case.limit in row.limit

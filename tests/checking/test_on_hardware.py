@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyaccel.checking.on_hardware import RealReport, check_real, describe_real
+from anyaccel.checking.on_hardware import HardwareReport, check_on_hardware, describe_hardware_report
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
@@ -14,17 +14,17 @@ from tests.conftest import NEEDS_RECIPES
 pytestmark = NEEDS_RECIPES
 
 
-def check_spoilt(spoil: Any) -> RealReport:
+def check_spoilt(spoil: Any) -> HardwareReport:
     """Stable Diffusion on a virtual device whose kernel for the U-Net's last convolution is spoilt."""
 
-    def use(accelerator: VirtualAccelerator) -> RealReport:
+    def use(accelerator: VirtualAccelerator) -> HardwareReport:
         pipe: Any = recipes()["stable-diffusion"].make()
 
         def hook(module: torch.nn.Module, given: Any, made: torch.Tensor) -> torch.Tensor:
             return made if made.device.type == "cpu" else spoil(made)
 
         pipe.unet.conv_out.register_forward_hook(hook)
-        return check_real(pipe, "hpu", dtype="float32", num_inference_steps=3, height=16, width=16)
+        return check_on_hardware(pipe, "hpu", dtype="float32", num_inference_steps=3, height=16, width=16)
 
     return run_forked("hpu", use)
 
@@ -47,7 +47,7 @@ def test_the_model_that_is_wrong_is_named_and_those_after_it_are_not() -> None:
     decode = next(part for part in report.parts if part.name == "vae.decode")
     assert decode.alone is not None
     assert decode.alone < 1e-4  # with the CPU's latents it is right
-    assert any("unet is the first that is wrong" in line for line in describe_real(report))
+    assert any("unet is the first that is wrong" in line for line in describe_hardware_report(report))
 
 
 def test_what_is_not_a_number_is_wrong() -> None:

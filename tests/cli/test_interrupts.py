@@ -11,7 +11,7 @@ import psutil
 import pytest
 import typer
 
-from anyaccel.cli.interrupts import clearing_up
+from anyaccel.cli.interrupts import cleanup_on_exit
 
 
 def end_this_process() -> None:
@@ -22,7 +22,7 @@ def test_the_end_is_said_and_has_its_status(capsys: pytest.CaptureFixture[str]) 
     before, cleared = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        with clearing_up() as display:
+        with cleanup_on_exit() as display:
             display.begin("working")
             try:
                 end_this_process()

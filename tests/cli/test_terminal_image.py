@@ -14,13 +14,13 @@ from PIL import Image
 from anyaccel.cli.terminal_image import (
     WAYS,
     ask_for_sixel,
-    check_way,
-    choose_way,
+    check_protocol,
+    choose_protocol,
     encode_blocks,
     encode_iterm2,
     encode_kitty,
     encode_sixel,
-    show_picture,
+    show_image,
 )
 from anyaccel.errors import UsageError
 
@@ -142,7 +142,7 @@ def test_a_terminal_of_256_colours_gets_the_nearest() -> None:
     ],
 )
 def test_the_environment_says_how(environment: dict[str, str], way: str) -> None:
-    assert choose_way(environment, lambda: False, "utf-8") == way
+    assert choose_protocol(environment, lambda: False, "utf-8") == way
 
 
 def test_a_terminal_is_asked_only_if_that_leaves_it_open() -> None:
@@ -152,22 +152,22 @@ def test_a_terminal_is_asked_only_if_that_leaves_it_open() -> None:
         asked.append(True)
         return True
 
-    assert choose_way({"TERM": "xterm-256color"}, answer, "utf-8") == "sixel"
-    assert choose_way({"TERM": "xterm-kitty"}, answer, "utf-8") == "kitty"
-    assert choose_way({"TERM": "tmux-256color"}, answer, "utf-8") == "blocks"
+    assert choose_protocol({"TERM": "xterm-256color"}, answer, "utf-8") == "sixel"
+    assert choose_protocol({"TERM": "xterm-kitty"}, answer, "utf-8") == "kitty"
+    assert choose_protocol({"TERM": "tmux-256color"}, answer, "utf-8") == "blocks"
     assert len(asked) == 1
-    assert choose_way({"TERM": "xterm"}, lambda: False, "ascii") == "never", "it cannot show a half block"
+    assert choose_protocol({"TERM": "xterm"}, lambda: False, "ascii") == "never", "it cannot show a half block"
 
 
 def test_nothing_is_shown_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     for way in WAYS:
-        show_picture(noise(8, 8), stream, way)
+        show_image(noise(8, 8), stream, way)
     assert stream.getvalue() == ""
     assert ask_for_sixel() is False
 
 
 def test_a_way_that_there_is_not() -> None:
     with pytest.raises(UsageError, match="'kity'") as caught:
-        check_way("kity")
+        check_protocol("kity")
     assert "did you mean kitty?" in caught.value.hint

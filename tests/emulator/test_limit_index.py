@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from anyaccel.emulator import dispatch
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.ledger import Row
+from anyaccel.emulator.ledger import LedgerRow
 from anyaccel.emulator.limit_index import read_operation
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.emulator.tensor import active
@@ -19,17 +19,17 @@ DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]
 HERE = Path(__file__).name
 
 
-def observe(device: str, program: Callable[[torch.device], object], memory: str | None = None) -> list[Row]:
+def observe(device: str, program: Callable[[torch.device], object], memory: str | None = None) -> list[LedgerRow]:
     """The rows that a program leaves on a virtual device."""
 
-    def use(accelerator: VirtualAccelerator) -> list[Row]:
+    def use(accelerator: VirtualAccelerator) -> list[LedgerRow]:
         program(accelerator.device())
         return accelerator.ledger.rows()
 
     return run_forked(device, use, memory=memory)
 
 
-def effects(rows: list[Row], limit: str) -> set[str]:
+def effects(rows: list[LedgerRow], limit: str) -> set[str]:
     return {row.effect for row in rows if row.limit == limit}
 
 

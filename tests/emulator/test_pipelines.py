@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, UNet2DConditionModel
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.ledger import Row
+from anyaccel.emulator.ledger import LedgerRow
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
 from anyaccel.recipes import recipes, run
@@ -21,7 +21,7 @@ pytestmark = NEEDS_RECIPES
 def test_what_was_validated_on_neuron_is_free_of_errors(name: str) -> None:
     """The pull request that brought Neuron to diffusers ran these three on the hardware."""
 
-    def use(accelerator: VirtualAccelerator) -> list[Row]:
+    def use(accelerator: VirtualAccelerator) -> list[LedgerRow]:
         recipe = recipes()[name]
         pipe: Any = recipe.make()
         pipe.to(accelerator.device())

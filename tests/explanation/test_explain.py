@@ -10,7 +10,7 @@ import pytest
 import anyaccel
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
-from anyaccel.explanation.device_target import find_target
+from anyaccel.explanation.device_target import find_device_target
 from anyaccel.explanation.known_models import find_description
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.text import describe_explanation
@@ -188,16 +188,16 @@ def test_the_embedded_model_on_this_machine() -> None:
     ],
 )
 def test_products_and_what_tensors_can_have_of_them(device: str, name: str, capacity: int) -> None:
-    target = find_target(device)
+    target = find_device_target(device)
     assert target.name == name
     assert target.capacity_bytes == pytest.approx(capacity, abs=2)
 
 
 def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
-    target = find_target("hpu")
+    target = find_device_target("hpu")
     assert target.name == "gaudi1"
     assert any("gaudi3" in note for note in target.notes)
-    assert any("cannot be used as a torch device" in note for note in find_target("inf2").notes)
+    assert any("cannot be used as a torch device" in note for note in find_device_target("inf2").notes)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 
 import anyaccel
 from anyaccel.errors import UsageError
-from anyaccel.explanation.device_target import find_target
-from anyaccel.explanation.parallel import tell_gain
-from anyaccel.planning.facts import ComponentFacts, Facts
-from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Way
+from anyaccel.explanation.device_target import find_device_target
+from anyaccel.explanation.parallel import describe_gain
+from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, ModelSize
 
 FLUX, SD = "black-forest-labs/FLUX.1-schnell", "stable-diffusion-v1-5/stable-diffusion-v1-5"
 GIB = 2**30
@@ -18,9 +18,9 @@ WAN = ComponentFacts(
 )
 
 
-def measure_wan(way: Way, images: int) -> Footprint:
+def measure_wan(way: MemorySavings, images: int) -> Footprint:
     size = ModelSize(name="transformer", kind="Wan", parameters=14, weights_bytes=27 * GIB, layer_bytes=GIB)
-    passings = (Passing("transformer", "denoise", 10 * GIB),)
+    passings = (ModelCall("transformer", "denoise", 10 * GIB),)
     return Footprint(
         pipeline="WanPipeline", dtype="bfloat16", size=None, images=1, models=(size,), passings=passings
     )  # fmt: skip
@@ -46,23 +46,25 @@ def test_weights_that_are_split_stay_on_a_device_that_one_model_at_a_time_would_
     assert str(plan.memory).startswith("everything resident")
     assert dict(plan.forecast.components)["transformer"] == pytest.approx(10.2 * GIB, rel=0.03)
     assert "of transformer's 11.9 billion weights a rank holds 5.4 billion" in plan.parallel.reason
-    assert str(plan.compiling) == "never"
+    assert str(plan.compile_policy) == "never"
 
 
 def test_a_long_sequence_is_worth_several_devices_though_the_weights_stay() -> None:
-    target, facts = find_target("h100"), Facts(pipeline="WanPipeline", components=(WAN,))
+    target, facts = find_device_target("h100"), PipelineFacts(pipeline="WanPipeline", components=(WAN,))
     long, short = {"transformer": 75_600}, {"transformer": 4_096}
-    said = tell_gain(target, facts, measure_wan, long, resident=True, asked=False)
+    said = describe_gain(target, facts, measure_wan, long, resident=True, asked=False)
     assert len(said) == 1
     assert said[0].startswith("parallel='context:8': of 75,600 tokens a rank takes 9,450")
-    assert tell_gain(target, facts, measure_wan, short, resident=True, asked=False) == ()
-    asked = tell_gain(target, facts, measure_wan, short, resident=True, asked=True)
+    assert describe_gain(target, facts, measure_wan, short, resident=True, asked=False) == ()
+    asked = describe_gain(target, facts, measure_wan, short, resident=True, asked=True)
     assert asked[0] == "parallel='tensor' is not to be had here: diffusers has no tensor-parallel plan for Wan"
 
 
 def test_counts_divide_the_heads() -> None:
-    facts = Facts(pipeline="P", components=(replace(WAN, heads=12),))
-    said = tell_gain(find_target("h100"), facts, measure_wan, {"transformer": 50_000}, resident=True, asked=False)
+    facts = PipelineFacts(pipeline="P", components=(replace(WAN, heads=12),))
+    said = describe_gain(
+        find_device_target("h100"), facts, measure_wan, {"transformer": 50_000}, resident=True, asked=False
+    )
     assert said[0].startswith("parallel='context:4'")
 
 

@@ -19,13 +19,13 @@ from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DeviceUnavailableError, ModelError, UsageError
 from anyaccel.generation import model_cache
-from anyaccel.generation.call_validation import check_picture_call
+from anyaccel.generation.call_validation import check_image_call
 from anyaccel.generation.generate import Result, generate
-from anyaccel.generation.image import make_picture
-from anyaccel.generation.image_format import read_origins
+from anyaccel.generation.image import generate_image
+from anyaccel.generation.image_format import read_metadata
 from anyaccel.generation.model_cache import load_model, release_model
 from anyaccel.generation.output_files import make_stem, read_destination, write_free, write_whole
-from anyaccel.generation.request import make_order
+from anyaccel.generation.request import make_request
 from anyaccel.progress import ProgressListener
 from anyaccel.recipes import recipes
 from tests.conftest import NEEDS_RECIPES
@@ -80,7 +80,7 @@ def test_the_result_tells_how_it_was_made(result: Result, model: str) -> None:
 
 def test_a_notebook_shows_it(result: Result, tmp_path: Path) -> None:
     (tmp_path / "shown.png").write_bytes(result._repr_png_())
-    assert read_origins(tmp_path / "shown.png") == result.origins
+    assert read_metadata(tmp_path / "shown.png") == result.origins
     with Image.open(tmp_path / "shown.png") as sheet:
         assert sheet.width > 2 * 16
         assert sheet.crop((2, 2, 18, 18)).tobytes() == result[0].tobytes()
@@ -99,7 +99,7 @@ def test_a_seed_is_drawn_where_none_is_given(model: str) -> None:
 def test_a_file_makes_its_picture_again(result: Result, tmp_path: Path, suffix: str) -> None:
     files = result.save(tmp_path / f"apple{suffix}")
     assert [file.name for file in files] == [f"apple-{number}{suffix}" for number in (1, 2, 3, 4)]
-    (origin,) = read_origins(files[3])
+    (origin,) = read_metadata(files[3])
     made = generate(**origin.arguments())
     assert made[0].tobytes() == result[3].tobytes()
     assert made.origins == result.origins[3:]
@@ -222,9 +222,9 @@ def test_a_pipeline_without_a_module_may_make_pictures() -> None:
     names: dict[str, Any] = {"__name__": None}
     exec("class Made:\n    def __call__(self, prompt, width=64): ...", names)
     pipe = names["Made"]()
-    check_picture_call(pipe, {"width": 64})
+    check_image_call(pipe, {"width": 64})
     with pytest.raises(UsageError, match="Made takes no height"):
-        check_picture_call(pipe, {"height": 64})
+        check_image_call(pipe, {"height": 64})
 
 
 def test_the_variable_names_the_device_that_auto_means(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +234,10 @@ def test_the_variable_names_the_device_that_auto_means(model: str, monkeypatch: 
 
 
 def test_the_embedded_model_is_called_as_it_was_measured() -> None:
-    order = make_order("x", seed=1)
+    order = make_request("x", seed=1)
     assert order.model.kind == "embedded"
     assert order.call == CALL_DEFAULTS
-    assert make_order("x", "embedded", num_inference_steps=3).call["num_inference_steps"] == 3
+    assert make_request("x", "embedded", num_inference_steps=3).call["num_inference_steps"] == 3
 
 
 class Steps(ProgressListener):
@@ -259,10 +259,10 @@ class Steps(ProgressListener):
 
 def test_a_listener_hears_of_every_component_and_step(model: str, result: Result, capsys: Any) -> None:
     release_model()
-    order = make_order("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=2)
+    order = make_request("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=2)
     heard = Steps()
     loaded = load_model(order, heard)
-    picture = make_picture(loaded, "a red apple", 7, order.call, heard)
+    picture = generate_image(loaded, "a red apple", 7, order.call, heard)
     assert set(heard.components) == {"vae", "text_encoder", "tokenizer", "unet", "scheduler", ""}
     assert heard.steps[0][0] == 0
     assert heard.steps[-1][0] == heard.steps[-1][1]
@@ -271,11 +271,11 @@ def test_a_listener_hears_of_every_component_and_step(model: str, result: Result
 
 
 def test_a_picture_can_be_ended_at_a_step_and_the_next_one_is_right(model: str, result: Result) -> None:
-    order = make_order("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=2)
+    order = make_request("a red apple", model, "cpu", 7, dtype="float32", num_inference_steps=2)
     loaded = load_model(order)
     with pytest.raises(KeyboardInterrupt):
-        make_picture(loaded, "a red apple", 7, order.call, Steps(end_at=1))
-    assert make_picture(loaded, "a red apple", 7, order.call).image.tobytes() == result[0].tobytes()
+        generate_image(loaded, "a red apple", 7, order.call, Steps(end_at=1))
+    assert generate_image(loaded, "a red apple", 7, order.call).image.tobytes() == result[0].tobytes()
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(result: Resu
         result.save(tmp_path / "apple.png")
     assert [path.name for path in tmp_path.iterdir()] == ["apple-3.png"]
     result.save(tmp_path / "apple.png", force=True)
-    assert read_origins(tmp_path / "apple-3.png") == result.origins[2:3]
+    assert read_metadata(tmp_path / "apple-3.png") == result.origins[2:3]
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from anyaccel.errors import UsageError
-from anyaccel.generation.image_format import encode_picture, read_origins
+from anyaccel.generation.image_format import encode_image, read_metadata
 from anyaccel.generation.metadata import (
-    Origin,
-    describe_origin,
+    ImageMetadata,
+    describe_metadata,
     find_differences,
     read_document,
     record_call,
     write_document,
 )
-from anyaccel.generation.model_name import digest_folder, name_model
+from anyaccel.generation.model_name import digest_folder, resolve_model
 
 HELD, _ = record_call({"original_size": (64, 64), "sigmas": [1.0, 0.5], "clip_skip": 1})
-ORIGIN = Origin(
+ORIGIN = ImageMetadata(
     model="org/name",
     revision="0123456789abcdef0123456789abcdef01234567",
     pipeline="StableDiffusionPipeline",
@@ -57,8 +57,8 @@ def picture(mode: str = "RGB") -> Image.Image:
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
 def test_every_format_keeps_the_whole_recipe(tmp_path: Path, suffix: str, mode: str) -> None:
     path = tmp_path / f"picture{suffix}"
-    path.write_bytes(encode_picture(picture(mode), suffix, [ORIGIN]))
-    assert read_origins(path) == (ORIGIN,)
+    path.write_bytes(encode_image(picture(mode), suffix, [ORIGIN]))
+    assert read_metadata(path) == (ORIGIN,)
     with Image.open(path) as image:
         assert image.size == (8, 16)
         if suffix.lower() == ".png":
@@ -71,22 +71,22 @@ def test_any_text_comes_back(prompt: str, negative: str | None, seed: int) -> No
     origin = replace(ORIGIN, prompt=prompt, negative_prompt=negative, seed=seed)
     assert read_document(write_document([origin])) == (origin,)
     for suffix in (".png", ".jpg"):
-        encoded = io.BytesIO(encode_picture(picture(), suffix, [origin]))
+        encoded = io.BytesIO(encode_image(picture(), suffix, [origin]))
         with Image.open(encoded) as image:
             assert image.format is not None
 
 
 def test_the_same_picture_is_the_same_file() -> None:
-    assert encode_picture(picture(), ".png", [ORIGIN]) == encode_picture(picture(), ".png", [ORIGIN])
+    assert encode_image(picture(), ".png", [ORIGIN]) == encode_image(picture(), ".png", [ORIGIN])
 
 
 def test_people_and_other_programs_can_read_it(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
-    path.write_bytes(encode_picture(picture(), ".png", [ORIGIN]))
+    path.write_bytes(encode_image(picture(), ".png", [ORIGIN]))
     with Image.open(path) as image:
         words = image.info["parameters"]
         assert image.info["Software"] == "anyaccel 0.1.0"
-    assert words == describe_origin(ORIGIN)
+    assert words == describe_metadata(ORIGIN)
     assert words.startswith(
         ORIGIN.prompt + "\nNegative prompt: Schnee\nSteps: 16, Sampler: DDIMScheduler, CFG scale: 2.5"
     )
@@ -97,14 +97,14 @@ def test_a_sheet_lists_every_picture_and_says_once_what_they_share(tmp_path: Pat
     origins = tuple(replace(ORIGIN, prompt=f"thing {number}", seed=number) for number in range(200))
     for suffix in (".png", ".jpg"):
         path = tmp_path / f"sheet{suffix}"
-        path.write_bytes(encode_picture(picture(), suffix, origins[:100]))
-        assert read_origins(path) == origins[:100]
+        path.write_bytes(encode_image(picture(), suffix, origins[:100]))
+        assert read_metadata(path) == origins[:100]
     assert write_document(origins).count("scheduler_config") == 1
 
 
 def test_a_record_that_is_too_long_for_a_jpeg_says_so() -> None:
     with pytest.raises(UsageError, match="64 KiB") as caught:
-        encode_picture(picture(), ".jpg", [replace(ORIGIN, prompt="x" * 70_000)])
+        encode_image(picture(), ".jpg", [replace(ORIGIN, prompt="x" * 70_000)])
     assert "png" in caught.value.hint
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_a_clear_error(tmp_path: Path, text: str, words: str
     path = tmp_path / "damaged.png"
     picture().save(path, pnginfo=info)
     with pytest.raises(UsageError, match=f"(?s)damaged.png.*{words}") as caught:
-        read_origins(path)
+        read_metadata(path)
     assert caught.value.hint
 
 
@@ -155,7 +155,7 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
 
 
 def test_pictures_that_are_not_ours(tmp_path: Path) -> None:
-    whole = encode_picture(picture(), ".png", [ORIGIN])
+    whole = encode_image(picture(), ".png", [ORIGIN])
     files = {
         "plain.png": encode_plain("PNG"),
         "plain.jpg": encode_plain("JPEG"),
@@ -170,11 +170,11 @@ def test_pictures_that_are_not_ours(tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=name) as caught:
-            read_origins(tmp_path / name)
+            read_metadata(tmp_path / name)
         assert caught.value.hint
     for name in ("missing.png", "."):
         with pytest.raises(UsageError, match="cannot be read"):
-            read_origins(tmp_path / name)
+            read_metadata(tmp_path / name)
 
 
 def encode_plain(kind: str) -> bytes:
@@ -193,9 +193,9 @@ def bomb() -> bytes:
 
 
 def test_a_picture_that_is_cut_off_behind_its_record_still_says_how_it_was_made(tmp_path: Path) -> None:
-    whole = encode_picture(picture(), ".png", [ORIGIN])
+    whole = encode_image(picture(), ".png", [ORIGIN])
     (tmp_path / "cut.png").write_bytes(whole[:-20])
-    assert read_origins(tmp_path / "cut.png") == (ORIGIN,)
+    assert read_metadata(tmp_path / "cut.png") == (ORIGIN,)
 
 
 def test_the_arguments_are_those_of_generate() -> None:
@@ -274,10 +274,10 @@ def test_a_digest_follows_the_model_and_nothing_else(folder: Path, tmp_path: Pat
 def test_a_folder_is_named_without_its_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     monkeypatch.chdir(folder.parent)
-    assert name_model("model").name == "~/model"
-    assert name_model("~/model").source == str(folder)
-    assert name_model("org/name").kind == "hub"
+    assert resolve_model("model").name == "~/model"
+    assert resolve_model("~/model").source == str(folder)
+    assert resolve_model("org/name").kind == "hub"
     with pytest.raises(UsageError, match="has no revisions"):
-        name_model("~/model", revision="main")
+        resolve_model("~/model", revision="main")
     with pytest.raises(UsageError, match="is no model"):
-        name_model(3)  # type: ignore[arg-type]
+        resolve_model(3)  # type: ignore[arg-type]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from anyaccel.planning import ComponentFacts, Facts, Wishes
+from anyaccel.planning import ComponentFacts, PipelineFacts, PlacementOptions
 from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
 from tests.planning.sheets import dtype_limit, operation_limit, real_sheet, without_limits
 
 
-def facts(*dtypes: str, encoder: str = "", quantized: bool = False) -> Facts:
+def facts(*dtypes: str, encoder: str = "", quantized: bool = False) -> PipelineFacts:
     """A pipeline whose denoisers have those types."""
     parts = [
         ComponentFacts(name=f"unet{number}", kind="UNet", dtype=dtype, parameters=1, denoises=True, quantized=quantized)
@@ -17,40 +17,40 @@ def facts(*dtypes: str, encoder: str = "", quantized: bool = False) -> Facts:
     ]
     if encoder:
         parts.append(ComponentFacts(name="text_encoder", kind="Text", dtype=encoder, parameters=1))
-    return Facts(pipeline="Test", components=tuple(parts))
+    return PipelineFacts(pipeline="Test", components=tuple(parts))
 
 
 NO_BF16 = without_limits(bfloat16=dtype_limit("error", becomes="float16", says="No bfloat16 here."))
 
 
 def test_what_is_asked_for_comes_first_as_far_as_the_device_goes() -> None:
-    asked = choose_dtype(without_limits(), facts("float16"), Wishes(dtype="float32"))
+    asked = choose_dtype(without_limits(), facts("float16"), PlacementOptions(dtype="float32"))
     assert asked.value == "float32"
     assert "asked for" in asked.reason
-    instead = choose_dtype(NO_BF16, facts(), Wishes(dtype="bfloat16"))
+    instead = choose_dtype(NO_BF16, facts(), PlacementOptions(dtype="bfloat16"))
     assert instead.value == "float16"
     assert "bfloat16 was asked for" in instead.reason
     assert "No bfloat16 here." in instead.reason
 
 
 def test_a_half_precision_that_was_loaded_is_kept() -> None:
-    assert choose_dtype(without_limits(), facts("float16"), Wishes()).value == "float16"
-    assert choose_dtype(NO_BF16, facts("bfloat16"), Wishes()).value == "float16"
-    assert choose_dtype(without_limits(), facts("float16", encoder="float32"), Wishes()).value == "float16"
-    assert choose_dtype(without_limits(), facts("float32", encoder="float16"), Wishes()).value == "bfloat16"
-    mixed = choose_dtype(without_limits(), facts("float16", "bfloat16"), Wishes())
+    assert choose_dtype(without_limits(), facts("float16"), PlacementOptions()).value == "float16"
+    assert choose_dtype(NO_BF16, facts("bfloat16"), PlacementOptions()).value == "float16"
+    assert choose_dtype(without_limits(), facts("float16", encoder="float32"), PlacementOptions()).value == "float16"
+    assert choose_dtype(without_limits(), facts("float32", encoder="float16"), PlacementOptions()).value == "bfloat16"
+    mixed = choose_dtype(without_limits(), facts("float16", "bfloat16"), PlacementOptions())
     assert mixed.value == "bfloat16", "two of them say nothing, and the device's order counts"
 
 
 def test_float32_that_was_loaded_becomes_the_best_of_the_device() -> None:
-    assert choose_dtype(without_limits(), facts("float32"), Wishes()).value == "bfloat16"
-    assert choose_dtype(NO_BF16, facts("float32"), Wishes()).value == "float16"
+    assert choose_dtype(without_limits(), facts("float32"), PlacementOptions()).value == "bfloat16"
+    assert choose_dtype(NO_BF16, facts("float32"), PlacementOptions()).value == "float16"
     both = without_limits(bfloat16=dtype_limit("error"), float16=dtype_limit("wrong"))
-    assert choose_dtype(both, facts(), Wishes()).value == "float32"
+    assert choose_dtype(both, facts(), PlacementOptions()).value == "float32"
     slow = without_limits(bfloat16=dtype_limit("slow"))
-    assert choose_dtype(slow, facts(), Wishes()).value == "bfloat16"
+    assert choose_dtype(slow, facts(), PlacementOptions()).value == "bfloat16"
     open_question = without_limits(bfloat16=dtype_limit("error", only_if=("macos<14",)))
-    assert choose_dtype(open_question, facts(), Wishes()).value == "bfloat16"
+    assert choose_dtype(open_question, facts(), PlacementOptions()).value == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_float32_that_was_loaded_becomes_the_best_of_the_device() -> None:
     ],
 )
 def test_on_the_host_the_measure_decides(cost: dict[str, float], expected: str) -> None:
-    chosen = choose_dtype(without_limits(), facts("float16"), Wishes(), cost)
+    chosen = choose_dtype(without_limits(), facts("float16"), PlacementOptions(), cost)
     assert chosen.value == expected
     assert "measured on this host" in chosen.reason
-    assert choose_dtype(without_limits(), facts(), Wishes(dtype="float16"), cost).value == "float16"
+    assert choose_dtype(without_limits(), facts(), PlacementOptions(dtype="float16"), cost).value == "float16"
 
 
 def test_models_that_keep_a_type_of_their_own() -> None:
@@ -119,6 +119,6 @@ def test_the_sheets() -> None:
     assert replaced["npu"]["float64"] == "float32"
     assert replaced["xpu"] == {}
     assert dict(choose_replacements(real_sheet("hpu").on(product="gaudi1")).value)["float64"] == "float32"
-    assert choose_dtype(real_sheet("mps").on(versions={"macos": "13.5"}), facts(), Wishes(dtype="bfloat16")).value == (
-        "bfloat16"
-    ), "settled for macOS 15 already"
+    assert choose_dtype(
+        real_sheet("mps").on(versions={"macos": "13.5"}), facts(), PlacementOptions(dtype="bfloat16")
+    ).value == ("bfloat16"), "settled for macOS 15 already"

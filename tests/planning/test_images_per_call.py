@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from anyaccel.backends.claim import Unknown
-from anyaccel.planning import Wishes
+from anyaccel.planning import PlacementOptions
 from anyaccel.planning.images_per_call import choose_images_per_call
 from tests.planning.sheets import NAMES, limit, real_sheet, without_limits
 
 
 def test_one_where_batches_are_not_reliable() -> None:
-    chosen = choose_images_per_call(without_limits(batches=limit("wrong", says="Batches gave noise.")), Wishes())
+    chosen = choose_images_per_call(
+        without_limits(batches=limit("wrong", says="Batches gave noise.")), PlacementOptions()
+    )
     assert chosen.value == 1
     assert "Batches gave noise." in chosen.reason
     assert "https://example.org" in chosen.reason
@@ -17,16 +19,18 @@ def test_one_where_batches_are_not_reliable() -> None:
 
 def test_all_where_nothing_is_against_it() -> None:
     for batches in (limit("slow"), limit("wrong", only_if=("torch<2",)), Unknown(says="Not found.")):
-        assert choose_images_per_call(without_limits(batches=batches), Wishes()).value is None
-    chosen = choose_images_per_call(without_limits(), Wishes())
+        assert choose_images_per_call(without_limits(batches=batches), PlacementOptions()).value is None
+    chosen = choose_images_per_call(without_limits(), PlacementOptions())
     assert chosen.value is None
     assert str(chosen) == "-"
 
 
 def test_what_is_asked_for_is_done_even_against_the_sheet() -> None:
-    chosen = choose_images_per_call(without_limits(batches=limit("wrong")), Wishes(images_per_call=4))
+    chosen = choose_images_per_call(without_limits(batches=limit("wrong")), PlacementOptions(images_per_call=4))
     assert (chosen.value, chosen.reason) == (4, "asked for")
 
 
 def test_the_sheets() -> None:
-    assert {name for name in NAMES if choose_images_per_call(real_sheet(name), Wishes()).value == 1} == {"mps"}
+    assert {name for name in NAMES if choose_images_per_call(real_sheet(name), PlacementOptions()).value == 1} == {
+        "mps"
+    }

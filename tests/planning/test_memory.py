@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from anyaccel.planning.attention import AttentionRule
-from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Way
+from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, ModelSize
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.memory import (
     MemoryRule,
@@ -16,7 +16,7 @@ from anyaccel.planning.memory import (
     list_rules,
     predict,
 )
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.units import readable
 
 MODELS = tuple(
@@ -26,15 +26,15 @@ MODELS = tuple(
 DISCRETE, UNIFIED = list_residences(unified_memory=False), list_residences(unified_memory=True)
 
 
-def measure(way: Way, images: int) -> Footprint:
+def measure(way: MemorySavings, images: int) -> Footprint:
     """A pipeline that holds 10, 40 and 200 bytes an image beside its weights; parts and slices take that down."""
     decode = 200 * images if not way.vae_in_parts else 60
     denoise = (40 if not way.sliced_attention else 20) * images
     passings = (
-        Passing("text_encoder", "encode", 10 * images),
-        Passing("unet", "denoise", denoise),
-        Passing("vae", "decode", decode),
-        Passing("safety_checker", "decode", 5),
+        ModelCall("text_encoder", "encode", 10 * images),
+        ModelCall("unet", "denoise", denoise),
+        ModelCall("vae", "decode", decode),
+        ModelCall("safety_checker", "decode", 5),
     )
     return Footprint(
         pipeline="Pipeline", dtype="float16", size=(512, 512), images=images, models=MODELS, passings=passings,
@@ -43,7 +43,7 @@ def measure(way: Way, images: int) -> Footprint:
 
 
 def test_what_each_residence_holds() -> None:
-    plain = measure(Way(), 1)
+    plain = measure(MemorySavings(), 1)
     assert predict(plain, "resident") == {"load": 680, "encode": 690, "denoise": 720, "decode": 880}
     assert predict(plain, "component") == {"load": 30, "encode": 140, "denoise": 570, "decode": 280}
     assert predict(plain, "layer") == {"load": 30, "encode": 50, "denoise": 120, "decode": 235}
@@ -56,19 +56,19 @@ def test_what_each_residence_holds() -> None:
 
 def test_what_graphs_hold_is_held_in_all_phases() -> None:
     held = {"load": 720, "encode": 730, "denoise": 720, "decode": 920}
-    assert predict(measure(Way(), 1), "resident", recorded=True) == held
+    assert predict(measure(MemorySavings(), 1), "resident", recorded=True) == held
 
 
 def test_a_model_that_runs_again_later_stays_where_diffusers_leaves_it() -> None:
-    passings = (Passing("vae", "encode", 1), Passing("unet", "denoise", 1), Passing("vae", "decode", 1))
-    footprint = replace(measure(Way(), 1), passings=passings)
+    passings = (ModelCall("vae", "encode", 1), ModelCall("unet", "denoise", 1), ModelCall("vae", "decode", 1))
+    footprint = replace(measure(MemorySavings(), 1), passings=passings)
     # The autoencoder comes after the denoiser in the order, so that the denoiser does not make it leave.
     assert predict(footprint, "component")["denoise"] == 30 + 50 + 500 + 1
     assert predict(footprint, "component")["decode"] == 30 + 50 + 1
 
 
 def test_the_order_of_the_rules() -> None:
-    order = [str(rule) for rule in list_rules(1, Wishes(), DISCRETE)]
+    order = [str(rule) for rule in list_rules(1, PlacementOptions(), DISCRETE)]
     assert order == [
         "everything resident",
         "everything resident, VAE in parts",
@@ -80,9 +80,11 @@ def test_the_order_of_the_rules() -> None:
         "one layer at a time, VAE in parts",
         "one layer at a time, VAE in parts, attention one head at a time",
     ]
-    unified = {rule.residence for rule in list_rules(1, Wishes(), UNIFIED)}
+    unified = {rule.residence for rule in list_rules(1, PlacementOptions(), UNIFIED)}
     assert unified == {"resident", "phase", "layer"}, "moving to the host frees nothing there"
-    split = [rule.images_per_call for rule in list_rules(4, Wishes(), DISCRETE) if rule.residence == "component"]
+    split = [
+        rule.images_per_call for rule in list_rules(4, PlacementOptions(), DISCRETE) if rule.residence == "component"
+    ]
     assert split == [None] * 3 + [2] * 3 + [1] * 3
 
 
@@ -90,28 +92,30 @@ def test_the_order_of_the_rules() -> None:
     ("capacity", "images", "expected"),
     [
         (880, 1, MemoryRule()),
-        (879, 1, MemoryRule("resident", Way(True))),
+        (879, 1, MemoryRule("resident", MemorySavings(True))),
         (739, 1, MemoryRule("component")),
-        (569, 1, MemoryRule("component", Way(True, True))),
+        (569, 1, MemoryRule("component", MemorySavings(True, True))),
         (549, 1, MemoryRule("layer")),
-        (700, 4, MemoryRule("component", Way(True))),
-        (640, 4, MemoryRule("component", Way(True, True))),
-        (580, 4, MemoryRule("component", Way(True, True), 2)),
-        (119, 1, MemoryRule("layer", Way(True, True))),
+        (700, 4, MemoryRule("component", MemorySavings(True))),
+        (640, 4, MemoryRule("component", MemorySavings(True, True))),
+        (580, 4, MemoryRule("component", MemorySavings(True, True), 2)),
+        (119, 1, MemoryRule("layer", MemorySavings(True, True))),
         (99, 1, None),
     ],
 )
 def test_the_first_that_fits_is_taken(capacity: int, images: int, expected: MemoryRule | None) -> None:
-    decision, peaks = choose_memory(measure, images, capacity, list_rules(images, Wishes(), DISCRETE))
+    decision, peaks = choose_memory(measure, images, capacity, list_rules(images, PlacementOptions(), DISCRETE))
     assert decision.value == expected
     assert (max(peaks.values()) <= capacity) == (expected is not None)
     assert readable(capacity) in decision.reason
 
 
 def test_what_is_pinned_is_in_every_rule() -> None:
-    pinned = Wishes(memory="component", vae_tiling=True, images_per_call=1, attention_slicing="auto")
-    assert list(list_rules(4, pinned, DISCRETE)) == [MemoryRule("component", Way(True), 1)]
-    assert {rule.way.vae_in_parts for rule in list_rules(1, Wishes(vae_tiling=False), DISCRETE)} == {False}
+    pinned = PlacementOptions(memory="component", vae_tiling=True, images_per_call=1, attention_slicing="auto")
+    assert list(list_rules(4, pinned, DISCRETE)) == [MemoryRule("component", MemorySavings(True), 1)]
+    assert {rule.savings.vae_in_parts for rule in list_rules(1, PlacementOptions(vae_tiling=False), DISCRETE)} == {
+        False
+    }
 
 
 def test_where_weights_go_before_a_size_is_known() -> None:

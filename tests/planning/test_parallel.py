@@ -7,9 +7,9 @@ import pytest
 
 from anyaccel.backends.sheet import Distributed
 from anyaccel.errors import UsageError
-from anyaccel.planning import Wishes
-from anyaccel.planning.facts import ComponentFacts, Facts
-from anyaccel.planning.options import read_parallel, read_wishes
+from anyaccel.planning import PlacementOptions
+from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.planning.options import read_options, read_parallel
 from anyaccel.planning.parallel import Ranks, Split, choose_parallel, weigh_rank
 from anyaccel.planning.plan import make_plan
 from tests.planning.sheets import NAMES, real_sheet, without_limits
@@ -26,9 +26,11 @@ ENCODER = ComponentFacts(name="text_encoder", kind="T5", dtype="bfloat16", param
 TWO = Ranks(count=2, tensor_types=("best",))
 
 
-def choose(parallel: str | None, *models: ComponentFacts, ranks: Ranks = TWO, sheet: Any = SHEET, **wishes: Any) -> Any:
-    facts = Facts(pipeline="P", components=(ENCODER, *models))
-    return choose_parallel(sheet, facts, read_wishes({"parallel": parallel, **wishes}), ranks)
+def choose(
+    parallel: str | None, *models: ComponentFacts, ranks: Ranks = TWO, sheet: Any = SHEET, **placement_options: Any
+) -> Any:
+    facts = PipelineFacts(pipeline="P", components=(ENCODER, *models))
+    return choose_parallel(sheet, facts, read_options({"parallel": parallel, **placement_options}), ranks)
 
 
 def refusal(*args: Any, **options: Any) -> UsageError:
@@ -50,7 +52,7 @@ def test_spellings(text: str, read: tuple[str, int | None]) -> None:
 )
 def test_other_spellings_are_refused(text: Any) -> None:
     with pytest.raises(UsageError, match="parallel is auto, tensor:N, context:N or cfg"):
-        read_wishes({"parallel": text})
+        read_options({"parallel": text})
 
 
 def test_one_device_is_the_default() -> None:
@@ -172,9 +174,11 @@ def test_what_a_rank_holds() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_for_several_devices_times_and_records_nothing(name: str) -> None:
-    facts = Facts(pipeline="P", components=(FLUX,))
-    plan = make_plan(real_sheet(name), facts, Wishes(parallel="context:2"), device="d:0", ranks=Ranks(count=2))
+    facts = PipelineFacts(pipeline="P", components=(FLUX,))
+    plan = make_plan(
+        real_sheet(name), facts, PlacementOptions(parallel="context:2"), device="d:0", ranks=Ranks(count=2)
+    )
     assert str(plan.parallel) == "context:2"
-    assert plan.compiling.value.when == "never"
+    assert plan.compile_policy.value.when == "never"
     assert not plan.capture.value
     assert {"name": "parallel", "value": "context:2", "reason": plan.parallel.reason} in plan.to_dict()["decisions"]

@@ -10,10 +10,10 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from anyaccel.planning import ComponentFacts, Decision, Facts, Plan, Wishes, make_plan
+from anyaccel.planning import ComponentFacts, Decision, PipelineFacts, PlacementOptions, Plan, make_plan
 from tests.planning.sheets import NAMES, quirk, real_sheet, size_limit, without_limits
 
-FACTS = Facts(
+FACTS = PipelineFacts(
     pipeline="StableDiffusionPipeline",
     components=(
         ComponentFacts(name="unet", kind="UNet2DConditionModel", dtype="float32", parameters=10, denoises=True),
@@ -22,8 +22,8 @@ FACTS = Facts(
 )
 
 
-def plan_on(name: str, **wishes: object) -> Plan:
-    return make_plan(real_sheet(name), FACTS, Wishes(**wishes), device=f"{name}:0")  # type: ignore[arg-type]
+def plan_on(name: str, **options: object) -> Plan:
+    return make_plan(real_sheet(name), FACTS, PlacementOptions(**options), device=f"{name}:0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +52,7 @@ def test_one_sheet_facts_and_wishes_give_one_plan() -> None:
 
 
 def test_a_virtual_device_is_said_to_be_one() -> None:
-    plan = make_plan(real_sheet("hpu"), FACTS, Wishes(), device="hpu:0", virtual=True)
+    plan = make_plan(real_sheet("hpu"), FACTS, PlacementOptions(), device="hpu:0", virtual=True)
     assert "(virtual)" in str(plan).splitlines()[0]
     assert plan.to_dict()["virtual"] is True
 
@@ -60,27 +60,27 @@ def test_a_virtual_device_is_said_to_be_one() -> None:
 def test_the_type_decides_how_many_scores_a_limit_in_bytes_allows() -> None:
     sheet = without_limits(largest_tensor=(size_limit(2**32, "bytes", "tensor"),))
     for dtype, scores in (("float16", 2**30), ("bfloat16", 2**30), ("float32", 2**29), ("float64", 2**28)):
-        plan = make_plan(sheet, FACTS, Wishes(dtype=dtype), device="best:0")
+        plan = make_plan(sheet, FACTS, PlacementOptions(dtype=dtype), device="best:0")
         assert plan.attention.value.most_scores == scores, dtype
-        assert plan.repairs.value == ("attention",)
+        assert plan.workarounds.value == ("attention",)
 
 
 def test_attention_in_bfloat16() -> None:
     sheet = without_limits(quirks=(quirk("float32_attention", says="Slow in float32."),))
 
-    def chosen(**wishes: object) -> Decision[bool]:
-        return make_plan(sheet, FACTS, Wishes(**wishes), device="best:0").bf16_attention  # type: ignore[arg-type]
+    def chosen(**options: object) -> Decision[bool]:
+        return make_plan(sheet, FACTS, PlacementOptions(**options), device="best:0").bf16_attention  # type: ignore[arg-type]
 
     assert chosen(dtype="bfloat16") == Decision(True, "Slow in float32.")
     assert not chosen(dtype="bfloat16", sdp_on_bf16=False).value
     assert not chosen(dtype="float32").value
-    assert not make_plan(without_limits(), FACTS, Wishes(), device="best:0").bf16_attention.value
+    assert not make_plan(without_limits(), FACTS, PlacementOptions(), device="best:0").bf16_attention.value
 
 
 def test_facts() -> None:
     assert FACTS.denoisers == ("unet",)
     assert FACTS.denoiser_dtypes == {"float32"}
-    without = Facts(pipeline="Test", components=FACTS.components[1:])
+    without = PipelineFacts(pipeline="Test", components=FACTS.components[1:])
     assert without.denoisers == ()
     assert without.denoiser_dtypes == {"float32"}
 
@@ -90,11 +90,11 @@ def test_planning_imports_no_torch() -> None:
     program = f"""
 import sys
 import anyaccel
-from anyaccel.planning import Facts, Wishes, make_plan
+from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 import anyaccel.planning.options
 for name in {NAMES!r}:
     sheet = anyaccel.sheet(name).on(versions=dict(torch="2.13.0", macos="15.0"))
-    str(make_plan(sheet, Facts(pipeline="Test"), Wishes(), device=name))
+    str(make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=name))
 heavy = set("torch diffusers transformers accelerate numpy".split()) & set(sys.modules)
 sys.exit(", ".join(heavy) or 0)
 """

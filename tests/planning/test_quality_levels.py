@@ -4,12 +4,12 @@ import pytest
 
 from anyaccel.backends.device import sheet
 from anyaccel.errors import UsageError
-from anyaccel.planning.options import Wishes, read_wishes
-from anyaccel.planning.quality_levels import Reuse, choose_quantized, choose_reuse
+from anyaccel.planning.options import PlacementOptions, read_options
+from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, choose_step_skipping
 
 
-def rule(speed: str) -> Reuse:
-    found = choose_reuse(Wishes(speed=speed)).value
+def rule(speed: str) -> StepSkipping:
+    found = choose_step_skipping(PlacementOptions(speed=speed)).value
     assert found is not None
     return found
 
@@ -44,8 +44,8 @@ def test_the_first_and_the_last_step_are_always_run(steps: int) -> None:
 
 
 def test_exact_runs_every_step_in_its_own_type() -> None:
-    assert choose_reuse(Wishes()).value is None
-    assert not choose_quantized(sheet("cuda"), Wishes(), "bfloat16").value
+    assert choose_step_skipping(PlacementOptions()).value is None
+    assert not choose_quantization(sheet("cuda"), PlacementOptions(), "bfloat16").value
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_exact_runs_every_step_in_its_own_type() -> None:
     ],
 )
 def test_where_products_go_to_8_bits(device: str, dtype: str, value: str, says: str) -> None:
-    decision = choose_quantized(sheet(device), Wishes(speed="fast"), dtype)
+    decision = choose_quantization(sheet(device), PlacementOptions(speed="fast"), dtype)
     assert decision.value == value
     assert says in decision.reason
 
 
 def test_a_speed_that_there_is_not() -> None:
     with pytest.raises(UsageError, match="speed is one of exact, fast, draft") as caught:
-        read_wishes({"speed": "fats"})
+        read_options({"speed": "fats"})
     assert "fast" in (caught.value.hint or "")

@@ -45,18 +45,18 @@ def test_a_recipe_makes_a_pipeline_that_gives_the_same_twice(recipe: Recipe, kep
     pipe: Any = recipe.make()
     assert torch.equal(before, torch.get_rng_state())
     check_pipeline(pipe, recipe)
-    first = make_picture(recipe, pipe)
+    first = generate_image(recipe, pipe)
     assert first.dtype == numpy.float32
     assert numpy.isfinite(first).all()
     assert first.std() > 1e-3
     again = kept.find(f"picture-{recipe.name}")  # of another pipeline in another process, which the chart made
     if again is None:
-        again = make_picture(recipe, recipe.make())
+        again = generate_image(recipe, recipe.make())
         kept.keep(f"picture-{recipe.name}", again)
     numpy.testing.assert_array_equal(again, first)
 
 
-def make_picture(recipe: Recipe, pipe: Any) -> Any:
+def generate_image(recipe: Recipe, pipe: Any) -> Any:
     """What the pipeline makes, which takes none of torch's own draws; gradients are for another process."""
     import torch
 

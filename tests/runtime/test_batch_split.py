@@ -21,7 +21,7 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
 from anyaccel.recipes.parts.calls import picture
 from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
-from anyaccel.runtime.call_request import Request, read_request
+from anyaccel.runtime.call_request import CallRequest, read_call_request
 from tests.conftest import NEEDS_RECIPES
 from tests.runtime.workarounds.test_scheduler_on_cpu import IMAGE_TO_IMAGE, TEXT_TO_IMAGE, make_pipe, make_scheduler
 
@@ -32,13 +32,13 @@ def host(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-def request(**arguments: Any) -> Request:
+def request(**arguments: Any) -> CallRequest:
     """A call of Stable Diffusion, read."""
     pipe: Any = object.__new__(StableDiffusionPipeline)
-    return read_request(pipe, StableDiffusionPipeline.__call__, (), arguments)
+    return read_call_request(pipe, StableDiffusionPipeline.__call__, (), arguments)
 
 
-def taken(asked: Request, name: str, images_per_call: int = 1) -> list[Any]:
+def taken(asked: CallRequest, name: str, images_per_call: int = 1) -> list[Any]:
     return [part.arguments.get(name) for part in split_request(asked, images_per_call)]
 
 
@@ -100,9 +100,9 @@ def test_lists_of_the_call_are_kept_whole_whatever_their_length(name: str, value
 
 @pytest.mark.parametrize("name", ["skip_guidance_layers", "text_encoder_out_layers", "adapter_conditioning_scale"])
 def test_lists_of_numbers_belong_to_the_call(name: str) -> None:
-    asked = Request({"prompt": ["a", "b"], name: [1, 2]}, 2, 1, frozenset({"prompt", name}))
+    asked = CallRequest({"prompt": ["a", "b"], name: [1, 2]}, 2, 1, frozenset({"prompt", name}))
     assert taken(asked, name) == [[1, 2], [1, 2]]
-    labels = Request({"class_labels": [5, 6]}, 2, 1, frozenset({"class_labels"}))
+    labels = CallRequest({"class_labels": [5, 6]}, 2, 1, frozenset({"class_labels"}))
     assert taken(labels, "class_labels") == [[5], [6]]
 
 
@@ -121,7 +121,7 @@ def test_seeded_images_get_the_picture_that_they_share_once_each() -> None:
     accepts = frozenset({"prompt", "image", "strength", "num_images_per_prompt"})
 
     def give(image: Any, prompts: int, each: int, more: frozenset[str] = frozenset()) -> Any:
-        asked = Request({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
+        asked = CallRequest({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
         return split_request(asked, None)[0].arguments["image"]
 
     one, two = picture(8, seed=1), picture(8, seed=2)
@@ -132,7 +132,7 @@ def test_seeded_images_get_the_picture_that_they_share_once_each() -> None:
     assert give(one, 2, 2, frozenset({"image_embeds"})) == [one, one]
     assert give(torch.ones(1, 3, 8, 8), 3, 1).shape == (3, 3, 8, 8)
     assert give([[one, two]], 2, 1) == [[one, two]]
-    unseeded = Request({"image": one}, 2, 1, accepts)
+    unseeded = CallRequest({"image": one}, 2, 1, accepts)
     assert split_request(unseeded, None)[0].arguments["image"] is one
 
 

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning"),
 ]
 
-Picture = numpy.typing.NDArray[numpy.float32]
+GeneratedImage = numpy.typing.NDArray[numpy.float32]
 Block = dict[str, Any]
 library: Any = diffusers
 """The same, for its classes, which have no types."""
@@ -238,14 +238,14 @@ def execute(block: str, folder: Path) -> Block:
     return names
 
 
-def read_picture(names: Block) -> Picture:
+def read_picture(names: Block) -> GeneratedImage:
     return numpy.asarray(names["image"], dtype=numpy.float32) / numpy.float32(255)
 
 
-def draw(block: str, device: str, folder: Path) -> tuple[Picture, str, str]:
+def draw(block: str, device: str, folder: Path) -> tuple[GeneratedImage, str, str]:
     """The picture of a block on a virtual device, and the plan's device and type."""
 
-    def use(accelerator: VirtualAccelerator) -> tuple[Picture, str, str]:
+    def use(accelerator: VirtualAccelerator) -> tuple[GeneratedImage, str, str]:
         names = execute(block, folder)
         pipe: Any = names.get("pipe", names.get("pipeline"))
         assert isinstance(pipe, library.DiffusionPipeline)
@@ -259,7 +259,7 @@ def draw(block: str, device: str, folder: Path) -> tuple[Picture, str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Picture]:
+def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, GeneratedImage]:
     """What plain diffusers draws on the CPU in float32."""
     folder = tmp_path_factory.mktemp("cpu")
     return {name: read_picture(execute(on_the_cpu(block, models), folder)) for name, (_, block) in BLOCKS.items()}
@@ -269,7 +269,7 @@ def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     ("name", "dtype"), [("gaudi", "bfloat16"), ("mps", "float16"), ("priming", "float16"), ("neuron", "bfloat16")]
 )
 def test_the_code_of_a_document_runs(
-    name: str, dtype: str, models: dict[str, str], expected: dict[str, Picture], tmp_path: Path
+    name: str, dtype: str, models: dict[str, str], expected: dict[str, GeneratedImage], tmp_path: Path
 ) -> None:
     device, block = BLOCKS[name]
     picture, place, chosen = draw(adapt(block, models), device, tmp_path)
@@ -281,7 +281,7 @@ def test_the_code_of_a_document_runs(
 
 @pytest.mark.parametrize("name", ["gaudi", "mps", "neuron"])
 def test_in_float32_the_code_of_a_document_gives_the_picture_of_the_cpu(
-    name: str, models: dict[str, str], expected: dict[str, Picture], tmp_path: Path
+    name: str, models: dict[str, str], expected: dict[str, GeneratedImage], tmp_path: Path
 ) -> None:
     """The type is the third thing that differs here: MPS draws in float16 unless it is told otherwise."""
     device, block = BLOCKS[name]
@@ -388,7 +388,7 @@ def test_on_mps_prompts_are_iterated_and_slices_give_the_same_picture() -> None:
     call: dict[str, Any] = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
     prompts = ["an astronaut", "a horse"]
 
-    def use(accelerator: VirtualAccelerator) -> tuple[list[int], list[Picture]]:
+    def use(accelerator: VirtualAccelerator) -> tuple[list[int], list[GeneratedImage]]:
         pipe = anyaccel.place(recipes()["stable-diffusion"].make(), "mps", dtype="float32")
         pipe.set_progress_bar_config(disable=True)
         sizes: list[int] = []

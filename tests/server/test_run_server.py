@@ -16,12 +16,12 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.server.jobs.dispatcher import Dispatcher
-from anyaccel.server.jobs.events import Bus
+from anyaccel.server.jobs.events import EventBus
 from anyaccel.server.jobs.metrics import Metrics
-from anyaccel.server.jobs.store import Jobs
+from anyaccel.server.jobs.store import JobStore
 from anyaccel.server.run_server import check_address
-from anyaccel.server.settings import Limits, Settings, read_limits, read_lora, read_served_names
-from anyaccel.server.worker.messages import Ready
+from anyaccel.server.settings import ServerLimits, ServerSettings, read_limits, read_lora, read_served_names
+from anyaccel.server.worker.messages import ModelsReady
 from tests.server.kills import kill_often
 from tests.server.live import Live
 
@@ -82,7 +82,7 @@ class Silent:
     heals = False
 
     def __init__(self, starts: list["Silent"]) -> None:
-        self.words: list[Any] = [Ready(())] if starts else []
+        self.words: list[Any] = [ModelsReady(())] if starts else []
         self.ended = threading.Event()
         starts.append(self)
 
@@ -110,9 +110,9 @@ class Silent:
 
 
 def test_a_worker_that_hangs_while_it_starts_is_replaced(tmp_path: Path) -> None:
-    settings = Settings(models=(), data=tmp_path, limits=replace(Limits(), hang_s=0.5))
-    jobs, starts = Jobs(tmp_path), list[Silent]()
-    dispatcher = Dispatcher(settings, jobs, Bus(), Metrics(jobs), lambda _: Silent(starts))
+    settings = ServerSettings(models=(), data=tmp_path, limits=replace(ServerLimits(), hang_s=0.5))
+    jobs, starts = JobStore(tmp_path), list[Silent]()
+    dispatcher = Dispatcher(settings, jobs, EventBus(), Metrics(jobs), lambda _: Silent(starts))
     dispatcher.start()
     end = time.monotonic() + 60
     while not dispatcher.is_ready():
@@ -129,19 +129,19 @@ class Slow(Silent):
 
     def __init__(self) -> None:
         super().__init__([])
-        self.words = [Ready(())]
+        self.words = [ModelsReady(())]
 
     def send(self, message: object) -> None:
         return
 
 
 def test_a_job_outlives_any_number_of_orderly_stops(tmp_path: Path) -> None:
-    settings = Settings(models=(), data=tmp_path)
+    settings = ServerSettings(models=(), data=tmp_path)
     for number in range(3):
-        jobs = Jobs(tmp_path)
+        jobs = JobStore(tmp_path)
         if number == 0:
             jobs.submit({"seeds": [1], "output_format": "png"})
-        dispatcher = Dispatcher(settings, jobs, Bus(), Metrics(jobs), lambda _: Slow())
+        dispatcher = Dispatcher(settings, jobs, EventBus(), Metrics(jobs), lambda _: Slow())
         dispatcher.start()
         end = time.monotonic() + 60
         while not jobs.count("running"):

@@ -13,7 +13,7 @@ from anyaccel.recipes import recipes, run
 from anyaccel.verification import probe_operations
 from anyaccel.verification.context import describe_error
 from anyaccel.verification.probe_pipeline import measure_sensitivity
-from anyaccel.verification.probe_worker import Prober, ProberDiedError, make_bench
+from anyaccel.verification.probe_worker import ProbeWorker, ProbeWorkerDiedError, make_probe_context
 from anyaccel.verification.probes import find_claims, probe
 from anyaccel.verification.verify import verify
 from tests.conftest import NEEDS_RECIPES
@@ -61,7 +61,7 @@ def test_a_virtual_device_answers_no_open_question() -> None:
 
 
 def probe_host(name: str, claim: DtypeLimit | Unknown) -> Finding:
-    bench = make_bench("cpu", quick=True)
+    bench = make_probe_context("cpu", quick=True)
     return probe(replace(bench, sheet=bench.sheet.with_claims({name: claim})), name)
 
 
@@ -83,7 +83,7 @@ def test_an_operation_that_a_busy_device_has_no_memory_for_is_not_tried(monkeypa
         raise RuntimeError("NPU out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setitem(probe_operations._CALLS, "baddbmm", run_out)
-    bench = make_bench("cpu", quick=True)
+    bench = make_probe_context("cpu", quick=True)
     [limit] = [one for one in anyaccel.sheet("mps").operations if one.operations == ("baddbmm",)]
     sheet = replace(bench.sheet, operations=(limit,))
     found = probe(replace(bench, sheet=sheet), "operations.baddbmm_reads_ignored_input")
@@ -94,13 +94,13 @@ def test_an_operation_that_a_busy_device_has_no_memory_for_is_not_tried(monkeypa
 def test_every_claim_about_behaviour_has_a_probe() -> None:
     names = {name.split(".")[0] for name, _ in anyaccel.sheet("mps").claims()}
     left_out = names - {name.split(".")[0] for name in find_claims(anyaccel.sheet("mps"))}
-    about_memory = {"fused_attention", "memory", "quantised_weights"}  # python -m benchmarks.memory measures those
+    about_memory = {"fused_attention", "memory", "quantized_weights"}  # python -m benchmarks.memory measures those
     assert left_out == {"default_dtypes", "distributed", "requirements", "variables"} | about_memory
 
 
 def test_a_process_that_dies_loses_one_finding() -> None:
-    with Prober("cpu", quick=True) as prober:
-        with pytest.raises(ProberDiedError, match=r"died with status 1: .*no-such-claim"):
+    with ProbeWorker("cpu", quick=True) as prober:
+        with pytest.raises(ProbeWorkerDiedError, match=r"died with status 1: .*no-such-claim"):
             prober.probe_claim("no-such-claim")
         assert prober.probe_claim("dtypes.int64").verdict == "agrees"
 

@@ -21,11 +21,11 @@ __all__ = [
     "DtypeLimit",
     "Effect",
     "Evidence",
+    "EvidenceEntry",
     "Limit",
     "OperationLimit",
     "Quirk",
     "RoundTrip",
-    "Sighting",
     "SizeLimit",
     "Unknown",
     "Yes",
@@ -40,7 +40,7 @@ Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class EvidenceEntry:
     """What a verification on a real device saw of a claim."""
 
     where: str
@@ -61,7 +61,7 @@ class Claim:
     source: str
     """The address of the document or thread."""
     evidence: Evidence
-    seen_on: tuple[Sighting, ...] = ()
+    seen_on: tuple[EvidenceEntry, ...] = ()
     """What verifications saw of it; a sheet as it is written has none, and takes them in when it is loaded."""
 
 

@@ -79,7 +79,7 @@ def devices() -> list[Device]:
     return [*found, *(describe_broken(plugin) for plugin in registry.broken)]
 
 
-def announce_virtual(sheet: Sheet, count: int) -> None:
+def register_virtual(sheet: Sheet, count: int) -> None:
     """From now on this process has a virtual device of that name; the emulator says so."""
     _VIRTUAL[sheet.name] = (sheet, count)
     _settle.cache_clear()

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from anyaccel.backends.claim import Claim, DtypeLimit, Effect, Limit, Sighting, Unknown, Yes
+from anyaccel.backends.claim import Claim, DtypeLimit, Effect, EvidenceEntry, Limit, Unknown, Yes
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
 
@@ -25,8 +25,8 @@ __all__ = [
     "Verdict",
     "Verification",
     "load_verifications",
+    "merge_evidence",
     "read_verification",
-    "take_in",
 ]
 
 FORMAT = 1
@@ -185,7 +185,7 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
     return found
 
 
-def take_in(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
+def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
     """The sheet with what was seen on its device: evidence raised, contradictions named, open questions answered."""
     for file, verification in verifications.items():
         if verification.device != sheet.name or verification.virtual:
@@ -201,7 +201,9 @@ def take_in(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
 
 
 def _take_one(claim: Claim | Unknown, finding: Finding, verification: Verification, file: str) -> Claim | Unknown:
-    sighting = Sighting(where=verification.where, seen=finding.seen, agrees=finding.verdict != "contradicts", file=file)
+    sighting = EvidenceEntry(
+        where=verification.where, seen=finding.seen, agrees=finding.verdict != "contradicts", file=file
+    )
     if isinstance(claim, Unknown):
         return _answer(claim, finding, sighting)
     claim = replace(claim, seen_on=(*claim.seen_on, sighting))
@@ -212,7 +214,7 @@ def _take_one(claim: Claim | Unknown, finding: Finding, verification: Verificati
     return claim if elsewhere else replace(claim, evidence="hardware")
 
 
-def _answer(claim: Unknown, finding: Finding, sighting: Sighting) -> Claim | Unknown:
+def _answer(claim: Unknown, finding: Finding, sighting: EvidenceEntry) -> Claim | Unknown:
     """The answer to an open question, in what was seen."""
     says = f"Not documented; asked of the device itself. {finding.detail}".strip()
     if finding.seen == "yes":

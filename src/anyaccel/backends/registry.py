@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from anyaccel.backends.driver import Driver
-from anyaccel.backends.evidence import load_verifications, take_in
+from anyaccel.backends.evidence import load_verifications, merge_evidence
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import PluginError, UnknownDeviceError, nearest
@@ -94,7 +94,7 @@ class Registry:
         sheet = next(sheet for sheet in self.backend(name).sheets if sheet.name == name)
         return [product.name.lower() for product in sheet.products]
 
-    def backend(self, name: str, said_by: str = "") -> Backend:
+    def backend(self, name: str, origin: str = "") -> Backend:
         """The backend of that name, or of a variant's: `rocm` is `cuda`'s."""
         self._refuse_conflict(name)
         if name in self.backends:
@@ -108,7 +108,7 @@ class Registry:
                     f"the backend {name!r} of {plugin.origin} could not be loaded: {plugin.error}",
                     hint=f"update or uninstall {plugin.origin}",
                 )
-        raise UnknownDeviceError(f"unknown device {name!r}{said_by}", hint=self._suggest(name))
+        raise UnknownDeviceError(f"unknown device {name!r}{origin}", hint=self._suggest(name))
 
     def _suggest(self, word: str) -> str:
         """What to write instead: the memory for a product that no sheet lists, else the most similar word."""
@@ -169,8 +169,8 @@ def _find_built_in() -> list[Backend]:
 def _take_in_evidence(backend: Backend) -> Backend:
     """The backend with what was seen on real devices on its sheets."""
     seen = load_verifications()
-    variants = tuple(take_in(sheet, seen) for sheet in backend.variants)
-    return replace(backend, sheet=take_in(backend.sheet, seen), variants=variants)
+    variants = tuple(merge_evidence(sheet, seen) for sheet in backend.variants)
+    return replace(backend, sheet=merge_evidence(backend.sheet, seen), variants=variants)
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:

@@ -22,7 +22,7 @@ __all__ = [
     "MemoryTerms",
     "Mode",
     "Product",
-    "Quantisation",
+    "Quantization",
     "Sheet",
     "Speedup",
     "Variable",
@@ -129,7 +129,7 @@ class MemoryTerms(Claim):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantisation(Claim):
+class Quantization(Claim):
     """A form of smaller weights that diffusers loads on the device."""
 
     name: str
@@ -207,7 +207,7 @@ class Sheet:
     """Attention that never holds its scores whole."""
     memory: MemoryTerms | Unknown = _NO_WORD_ON_MEMORY
     """What of its memory tensors can have."""
-    quantised_weights: tuple[Quantisation, ...] = ()
+    quantized_weights: tuple[Quantization, ...] = ()
     """The forms of smaller weights that can be had there; they are offered, and never taken silently."""
     speedups: tuple[Speedup, ...] = ()
     """What pays there and changes no picture."""

@@ -10,10 +10,10 @@ from typing import Any
 from anyaccel.backends.claim import (
     Claim,
     DtypeLimit,
+    EvidenceEntry,
     Limit,
     OperationLimit,
     RoundTrip,
-    Sighting,
     SizeLimit,
     Unknown,
     Yes,
@@ -26,13 +26,13 @@ from anyaccel.backends.sheet import (
     MemoryTerms,
     Mode,
     Product,
-    Quantisation,
+    Quantization,
     Sheet,
     Speedup,
     Variable,
 )
 
-__all__ = ["Row", "Section", "describe_sheet", "sheet_as_json"]
+__all__ = ["SheetRow", "SheetSection", "describe_sheet", "sheet_as_json"]
 
 _SECTIONS = {
     "dtypes": "Number types",
@@ -45,7 +45,7 @@ _SECTIONS = {
     "training": "Behaviour",
     "fused_attention": "Behaviour",
     "memory": "Memory",
-    "quantised_weights": "Memory",
+    "quantized_weights": "Memory",
     "speedups": "Speed",
     "largest_tensor": "Limits on size and operations",
     "operations": "Limits on size and operations",
@@ -64,7 +64,7 @@ _KEPT_NAMES = ("dtypes", "variables", "operations", "quirks")
 
 
 @dataclass(frozen=True)
-class Row:
+class SheetRow:
     """One claim in words."""
 
     matter: str
@@ -79,21 +79,21 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Section:
+class SheetSection:
     """The rows that belong together."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[SheetRow, ...]
 
 
-def describe_sheet(sheet: Sheet) -> list[Section]:
+def describe_sheet(sheet: Sheet) -> list[SheetSection]:
     """Everything that a sheet claims, in the order in which a reader asks."""
-    sections: dict[str, list[Row]] = {}
+    sections: dict[str, list[SheetRow]] = {}
     for name, claim in sheet.claims():
         field, _, rest = name.partition(".")
         matter = rest if field in _KEPT_NAMES else (rest or field).replace("_", " ")
         sections.setdefault(_SECTIONS[field], []).append(_describe(matter, claim))
-    return [Section(title, tuple(rows)) for title, rows in sections.items()]
+    return [SheetSection(title, tuple(rows)) for title, rows in sections.items()]
 
 
 def sheet_as_json(sheet: Sheet) -> dict[str, Any]:
@@ -102,19 +102,19 @@ def sheet_as_json(sheet: Sheet) -> dict[str, Any]:
     return plain
 
 
-def _describe(matter: str, claim: Claim | Unknown) -> Row:
+def _describe(matter: str, claim: Claim | Unknown) -> SheetRow:
     if isinstance(claim, Unknown):
-        return Row(matter, "not known", claim.says, "", "")
+        return SheetRow(matter, "not known", claim.says, "", "")
     if isinstance(claim, Requirement):
         matter = claim.wants
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
     says = " ".join([says, *(_tell_sighting(sighting) for sighting in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
     files = tuple(sighting.file for sighting in claim.seen_on)
-    return Row(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
+    return SheetRow(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
 
 
-def _tell_sighting(sighting: Sighting) -> str:
+def _tell_sighting(sighting: EvidenceEntry) -> str:
     """What a verification saw, in a sentence."""
     if sighting.agrees:
         return f"Seen on {sighting.where}."
@@ -130,7 +130,7 @@ def _verdict(claim: Claim) -> str:
         return _memory_verdict(claim)
     verdicts: list[tuple[type[Claim], str]] = [
         (Yes, "yes"),
-        (Quantisation, f"{getattr(claim, 'bits', 0):g} bits a number"),
+        (Quantization, f"{getattr(claim, 'bits', 0):g} bits a number"),
         (Mode, "yes"),
         (DtypeOrder, " > ".join(getattr(claim, "order", ()))),
         (Compiler, getattr(claim, "backend", "")),

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, Work
+from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, BenchCase
 from anyaccel.bench.failure_text import describe_death
 from anyaccel.errors import NotMeasurableError, UsageError
 from anyaccel.generation.image_difference import measure_psnr
@@ -25,7 +25,7 @@ _WARM = 3
 class _Variant:
     """One variant's process."""
 
-    def __init__(self, name: str, work: Work, folder: Path, warm: int) -> None:
+    def __init__(self, name: str, work: BenchCase, folder: Path, warm: int) -> None:
         self.name, self.seconds = name, list[float]()
         self.row: dict[str, Any] = {}
         self.worker = JsonLineWorker("anyaccel.bench.worker")
@@ -53,7 +53,7 @@ class _Variant:
         return "error" in self.row
 
 
-def run_bench(work: Work, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
+def run_bench(work: BenchCase, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
     """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times.
 
     An error where one of them fails; `run_together` measures the others.
@@ -66,7 +66,7 @@ def run_bench(work: Work, *, rounds: int = 5, tell: Tell = lambda words: None) -
 
 
 def run_together(
-    works: Sequence[Work], *, rounds: int = 5, at_once: bool = True, tell: Tell = lambda words: None
+    works: Sequence[BenchCase], *, rounds: int = 5, at_once: bool = True, tell: Tell = lambda words: None
 ) -> Iterator[dict[str, Any]]:
     """Rows for several works: all warm up at once, or undisturbed by each other, and are measured one after another.
 
@@ -77,7 +77,7 @@ def run_together(
         raise UsageError(f"there is no variant {unknown} or no round to run", hint=f"variants: {', '.join(VARIANTS)}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
-        started: list[tuple[Work, list[_Variant], Path]] = []
+        started: list[tuple[BenchCase, list[_Variant], Path]] = []
         for number, work in enumerate(works):
             own = folder / str(number)
             own.mkdir()
@@ -100,12 +100,12 @@ def run_together(
                 variant.worker.kill()
 
 
-def _hear(variant: _Variant, work: Work, tell: Tell) -> None:
+def _hear(variant: _Variant, work: BenchCase, tell: Tell) -> None:
     tell(f"{work.title or work.model}: {variant.name}, first pictures")
     variant.row |= variant.hear()
 
 
-def _measure(work: Work, variants: list[_Variant], folder: Path, rounds: int, tell: Tell) -> dict[str, Any]:
+def _measure(work: BenchCase, variants: list[_Variant], folder: Path, rounds: int, tell: Tell) -> dict[str, Any]:
     head = {"title": work.title or work.model, "model": work.model, "call": work.call, "dtype": work.dtype,
             "random_weights": work.random, "rounds": rounds, "floor_s": work.floor_s}  # fmt: skip
     reference = next((variant.name for variant in variants if not variant.failed), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["FAST", "OURS", "STOCK", "USUAL", "VARIANTS", "Work"]
+__all__ = ["FAST", "OURS", "STOCK", "USUAL", "VARIANTS", "BenchCase"]
 
 STOCK = ("stock eager", "stock compiled")
 OURS, FAST = "anyaccel", "anyaccel fast"
@@ -14,7 +14,7 @@ USUAL = (*STOCK, OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class BenchCase:
     """One call of one pipeline; plain data, so that it goes to another process."""
 
     model: str
@@ -31,7 +31,7 @@ class Work:
     """What of the denoiser's config differs."""
     scheduler: str = ""
     """Another scheduler's class, with its defaults."""
-    wishes: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """For anyaccel alone."""
     variants: tuple[str, ...] = USUAL
     floor_s: float | None = None
@@ -42,7 +42,7 @@ class Work:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, kept: dict[str, Any]) -> Work:
+    def from_dict(cls, kept: dict[str, Any]) -> BenchCase:
         """From what `to_dict` gave, through JSON."""
         made = cls(**kept)
         embeds = {name: tuple(shape) for name, shape in made.embeds.items()}

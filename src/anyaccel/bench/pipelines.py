@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anyaccel.backends.device import open_device
-from anyaccel.bench.case import FAST, OURS, Work
+from anyaccel.bench.case import FAST, OURS, BenchCase
 from anyaccel.emulator.torch_patches import patched
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place
@@ -24,7 +24,7 @@ KINDS = ("unet", "transformer", "vae")
 """The models of a pipeline that are measured: its denoiser and its autoencoder."""
 
 
-def make_pipeline(work: Work, variant: str) -> Any:
+def make_pipeline(work: BenchCase, variant: str) -> Any:
     """The pipeline of a work on its device, in the way of a variant."""
     opened = open_device(work.device)
     device = opened.tensor_device
@@ -32,7 +32,7 @@ def make_pipeline(work: Work, variant: str) -> Any:
     dtype = getattr(torch, work.dtype) if work.dtype else None
     if variant in (OURS, FAST):
         more = {"speed": "fast"} if variant == FAST else {}
-        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.wishes, **more)
+        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.options, **more)
     else:
         pipe = plain.to(device, dtype) if dtype else plain.to(device)
     if variant == "stock compiled":
@@ -41,14 +41,14 @@ def make_pipeline(work: Work, variant: str) -> Any:
     return pipe
 
 
-def _load(work: Work) -> Any:
+def _load(work: BenchCase) -> Any:
     import diffusers
 
     library: Any = diffusers
     return library.DiffusionPipeline.from_pretrained(work.model)
 
 
-def _make_random(work: Work, device: torch.device) -> Any:
+def _make_random(work: BenchCase, device: torch.device) -> Any:
     """A pipeline from config files, of denoiser and autoencoder alone; one seed gives one model in every process."""
     import diffusers
 
@@ -79,7 +79,7 @@ def _compile(pipe: Any) -> None:
         pipe.vae.decode = torch.compile(pipe.vae.decode)
 
 
-def make_call(work: Work, pipe: Any) -> dict[str, Any]:
+def make_call(work: BenchCase, pipe: Any) -> dict[str, Any]:
     """The arguments of the call: a prompt, or what stands for one."""
     call: dict[str, Any] = {"output_type": "pt", **work.call}
     if not work.random:

@@ -13,15 +13,15 @@ from anyaccel.processes.json_line_worker import connecting_to_parent
 __all__ = ["main"]
 
 
-class _Worker:
+class _BenchWorker:
     def __init__(self, job: dict[str, Any]) -> None:
         import torch
 
         from anyaccel.backends.device import open_device
-        from anyaccel.bench.case import Work
+        from anyaccel.bench.case import BenchCase
         from anyaccel.bench.pipelines import make_call, make_pipeline
 
-        work = Work.from_dict(job["work"])
+        work = BenchCase.from_dict(job["work"])
         self.opened, self.torch = open_device(work.device), torch
         self.pipe = make_pipeline(work, job["variant"])
         self.call, self.folder = make_call(work, self.pipe), Path(job["folder"])
@@ -107,7 +107,7 @@ def main() -> None:
     with connecting_to_parent() as (requests, answer):
         job = next(requests)
         try:
-            worker = _Worker(job)
+            worker = _BenchWorker(job)
             does = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}
             for word in requests:
                 answer(does[word]())

@@ -11,7 +11,7 @@ from typing import Any
 from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError
 
-__all__ = ["leave_out_known", "read_baseline"]
+__all__ = ["drop_known_failures", "read_baseline"]
 
 Key = tuple[str, str, str, str]
 
@@ -34,7 +34,7 @@ def _key(device: str, one: dict[str, Any]) -> Key:
     return device, str(one["limit"]), Path(str(one["file"])).name, str(one["code"])
 
 
-def leave_out_known(report: Report, known: Counter[Key]) -> Report:
+def drop_known_failures(report: Report, known: Counter[Key]) -> Report:
     """The report with what is new alone; a picture that is another, and a run that stops, are always told."""
     left = Counter(known)
     devices = {name: _leave_out(one, left) for name, one in report.devices.items()}

@@ -12,14 +12,14 @@ import torch
 
 from anyaccel.forward_overrides import Slot, remove_override, set_override
 
-__all__ = ["Call", "Comparison", "comparing", "find_tensors", "recording"]
+__all__ = ["Comparison", "RecordedCall", "comparing", "find_tensors", "recording"]
 
 _METHODS = ("encode", "decode")
 """What pipelines call on their models besides `forward`."""
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call of one model: the tensors that went in and came out, on the host."""
 
     name: str
@@ -43,14 +43,14 @@ class Comparison:
 
 
 @contextmanager
-def recording(pipe: Any) -> Iterator[list[Call]]:
+def recording(pipe: Any) -> Iterator[list[RecordedCall]]:
     """Keep every call of every model of a pipeline, in order."""
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
 
     def keep(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tuple(_to_host(one) for one in find_tensors((args, kwargs)))
         made = call(*args, **kwargs)
-        calls.append(Call(name, given, tuple(_to_host(one) for one in find_tensors(made))))
+        calls.append(RecordedCall(name, given, tuple(_to_host(one) for one in find_tensors(made))))
         return made
 
     with _listening(pipe, keep):
@@ -58,7 +58,7 @@ def recording(pipe: Any) -> Iterator[list[Call]]:
 
 
 @contextmanager
-def comparing(pipe: Any, expected: list[Call]) -> Iterator[list[Comparison]]:
+def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparison]]:
     """Hold every call of every model against a recorded one, twice: with the recorded inputs, and with its own."""
     found: list[Comparison] = []
     counts: dict[str, int] = {}
@@ -140,7 +140,7 @@ def _replacing(component: torch.nn.Module, method: str, listen: Callable[..., An
             vars(component)[method] = before
 
 
-def _of(calls: list[Call], name: str) -> Iterator[Call]:
+def _of(calls: list[RecordedCall], name: str) -> Iterator[RecordedCall]:
     return (call for call in calls if call.name == name)
 
 

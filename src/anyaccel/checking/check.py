@@ -7,10 +7,10 @@ from typing import Any
 
 from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
-from anyaccel.checking.fresh_process import Task, can_fork, check_afresh
+from anyaccel.checking.fresh_process import CheckTask, can_fork, check_in_fresh_process
 from anyaccel.checking.report import Report
-from anyaccel.checking.run import Told, Ways, run_on_devices
-from anyaccel.checking.target import read_subject
+from anyaccel.checking.run import CheckMode, OnReport, run_on_devices
+from anyaccel.checking.target import read_target
 from anyaccel.errors import UsageError, nearest
 
 __all__ = ["check", "find_devices"]
@@ -25,7 +25,7 @@ def check(
     plain: bool = False,
     strict: bool = False,
     compile: bool = False,  # noqa: A002 - it is what the option is called everywhere
-    told: Told | None = None,
+    told: OnReport | None = None,
     **call: Any,
 ) -> Report:
     """Run a pipeline on virtual devices and report every line that a device would not take: `check(pipe, "mps")`.
@@ -39,9 +39,11 @@ def check(
     devices = find_devices(device)
     if not can_fork():
         options = {"plain": plain, "strict": strict, "compile": compile}
-        return check_afresh(Task(subject=pipeline_or_model, devices=tuple(devices), options=options, call=call))
-    subject = read_subject(pipeline_or_model, call)
-    ways = Ways(placed=not plain, strict=strict, compiled=compile)
+        return check_in_fresh_process(
+            CheckTask(subject=pipeline_or_model, devices=tuple(devices), options=options, call=call)
+        )
+    subject = read_target(pipeline_or_model, call)
+    ways = CheckMode(placed=not plain, strict=strict, compiled=compile)
     found = run_on_devices(subject.recipe, devices, ways, told)
     return Report(
         subject=subject.name,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from anyaccel.checking.check import check
-from anyaccel.checking.fresh_process import Task
+from anyaccel.checking.fresh_process import CheckTask
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.processes.json_line_worker import connecting_to_parent
 
@@ -15,7 +15,7 @@ from anyaccel.processes.json_line_worker import connecting_to_parent
 def _work(path: Path) -> None:
     """Replace the task in a file by what became of it."""
     try:
-        task: Task = pickle.loads(path.read_bytes())
+        task: CheckTask = pickle.loads(path.read_bytes())
         sys.path[:] = task.path
         message = pickle.dumps((True, check(task.subject, task.devices, **task.options, **task.call)))
     except (AnyaccelError, AttributeError, ImportError) as error:

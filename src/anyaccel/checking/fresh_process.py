@@ -16,11 +16,11 @@ from anyaccel.processes.json_line_worker import JsonLineWorker
 if TYPE_CHECKING:
     from anyaccel.checking.report import Report
 
-__all__ = ["Task", "can_fork", "check_afresh"]
+__all__ = ["CheckTask", "can_fork", "check_in_fresh_process"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class CheckTask:
     """A check, as it is handed to the other process."""
 
     subject: Any
@@ -36,7 +36,7 @@ def can_fork() -> bool:
     return torch is None or torch.get_num_threads() == 1
 
 
-def check_afresh(task: Task) -> Report:
+def check_in_fresh_process(task: CheckTask) -> Report:
     """Run a check in a process of its own, with one thread, and give its report."""
     try:
         content = pickle.dumps(task)

@@ -9,20 +9,20 @@ from typing import Any
 
 from anyaccel.backends.device import find_device, open_device, read_device
 from anyaccel.checking.call_recording import Comparison, comparing, recording
-from anyaccel.checking.target import read_subject
+from anyaccel.checking.target import read_target
 from anyaccel.errors import AnyaccelError
 from anyaccel.generation.image_difference import measure_difference, measure_psnr
 from anyaccel.recipes.recipe import Recipe, run
 from anyaccel.runtime.pipeline import place
 
-__all__ = ["Part", "RealReport", "check_real", "describe_real"]
+__all__ = ["ComponentResult", "HardwareReport", "check_on_hardware", "describe_hardware_report"]
 
 _ALLOWED = {"float64": 1e-3, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 """How far a model may be from the CPU's in float32, relative to the norm of what it gives, by the type it runs in."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ComponentResult:
     """One model of the pipeline."""
 
     name: str
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RealReport:
+class HardwareReport:
     """What a model does on a device, beside the CPU."""
 
     subject: str
@@ -45,7 +45,7 @@ class RealReport:
     virtual: bool
     dtype: str
     allowed: float
-    parts: tuple[Part, ...]
+    parts: tuple[ComponentResult, ...]
     max_difference: float | None
     psnr_db: float | None
     """Of the picture against the CPU's; None where it is equal to the last bit."""
@@ -64,14 +64,14 @@ class RealReport:
         return json.dumps(self.as_dict(), indent=2)
 
 
-def check_real(
+def check_on_hardware(
     what: Any,
     device: str = "auto",
     *,
     dtype: str | None = None,
     say: Callable[[str], None] = lambda _: None,
     **call: Any,
-) -> RealReport:
+) -> HardwareReport:
     """Run a model with its own weights on the CPU in float32, then on a device; compare every call of its parts.
 
     A hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline. Every further
@@ -95,7 +95,7 @@ def check_real(
         seen = _run_to_the_end(recipe, pipe)
     found_device = find_device(pipe.plan.device)
     difference = None if seen is None else measure_difference(seen, expected)
-    return RealReport(
+    return HardwareReport(
         subject=name,
         pipeline=recipe.pipeline,
         device=found_device.name,
@@ -110,16 +110,16 @@ def check_real(
 
 def _open(what: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
     """A model with its own weights, where it has some, and a call of it."""
-    from anyaccel.generation.model_name import name_model
+    from anyaccel.generation.model_name import resolve_model
     from anyaccel.recipes import recipes
 
     if isinstance(what, str) and what not in recipes() and ":" not in what:
         from anyaccel.runtime.pipeline import DiffusionPipeline
 
-        named = name_model(what)
-        subject = read_subject(DiffusionPipeline.from_pretrained(named.source), call)
+        named = resolve_model(what)
+        subject = read_target(DiffusionPipeline.from_pretrained(named.source), call)
         return named.name, subject.recipe
-    subject = read_subject(what, call)
+    subject = read_target(what, call)
     return subject.name, subject.recipe
 
 
@@ -137,14 +137,14 @@ def _psnr(expected: Any, seen: Any) -> float | None:
     return None if found is None else round(found, 1)
 
 
-def _sum_up(found: list[Comparison], allowed: float) -> Iterator[Part]:
+def _sum_up(found: list[Comparison], allowed: float) -> Iterator[ComponentResult]:
     for name in dict.fromkeys(one.name for one in found):
         calls = [one for one in found if one.name == name]
         errors = [one.alone for one in calls if one.alone is not None]
         alone = max(errors, default=None)
         finite = all(one.finite for one in calls)
         wrong = not finite or (alone is not None and not alone <= allowed)  # not a number is wrong too
-        yield Part(
+        yield ComponentResult(
             name=name,
             calls=len(calls),
             alone=alone,
@@ -154,7 +154,7 @@ def _sum_up(found: list[Comparison], allowed: float) -> Iterator[Part]:
         )
 
 
-def describe_real(report: RealReport) -> Iterator[str]:
+def describe_hardware_report(report: HardwareReport) -> Iterator[str]:
     """The answer, and where it comes from."""
     kind = "virtual" if report.virtual else "hardware"
     answer = "right" if report.right else "silently wrong"

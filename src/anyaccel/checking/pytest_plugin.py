@@ -215,11 +215,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """A worker of pytest-xdist has ended: take its ledger in."""
-    from anyaccel.emulator.ledger import Row
+    from anyaccel.emulator.ledger import LedgerRow
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
     if rows and _WHOLE in node.config.stash:
-        node.config.stash[_WHOLE].absorb([Row(**row) for row in rows])
+        node.config.stash[_WHOLE].absorb([LedgerRow(**row) for row in rows])
 
 
 class _SecondPytest(JsonLineWorker):

@@ -24,9 +24,9 @@ from anyaccel.recipes.recipe import Recipe, run
 if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet
     from anyaccel.emulator.accelerator import VirtualAccelerator
-    from anyaccel.emulator.ledger import Row
+    from anyaccel.emulator.ledger import LedgerRow
 
-__all__ = ["Told", "Ways", "run_on_device", "run_on_devices", "run_on_host"]
+__all__ = ["CheckMode", "OnReport", "run_on_device", "run_on_devices", "run_on_host"]
 
 _TIMEOUT_S = 3600.0
 _PACKAGE = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ _NEVER_ON_SHEET = "a limit that the sheet of this version does not list"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class CheckMode:
     """How a check runs a pipeline."""
 
     placed: bool = True
@@ -42,10 +42,12 @@ class Ways:
     compiled: bool = False
 
 
-Told = Callable[[DeviceReport], None]
+OnReport = Callable[[DeviceReport], None]
 
 
-def run_on_devices(recipe: Recipe, devices: list[str], ways: Ways, told: Told | None = None) -> list[DeviceReport]:
+def run_on_devices(
+    recipe: Recipe, devices: list[str], ways: CheckMode, told: OnReport | None = None
+) -> list[DeviceReport]:
     """Check one pipeline on some virtual devices; return the reports in the order of `devices`.
 
     `told` hears of each as soon as it is there.
@@ -94,7 +96,7 @@ def _run_reference(recipe: Recipe) -> Any:
 
 
 def run_on_device(
-    device: str, recipes: Sequence[Recipe], expected: Mapping[str, Any], ways: Sequence[Ways]
+    device: str, recipes: Sequence[Recipe], expected: Mapping[str, Any], ways: Sequence[CheckMode]
 ) -> list[DeviceReport]:
     """Check pipelines on one virtual device, in one process of its own: each recipe in each of the ways."""
     from anyaccel.emulator.run_forked import run_forked
@@ -123,7 +125,7 @@ def _in_its_own_process() -> Iterator[None]:
         yield
 
 
-def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, ways: Ways) -> DeviceReport:
+def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, ways: CheckMode) -> DeviceReport:
     """Make a pipeline, put it on the device, run it, and hold it against the CPU's picture."""
     begun = time.perf_counter()
     pipe: Any = recipe.make()
@@ -147,7 +149,7 @@ def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, way
     )
 
 
-def _put(pipe: Any, accelerator: VirtualAccelerator, ways: Ways) -> Any:
+def _put(pipe: Any, accelerator: VirtualAccelerator, ways: CheckMode) -> Any:
     if not ways.placed:
         return pipe.to(accelerator.device())
     from anyaccel.runtime.pipeline import place
@@ -164,12 +166,12 @@ def _round_trips(by_step: dict[int | None, int]) -> float:
     return sum(within.values()) / (max(within) + 1) if within else 0.0
 
 
-def _is_ours(row: Row) -> bool:
+def _is_ours(row: LedgerRow) -> bool:
     """Whether the line is our own call of the pipeline, where the picture is fetched once it is done."""
     return Path(row.file).is_absolute() and Path(row.file).is_relative_to(_PACKAGE)
 
 
-def _explain(row: Row, sheet: Sheet) -> Violation:
+def _explain(row: LedgerRow, sheet: Sheet) -> Violation:
     limit = sheet.limits(Limit).get(row.limit)
     return Violation(
         limit=row.limit,

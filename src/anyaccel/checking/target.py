@@ -18,7 +18,7 @@ from anyaccel.errors import ModelError, UsageError, nearest
 from anyaccel.explanation.known_models import described_models, find_description
 from anyaccel.recipes import Recipe, recipes
 
-__all__ = ["Subject", "read_subject"]
+__all__ = ["CheckTarget", "read_target"]
 
 _STEPS = 2
 _OUTPUTS = ("images", "videos", "audio", "latents")
@@ -26,7 +26,7 @@ _OUTPUTS = ("images", "videos", "audio", "latents")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CheckTarget:
     """Something to check: what it is called, how it is made and called."""
 
     name: str
@@ -34,20 +34,20 @@ class Subject:
     notes: tuple[str, ...] = ()
 
 
-def read_subject(what: Any, call: Mapping[str, Any]) -> Subject:
+def read_target(what: Any, call: Mapping[str, Any]) -> CheckTarget:
     """Find out what is meant; `call` goes over the arguments that it would be called with."""
     if not isinstance(what, str | Path):
         return _change_call(_from_pipeline(what), call)
     text = str(find_embedded_model()) if str(what) == NAME else str(what)
     if Path(text).expanduser().is_dir():
         small = make_small_model(Path(text).expanduser())
-        return _change_call(Subject(name=str(what), recipe=small.recipe, notes=small.notes), call)
+        return _change_call(CheckTarget(name=str(what), recipe=small.recipe, notes=small.notes), call)
     described = find_description(text)
     if described is not None:
         small = make_small_model(described)
-        return _change_call(Subject(name=text, recipe=small.recipe, notes=small.notes), call)
+        return _change_call(CheckTarget(name=text, recipe=small.recipe, notes=small.notes), call)
     if text in recipes():
-        return _change_call(Subject(name=text, recipe=recipes()[text]), call)
+        return _change_call(CheckTarget(name=text, recipe=recipes()[text]), call)
     module, colon, function = text.partition(":")
     if colon and not text.startswith("/"):
         return _change_call(_from_factory(text, module, function), call)
@@ -58,14 +58,14 @@ def read_subject(what: Any, call: Mapping[str, Any]) -> Subject:
     )
 
 
-def _change_call(subject: Subject, call: Mapping[str, Any]) -> Subject:
+def _change_call(subject: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:
     if not call:
         return subject
     before = subject.recipe.call
     return replace(subject, recipe=replace(subject.recipe, call=lambda: {**before(), **call}))
 
 
-def _from_factory(text: str, module: str, function: str) -> Subject:
+def _from_factory(text: str, module: str, function: str) -> CheckTarget:
     """A function of somebody's, imported from where the command was given."""
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -88,7 +88,7 @@ def _from_factory(text: str, module: str, function: str) -> Subject:
     return _from_pipeline(pipe, text, call)
 
 
-def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> Subject:
+def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> CheckTarget:
     """A pipeline that exists, or the blocks of one; each process has a copy of it of its own."""
     if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
         pipe = pipe.init_pipeline()
@@ -102,7 +102,7 @@ def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = N
         make=lambda: pipe,
         call=lambda: {**_plain_call(pipe), **(call or {})},
     )
-    return Subject(name=name or kind, recipe=recipe)
+    return CheckTarget(name=name or kind, recipe=recipe)
 
 
 def _plain_call(pipe: Any) -> dict[str, Any]:

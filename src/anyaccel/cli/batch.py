@@ -38,17 +38,17 @@ def make_batch(
 
     The same command goes on where it was stopped. Ends with 0 if every row has its picture, with 1 if rows failed.
     """
-    from anyaccel.cluster.batch.image_worker import Settings
-    from anyaccel.cluster.batch.start import Job, run_job
+    from anyaccel.cluster.batch.image_worker import WorkerSettings
+    from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = Settings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
+    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
     display = Display()
     display.begin("starting")
     try:
         with raising_on_sigterm(), redirect_stdout(sys.stderr):  # stdout is for the summary, and Ray tells of workers
-            job = Job(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
-            summary = run_job(job, display)
+            job = BatchJob(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
+            summary = run_batch(job, display)
             if ray is not None:
                 leave()
     except (KeyboardInterrupt, TerminatedError) as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
-from anyaccel.cli.interrupts import clearing_up
+from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.errors import UsageError
 
 __all__ = ["bench_models"]
@@ -57,7 +57,7 @@ def bench_models(
     ours = ("anyaccel", *(["anyaccel fast"] if fast else []))
     works = _list_works(models, device, dtype or opened.sheet.default_dtypes.order[0], call, pictures)
     rows: list[dict[str, Any]] = []
-    with clearing_up() as display:
+    with cleanup_on_exit() as display:
         for work in works:
             one = replace(work, variants=(*_AGAINST[against], *ours))
             rows.extend(run_together([one], rounds=rounds, at_once=False, tell=display.begin))
@@ -72,15 +72,15 @@ def bench_models(
 def _list_works(models: list[str] | None, device: str, dtype: str, call: dict[str, Any], pictures: int) -> list[Any]:
     """The models as works; one that is not there is refused before any is run."""
     from anyaccel.backends.device_functions import dtype_name
-    from anyaccel.bench.case import Work
+    from anyaccel.bench.case import BenchCase
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
-    from anyaccel.generation.model_name import name_model
+    from anyaccel.generation.model_name import resolve_model
 
-    told, type_name = {"pictures": pictures}, dtype_name(dtype)
-    named = {model: name_model(model) for model in models or [NAME]}
+    told, type_name = {"expected_images": pictures}, dtype_name(dtype)
+    named = {model: resolve_model(model) for model in models or [NAME]}
     return [
-        Work(
-            model=one.source, title=model, device=device, dtype=type_name, wishes=told,
+        BenchCase(
+            model=one.source, title=model, device=device, dtype=type_name, options=told,
             call={**(CALL_DEFAULTS if one.kind == "embedded" else {}), **call},
         )
         for model, one in named.items()

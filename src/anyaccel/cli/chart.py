@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anyaccel.cli.interrupts import clearing_up
+from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.processes.signals import TerminatedError
@@ -21,7 +21,7 @@ from anyaccel.storage.atomic_write import atomic_write
 from anyaccel.storage.file_lock import lock_file
 
 if TYPE_CHECKING:
-    from anyaccel.checking.chart.chart import Chart, Line
+    from anyaccel.checking.chart.chart import Chart, ChartRow
     from anyaccel.recipes import Recipe
 
 __all__ = ["describe_making", "show_chart"]
@@ -58,7 +58,7 @@ def show_chart(
     from anyaccel.recipes import recipes
 
     chosen = find_families(family or [], recipes().values())
-    with clearing_up() as display, _holding(keep):
+    with cleanup_on_exit() as display, _holding(keep):
         chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1, display)
     _write_pages(chart, html, markdown)
     if as_json:
@@ -100,7 +100,7 @@ def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int,
     return make(recipe.name for recipe in chosen)
 
 
-def _read_kept(keep: Path | None, made: dict[str, Any], devices: list[str]) -> tuple[tuple[Line, ...], float]:
+def _read_kept(keep: Path | None, made: dict[str, Any], devices: list[str]) -> tuple[tuple[ChartRow, ...], float]:
     from anyaccel.checking.chart.chart_file import read_chart
 
     if keep is None or not keep.exists():
@@ -177,7 +177,7 @@ def _describe(chart: Chart) -> list[str]:
     return lines
 
 
-def _is_unexplained(line: Line) -> bool:
+def _is_unexplained(line: ChartRow) -> bool:
     from anyaccel.checking.chart.known_failures import find_reason
 
     return any(cell.placed.state != "works" and not find_reason(line.recipe) for cell in line.cells)

@@ -10,7 +10,7 @@ import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.chart import describe_making
-from anyaccel.cli.interrupts import clearing_up
+from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
 from anyaccel.storage.atomic_write import atomic_write
@@ -83,7 +83,7 @@ def _check_virtual(
 ) -> Report:
     # Each device has a process, and each process one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from anyaccel.checking.baseline import leave_out_known, read_baseline
+    from anyaccel.checking.baseline import drop_known_failures, read_baseline
     from anyaccel.checking.check import check, find_devices
 
     known = read_baseline(baseline) if baseline else None
@@ -95,10 +95,10 @@ def _check_virtual(
         done += 1
         display.count(done, len(wanted), one.device)
 
-    with clearing_up() as display:
+    with cleanup_on_exit() as display:
         display.begin(f"checking {subject}")
         report = check(subject, wanted, **ways, told=tell, **call)
-    return report if known is None else leave_out_known(report, known)
+    return report if known is None else drop_known_failures(report, known)
 
 
 def _check_real(
@@ -107,10 +107,10 @@ def _check_real(
     unfit = next((name for name, value in others.items() if value), None)
     if unfit or len(devices) > 1:
         raise UsageError(f"--real does not go with {unfit or 'several devices'}", hint="leave one of the two out")
-    from anyaccel.checking.on_hardware import check_real, describe_real
+    from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
-    report = check_real(subject, devices[0], dtype=dtype, say=Display().say, **call)
-    print(report.to_json() if as_json else "\n".join(describe_real(report)))
+    report = check_on_hardware(subject, devices[0], dtype=dtype, say=Display().say, **call)
+    print(report.to_json() if as_json else "\n".join(describe_hardware_report(report)))
     if not report.right:
         raise typer.Exit(1)
 

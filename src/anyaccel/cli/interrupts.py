@@ -13,14 +13,14 @@ import typer
 from anyaccel.cli.progress import Display
 from anyaccel.processes.signals import TerminatedError, handling_signals, raising_on_sigterm
 
-__all__ = ["ENDED", "INTERRUPTED", "Interruption", "clearing_up"]
+__all__ = ["ENDED", "INTERRUPTED", "Interruption", "cleanup_on_exit"]
 
 INTERRUPTED, ENDED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """What a process that Ctrl-C or another process ended exits with."""
 
 
 @contextmanager
-def clearing_up() -> Iterator[Display]:
+def cleanup_on_exit() -> Iterator[Display]:
     """A display while the block runs. SIGTERM ends the block as Ctrl-C does: its processes and its files go."""
     display = Display()
     try:

@@ -13,7 +13,7 @@ from anyaccel.call_limits import parse_image_size
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
-    from anyaccel.server.settings import Settings
+    from anyaccel.server.settings import ServerSettings
 
 __all__ = ["serve_models"]
 
@@ -78,11 +78,11 @@ def serve_models(
     except ImportError as error:
         raise UsageError(f"the service needs {error.name}, which is not installed", hint=_INSTALL) from error
     devices = _check_devices(device, ray, replicas)
-    from anyaccel.server.settings import Settings, read_limits, read_lora, read_served_names
+    from anyaccel.server.settings import ServerSettings, read_limits, read_lora, read_served_names
 
     keys = tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
     check_address(host, keys, without_key=no_key)
-    settings = Settings(
+    settings = ServerSettings(
         models=read_served_names(models or ["embedded"]),
         data=(data or _find_data()).expanduser().absolute(),
         device=devices[0],
@@ -108,7 +108,7 @@ def _check_devices(device: list[str] | None, ray: str | None, replicas: str | No
     return devices
 
 
-def _serve(settings: Settings, ray: str | None, devices: tuple[str, ...], replicas: str | None) -> None:
+def _serve(settings: ServerSettings, ray: str | None, devices: tuple[str, ...], replicas: str | None) -> None:
     def tell_ready(address: str) -> None:
         _tell(f"ready: {address}")
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = [
     "WAYS",
     "ask_for_sixel",
-    "check_way",
-    "choose_way",
+    "check_protocol",
+    "choose_protocol",
     "encode_blocks",
     "encode_iterm2",
     "encode_kitty",
     "encode_sixel",
-    "show_picture",
+    "show_image",
 ]
 
 WAYS = ("auto", "kitty", "iterm2", "sixel", "blocks", "never")
@@ -43,17 +43,17 @@ _STRETCHED = (0, 95, 135, 175, 215, 255)
 """The levels of red, green and blue in a palette of 256 colours."""
 
 
-def check_way(way: str) -> None:
+def check_protocol(way: str) -> None:
     """Raise if there is no such way to show a picture."""
     if way not in WAYS:
         raise UsageError(f"a picture cannot be shown by {way!r}", hint=nearest(way, WAYS))
 
 
-def show_picture(image: Image.Image, stream: TextIO, way: str = "auto") -> None:
+def show_image(image: Image.Image, stream: TextIO, way: str = "auto") -> None:
     """Show a picture on a terminal; on anything else, or where the terminal can show none, do nothing."""
     if not stream.isatty():
         return
-    chosen = choose_way(os.environ, ask_for_sixel, stream.encoding or "ascii") if way == "auto" else way
+    chosen = choose_protocol(os.environ, ask_for_sixel, stream.encoding or "ascii") if way == "auto" else way
     size = os.get_terminal_size(stream.fileno())
     columns, lines = size.columns or 80, size.lines or 24  # some say 0, and mean that they do not know
     if chosen == "never" or columns < _NARROWEST:
@@ -71,7 +71,7 @@ def show_picture(image: Image.Image, stream: TextIO, way: str = "auto") -> None:
     stream.flush()
 
 
-def choose_way(environment: Mapping[str, str], knows_sixel: Callable[[], bool], encoding: str) -> str:
+def choose_protocol(environment: Mapping[str, str], knows_sixel: Callable[[], bool], encoding: str) -> str:
     """How a terminal shows pictures, by what it says of itself; it is asked about sixel only if that leaves it open."""
     terminal = environment.get("TERM", "")
     if environment.get("NO_COLOR") or terminal in ("", "dumb", "linux"):

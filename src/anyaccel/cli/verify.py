@@ -88,11 +88,11 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
 
 def _suggest_name(name: str) -> str:
     """A name for the file: `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
-    from anyaccel.verification.probe_worker import make_bench
+    from anyaccel.verification.probe_worker import make_probe_context
 
     spec = read_device(name)
     device = ["virtual"] * spec.virtual + [spec.product or spec.name] + [str(spec.index)] * (spec.index is not None)
-    which = [] if spec.virtual else [make_bench(name, quick=True).product or platform.machine()]
+    which = [] if spec.virtual else [make_probe_context(name, quick=True).product or platform.machine()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return "-".join(["anyaccel-evidence", *device, *which, today]) + ".json"
 

@@ -10,7 +10,7 @@ import typer
 
 from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import refuse_unwritable
-from anyaccel.cli.interrupts import clearing_up
+from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
@@ -45,19 +45,19 @@ def warm_model(
         raise UsageError("images and pictures are numbers from 1 up", hint="leave them out")
     shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
     refuse_unwritable(find_folder())
-    with clearing_up() as display:
+    with cleanup_on_exit() as display:
         display.begin(f"loading {model}")
         from anyaccel.errors import NotMeasurableError
-        from anyaccel.generation.model_name import name_model
+        from anyaccel.generation.model_name import resolve_model
         from anyaccel.generation.progress import counting_components
         from anyaccel.runtime.pipeline import DiffusionPipeline
         from anyaccel.runtime.placement_state import find_placement
 
         with counting_components(_Loading(display, model)):
-            pipe = DiffusionPipeline.from_pretrained(name_model(model).source)
-        pipe.to(device, compile=True, pictures=pictures, **({"dtype": dtype} if dtype else {}))
+            pipe = DiffusionPipeline.from_pretrained(resolve_model(model).source)
+        pipe.to(device, compile=True, expected_images=pictures, **({"dtype": dtype} if dtype else {}))
         pipe.set_progress_bar_config(disable=True)
-        compiling = pipe.plan.compiling
+        compiling = pipe.plan.compile_policy
         if compiling.value.when == "never":
             raise NotMeasurableError(
                 f"nothing is compiled on {pipe.plan.title}: {compiling.reason}", hint="no need to warm it"

@@ -12,11 +12,11 @@ from anyaccel.errors import AnyaccelError, DeviceUnavailableError, UsageError
 from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker
 from anyaccel.storage.file_lock import lock_file
 
-__all__ = ["Places", "check_workers", "claim_device", "find_named", "find_places", "share_threads"]
+__all__ = ["DeviceSlots", "check_workers", "claim_device", "find_device_slots", "share_threads", "slots_from_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class DeviceSlots:
     """The devices of a name on this machine."""
 
     device: str
@@ -32,19 +32,19 @@ class Places:
     virtual: bool = False
 
 
-def find_places(device: str) -> Places:
+def find_device_slots(device: str) -> DeviceSlots:
     """Look at the devices here in a process that ends: some belong to the first process that looks at them."""
     from anyaccel.backends.device import read_device, sheet
     from anyaccel.backends.device_spec import AUTO
 
     spec = read_device(device)
     if spec.virtual:
-        return find_named(device)
+        return slots_from_name(device)
     if spec.name != AUTO and spec.index is None and sheet(spec).is_host:
-        return Places(device=spec.name, name=spec.name, count=_count_cores(), on_host=True)
+        return DeviceSlots(device=spec.name, name=spec.name, count=_count_cores(), on_host=True)
     with PipeWorker(_look, device, name="anyaccel-devices") as process:
         try:
-            found: Places | Exception = process.receive()
+            found: DeviceSlots | Exception = process.receive()
         except EOFError as error:
             raise AnyaccelError(
                 "the devices could not be looked at: the process that did is gone", hint="does `anyaccel devices` work?"
@@ -61,7 +61,7 @@ def _look(pipe: ParentPipe, device: str) -> None:
         pipe.send(error)
 
 
-def _find_places(device: str) -> Places:
+def _find_places(device: str) -> DeviceSlots:
     from anyaccel.backends.device import find_device, open_device, read_device
 
     spec = read_device(device)
@@ -69,20 +69,20 @@ def _find_places(device: str) -> Places:
     name = opened.sheet.name
     index = spec.index if spec.product is None else opened.index
     if opened.sheet.is_host:
-        return Places(device=name, name=name, count=_count_cores(), on_host=True)
-    return Places(
+        return DeviceSlots(device=name, name=name, count=_count_cores(), on_host=True)
+    return DeviceSlots(
         device=name, name=name, count=1 if index is not None else find_device(name).count, on_host=False, index=index
     )
 
 
-def find_named(device: str) -> Places:
+def slots_from_name(device: str) -> DeviceSlots:
     """What a device's name says by itself; whether it is there, the cluster knows."""
     from anyaccel.backends.device import read_device, sheet
 
     spec = read_device(device)
     if spec.virtual:
         count = spec.require_count()
-        return Places(
+        return DeviceSlots(
             device=str(spec),
             name=spec.name,
             count=count if spec.index is None else 1,
@@ -93,14 +93,14 @@ def find_named(device: str) -> Places:
     if spec.index is not None:
         raise UsageError(f"{spec} names one device, and Ray chooses which", hint=f"--device {spec.name}")
     found = sheet(spec)
-    return Places(device=found.name, name=found.name, count=0, on_host=found.is_host)
+    return DeviceSlots(device=found.name, name=found.name, count=0, on_host=found.is_host)
 
 
 def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_workers(places: Places, wanted: int | None) -> int:
+def check_workers(places: DeviceSlots, wanted: int | None) -> int:
     """How many workers there are: as many as were asked for, else one a device."""
     if wanted is None:
         return 1 if places.on_host else places.count
@@ -117,7 +117,7 @@ def share_threads(workers: int) -> int | None:
     return max(1, _count_cores() // workers) if workers > 1 else None
 
 
-def _are(places: Places) -> str:
+def _are(places: DeviceSlots) -> str:
     what = "cores" if places.on_host else f"{places.name} devices"
     return f"is 1 {what[:-1]}" if places.count == 1 else f"are {places.count} {what}"
 

@@ -105,7 +105,7 @@ def _wait(ray: Any, waiting: dict[Any, int]) -> list[Ended]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a program as ranks, and print what the first of them printed."""
     from anyaccel.backends.device import sheet
-    from anyaccel.cluster.device_slots import find_named
+    from anyaccel.cluster.device_slots import slots_from_name
     from anyaccel.cluster.ray_cluster import check_places, join, resources_for
 
     parser = argparse.ArgumentParser(prog="python -m anyaccel.cluster.torchrun_on_ray", description=__doc__)
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.ranks < 1 or not asked.program:
             raise UsageError("a program and at least one rank are needed", hint="--ranks 2 program.py")
-        places = find_named(asked.device)
+        places = slots_from_name(asked.device)
         join(asked.ray)
         found = sheet(places.name)
         check_places(found, places.virtual, asked.ranks)

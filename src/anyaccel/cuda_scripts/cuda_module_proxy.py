@@ -15,12 +15,12 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.torch_device import is_host
-from anyaccel.cuda_scripts.migration import Migration, is_devices_own, read_site
+from anyaccel.cuda_scripts.migration import Migration, is_device_aware_library, read_site
 from anyaccel.emulator.streams import make_stream_classes
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.errors import NotMeasurableError, UnmappedError
 
-__all__ = ["Answers", "install_stand_in"]
+__all__ = ["CudaModuleProxy", "install_cuda_proxy"]
 
 _GRAPH = "a recorded graph of launches is a thing of NVIDIA's driver"
 _REASONS = {
@@ -40,7 +40,7 @@ _REASONS = {
 _NO_FIGURE = float("nan")
 
 
-class Answers:
+class CudaModuleProxy:
     """Every name of the module that a script may use, answered for the device; methods are called as in torch."""
 
     def __init__(self, migration: Migration, module: ModuleType) -> None:
@@ -216,16 +216,16 @@ class Answers:
         return f"{self._migration.title}: {used} bytes, at most {peak}"
 
 
-def install_stand_in(migration: Migration) -> None:
+def install_cuda_proxy(migration: Migration) -> None:
     """Let a script meet the answers where it looks for torch's module of CUDA."""
     module: Any = torch.get_device_module(migration.foreign)
-    answers = Answers(migration, module)
+    answers = CudaModuleProxy(migration, module)
 
     class StandIn(ModuleType):
         """The module: as it is for libraries, the answers for scripts."""
 
         def __getattribute__(self, name: str) -> Any:
-            if name.startswith("__") or is_devices_own(sys._getframe(1)):
+            if name.startswith("__") or is_device_aware_library(sys._getframe(1)):
                 return super().__getattribute__(name)
             spelled = f"{module_name}.{name}"
             if name.startswith("_") or not hasattr(answers, name):

@@ -19,9 +19,9 @@ from anyaccel.backends.device_functions import adjust_dtype, dtype_name
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.cuda_scripts.migration import Migration
 from anyaccel.emulator.torch_patches import apply_patch
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
-__all__ = ["install_libraries"]
+__all__ = ["install_library_patches"]
 
 Change = Callable[[ModuleType, Migration], None]
 _OFFLOADS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
@@ -32,7 +32,7 @@ _XFORMERS = (
 )
 
 
-def install_libraries(migration: Migration) -> None:
+def install_library_patches(migration: Migration) -> None:
     """Change each library that is imported already, and the others when they are."""
     changes: dict[str, Change] = {
         "diffusers.pipelines.pipeline_utils": _change_pipelines,
@@ -187,11 +187,11 @@ def place_pipeline_of_script(pipe: Any, device: torch.device, dtype: torch.dtype
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
     types = {} if dtype is not None else _read_types(pipe)
-    wishes = {"dtype": dtype or getattr(pipe, "dtype", None)}
+    placement_options = {"dtype": dtype or getattr(pipe, "dtype", None)}
     if isinstance(pipe, Portable):
         # The script placed it before, or had anyaccel load it: what was wished for then still holds.
-        wishes = {"dtype": dtype} if dtype is not None else {}
-    place(make_portable(pipe), str(device), **wishes)
+        placement_options = {"dtype": dtype} if dtype is not None else {}
+    place(make_portable(pipe), str(device), **placement_options)
     _give_types_back(types, device)
     migration.pipelines += 1
     return pipe
@@ -221,7 +221,7 @@ def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..
 
     def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
         from anyaccel.runtime.pipeline import Portable, make_portable
-        from anyaccel.runtime.placement_state import remember_wishes
+        from anyaccel.runtime.placement_state import store_options
 
         if isinstance(self, Portable):
             before(self, gpu_id, device)
@@ -231,7 +231,7 @@ def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..
             migration.note(f"{before.__name__} is left out: there is no accelerator to come from the host to")
             return
         types = _read_types(self)
-        remember_wishes(self, Wishes(dtype=dtype_name(self.dtype)))
+        store_options(self, PlacementOptions(dtype=dtype_name(self.dtype)))
         getattr(make_portable(self), before.__name__)(device=target)
         _give_types_back(types, target)
         migration.pipelines += 1

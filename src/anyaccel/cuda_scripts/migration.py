@@ -17,11 +17,11 @@ from anyaccel.backends.device import OpenDevice, find_device
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.errors import UnmappedError
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import Plan, make_plan
 
-__all__ = ["Migration", "Site", "is_devices_own", "read_site"]
+__all__ = ["Migration", "ScriptLine", "is_device_aware_library", "read_site"]
 
 _DEVICES_OWN = frozenset(
     {"torch", "torchvision", "torchaudio", "torchao", "diffusers", "transformers", "accelerate", "peft", "safetensors"}
@@ -32,7 +32,7 @@ _DEVICES_OWN = frozenset(
 
 
 @dataclass(frozen=True, order=True)
-class Site:
+class ScriptLine:
     """A line of a script, or of a module that it brings along."""
 
     file: str
@@ -42,17 +42,17 @@ class Site:
         return f"{self.file}:{self.line}"
 
 
-def is_devices_own(frame: FrameType) -> bool:
+def is_device_aware_library(frame: FrameType) -> bool:
     """Whether code belongs to a library that knows of devices, and not to a script."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEVICES_OWN
 
 
-def read_site(depth: int = 1) -> Site | None:
+def read_site(depth: int = 1) -> ScriptLine | None:
     """The line of the script that led here; None where a library's own thread did."""
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and is_devices_own(frame):
+    while frame is not None and is_device_aware_library(frame):
         frame = frame.f_back
-    return None if frame is None else Site(frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else ScriptLine(frame.f_code.co_filename, frame.f_lineno)
 
 
 @dataclass
@@ -62,9 +62,9 @@ class Migration:
     opened: OpenDevice
     device: torch.device = field(init=False)
     """What the name means without a number; another one after the script chose it."""
-    sites: dict[Site, dict[str, None]] = field(default_factory=dict)
+    sites: dict[ScriptLine, dict[str, None]] = field(default_factory=dict)
     """Each line that named the device, with what it asked for."""
-    notes: dict[str, Site | None] = field(default_factory=dict)
+    notes: dict[str, ScriptLine | None] = field(default_factory=dict)
     """What was left out or answered in another way, with the first line of each."""
     pipelines: int = 0
     """How many pipelines were placed."""
@@ -89,8 +89,8 @@ class Migration:
     def make_plan(self) -> Plan:
         """The plan for what runs outside of any pipeline: loops written by hand."""
         sheet = self.opened.sheet
-        facts, wishes = Facts(pipeline="script"), Wishes(dtype="float32")
-        return make_plan(sheet, facts, wishes, device=f"{sheet.name}:{self.opened.index}")
+        facts, options = PipelineFacts(pipeline="script"), PlacementOptions(dtype="float32")
+        return make_plan(sheet, facts, options, device=f"{sheet.name}:{self.opened.index}")
 
     def means(self, value: Any) -> bool:
         """Whether a value is the name that is mapped: a string or a device, with a number or without."""

@@ -37,24 +37,24 @@ _INTERRUPTED = 130
 
 def start_migration(device: str) -> Any:
     """Open the device, and let `cuda` mean it in this process from now on; gives the migration."""
-    from anyaccel.planning.options import Wishes
+    from anyaccel.planning.options import PlacementOptions
     from anyaccel.runtime.placement.place import resolve_device
 
     # A vendor's own switch of this kind would map the same calls a second time.
-    opened = resolve_device(device, Wishes(hpu_migration=False))
+    opened = resolve_device(device, PlacementOptions(hpu_migration=False))
 
-    from anyaccel.cuda_scripts.cuda_module_proxy import install_stand_in
-    from anyaccel.cuda_scripts.library_patches import install_libraries
+    from anyaccel.cuda_scripts.cuda_module_proxy import install_cuda_proxy
+    from anyaccel.cuda_scripts.library_patches import install_library_patches
     from anyaccel.cuda_scripts.migration import Migration
-    from anyaccel.cuda_scripts.script_function_mode import install_seam
-    from anyaccel.cuda_scripts.torch_patches import install_spellings
+    from anyaccel.cuda_scripts.script_function_mode import install_function_mode
+    from anyaccel.cuda_scripts.torch_patches import install_torch_patches
 
     migration = Migration(opened)
     if not migration.is_native:
-        install_stand_in(migration)
-        install_spellings(migration)
-        install_seam(migration)
-    install_libraries(migration)
+        install_cuda_proxy(migration)
+        install_torch_patches(migration)
+        install_function_mode(migration)
+    install_library_patches(migration)
     return migration
 
 
@@ -150,11 +150,11 @@ def _frames(trace: TracebackType | None) -> list[Any]:
 
 def _find_line(trace: TracebackType | None) -> Any:
     """The last line on the way to an error that is the script's."""
-    from anyaccel.cuda_scripts.migration import Site, is_devices_own
+    from anyaccel.cuda_scripts.migration import ScriptLine, is_device_aware_library
 
     site = None
     while trace is not None:
-        if not is_devices_own(trace.tb_frame):
-            site = Site(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        if not is_device_aware_library(trace.tb_frame):
+            site = ScriptLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return site

@@ -15,23 +15,23 @@ from typing import Any
 import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
-from anyaccel.cuda_scripts.migration import Migration, is_devices_own
+from anyaccel.cuda_scripts.migration import Migration, is_device_aware_library
 from anyaccel.emulator.torch_patches import apply_patch, replace_by
 from anyaccel.runtime.workarounds import noise
-from anyaccel.runtime.workarounds.function_modes import GlueSeam, Handler, make_glue_seam
+from anyaccel.runtime.workarounds.function_modes import Handler, PipelineFunctionMode, make_pipeline_function_mode
 from anyaccel.upstream.torch_internals import find_property
 
-__all__ = ["ScriptSeam", "install_seam"]
+__all__ = ["ScriptFunctionMode", "install_function_mode"]
 
 Tensor = torch.Tensor
 Named = dict[str, Any]
 _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 
-class ScriptSeam(GlueSeam):
+class ScriptFunctionMode(PipelineFunctionMode):
     """What a script calls of torch's: the device is mapped first, then it is repaired as in any pipeline."""
 
-    def __init__(self, migration: Migration, seam: GlueSeam) -> None:
+    def __init__(self, migration: Migration, seam: PipelineFunctionMode) -> None:
         draws = noise.make_handlers(migration.device, {})
         behind = {func: _draw_there(handler) for func, handler in seam.handlers.items() if func in draws}
         super().__init__({**seam.handlers, **behind}, seam.meeting)
@@ -87,7 +87,7 @@ class ScriptSeam(GlueSeam):
 
     def _is_there(self, tensor: Any, frame: Any) -> bool:
         """Whether a tensor lies on the accelerator, which a script asks by the name that it knows."""
-        return not is_devices_own(frame) and is_on(tensor.device, self.migration.device.type)
+        return not is_device_aware_library(frame) and is_on(tensor.device, self.migration.device.type)
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Named) -> Any:
         """Memory that is pinned is copied sooner; where a device has none, the tensor itself does."""
@@ -98,9 +98,9 @@ class ScriptSeam(GlueSeam):
             return args[0]
 
 
-def install_seam(migration: Migration) -> ScriptSeam:
+def install_function_mode(migration: Migration) -> ScriptFunctionMode:
     """Enter the seam for this thread, and for every thread that is started from now on."""
-    seam = make_glue_seam(migration.make_plan(), migration.device)
+    seam = make_pipeline_function_mode(migration.make_plan(), migration.device)
     for name in _BUILDERS:
         apply_patch(f"torch.{name}", lambda build: _build(build, migration), "scripts")
     apply_patch("torch.Tensor.record_stream", replace_by(_stay_on_stream), "scripts")
@@ -111,7 +111,7 @@ def install_seam(migration: Migration) -> ScriptSeam:
             run = self.run
 
             def run_inside() -> None:
-                with ScriptSeam(migration, seam):
+                with ScriptFunctionMode(migration, seam):
                     run()
 
             self.run = run_inside  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ def install_seam(migration: Migration) -> ScriptSeam:
         return start_inside
 
     apply_patch("threading.Thread.start", start_with_seam, "scripts")
-    entered = ScriptSeam(migration, seam)
+    entered = ScriptFunctionMode(migration, seam)
     entered.__enter__()
     return entered
 

@@ -12,13 +12,13 @@ from anyaccel.backends.device_functions import adjust_dtype
 from anyaccel.cuda_scripts.migration import Migration
 from anyaccel.emulator.torch_patches import apply_patch, replace_class
 
-__all__ = ["install_spellings"]
+__all__ = ["install_torch_patches"]
 
 _FOR_ANY_DEVICE = ("inductor", "cudagraphs", None)
 """Compilers that a script names, or leaves to torch, without a device of its own in mind."""
 
 
-def install_spellings(migration: Migration) -> None:
+def install_torch_patches(migration: Migration) -> None:
     """Apply the patches of these; they stay until the process ends."""
     apply_patch("torch.Generator", lambda original: _draw_on_host(original, migration), "scripts")
     _change_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
@@ -72,7 +72,7 @@ def _change_loading(load: Any, migration: Migration) -> Any:
 
 def _change_compiling(compile_there: Any, migration: Migration) -> Any:
     """`torch.compile`: with the device's own compiler, as its sheet says."""
-    rule = migration.make_plan().compile.value
+    rule = migration.make_plan().compiler.value
 
     @functools.wraps(compile_there)
     def compile_here(model: Any = None, **options: Any) -> Any:

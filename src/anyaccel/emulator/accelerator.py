@@ -8,10 +8,10 @@ import torch
 
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
-from anyaccel.emulator.compiler_stub import CompilerBook
+from anyaccel.emulator.compiler_stub import CompileLog
 from anyaccel.emulator.ledger import Ledger
-from anyaccel.emulator.limit_index import LimitBook
-from anyaccel.emulator.memory_tracker import MemoryBook
+from anyaccel.emulator.limit_index import LimitIndex
+from anyaccel.emulator.memory_tracker import MemoryTracker
 from anyaccel.errors import LimitError, LimitTypeError
 
 __all__ = ["VirtualAccelerator"]
@@ -26,20 +26,20 @@ class VirtualAccelerator:
     capacity_bytes: int | None = None
     strict: bool = False
     ledger: Ledger = field(default_factory=Ledger)
-    compiler: CompilerBook = field(default_factory=CompilerBook)
+    compiler: CompileLog = field(default_factory=CompileLog)
     enforcing: bool = True
     current_index: int = 0
 
     def __post_init__(self) -> None:
-        self.limits = LimitBook(self.sheet)
-        self.book = MemoryBook(self.count, self.capacity_bytes)
+        self.limits = LimitIndex(self.sheet)
+        self.book = MemoryTracker(self.count, self.capacity_bytes)
         self.generators = [torch.Generator().manual_seed(0) for _ in range(self.count)]
         self.round_trips = 0
 
     def restart(self, sheet: Sheet, capacity_bytes: int | None, strict: bool) -> None:
         """Enforce again, with new options and an empty ledger; tensors that live on keep counting."""
         self.sheet, self.strict, self.capacity_bytes = sheet, strict, capacity_bytes
-        self.limits = LimitBook(sheet)
+        self.limits = LimitIndex(sheet)
         self.book.capacity_bytes = capacity_bytes
         self.ledger.clear()
         self.compiler.graphs.clear()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from anyaccel.backends.device import announce_virtual, find_device, this_machine
+from anyaccel.backends.device import find_device, register_virtual, this_machine
 from anyaccel.backends.device import sheet as find_sheet
 from anyaccel.backends.device_spec import DeviceSpec
 from anyaccel.backends.registry import load_registry
@@ -15,7 +15,7 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.collectives import install_collectives
 from anyaccel.emulator.compiler_stub import install_compiler
 from anyaccel.emulator.device_ordinals import install_ordinal_devices
-from anyaccel.emulator.device_patches import install_seams
+from anyaccel.emulator.device_patches import install_device_patches
 from anyaccel.emulator.dispatch import dispatch
 from anyaccel.emulator.generator import install_generator
 from anyaccel.emulator.registration import register_device
@@ -78,11 +78,11 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     activate(accelerator, dispatch)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)
-    install_seams(accelerator)
+    install_device_patches(accelerator)
     install_ordinal_devices(accelerator)
     install_compiler(accelerator)
     install_collectives(accelerator)
-    announce_virtual(accelerator.sheet, accelerator.count)
+    register_virtual(accelerator.sheet, accelerator.count)
     return accelerator
 
 
@@ -105,7 +105,7 @@ def _restart(
             hint="ask for the larger number first",
         )
     running.restart(sheet, capacity, strict)
-    announce_virtual(sheet, running.count)
+    register_virtual(sheet, running.count)
     return running
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from anyaccel.emulator.accelerator import VirtualAccelerator
 
-__all__ = ["CompilerBook", "Graph", "GraphBreak", "install_compiler"]
+__all__ = ["CompileLog", "Graph", "GraphBreak", "install_compiler"]
 
 COMPILER_VERSION = "1"
 
@@ -64,7 +64,7 @@ class GraphBreak:
 
 
 @dataclass
-class CompilerBook:
+class CompileLog:
     """What the compiler's stand-in was asked for in this process."""
 
     graphs: list[Graph] = field(default_factory=list)
@@ -175,7 +175,7 @@ def _read_artefact(path: Path, digest: str) -> dict[str, Any] | None:
     return content if whole else None
 
 
-def _listen_for_breaks(book: CompilerBook) -> None:
+def _listen_for_breaks(book: CompileLog) -> None:
     """Torch tells of graph breaks in its log alone: listen there, and keep the log as quiet as it was."""
 
     class Listener(logging.Handler):

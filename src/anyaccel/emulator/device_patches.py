@@ -23,10 +23,10 @@ from anyaccel.upstream.torch_internals import (
     tree_map_only,
 )
 
-__all__ = ["install_seams"]
+__all__ = ["install_device_patches"]
 
 
-def install_seams(accelerator: VirtualAccelerator) -> None:
+def install_device_patches(accelerator: VirtualAccelerator) -> None:
     """Apply the emulator's patches; they leave other devices alone."""
     refresh_factories()  # before some of them are replaced here
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
@@ -102,7 +102,7 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _let_go_of_computed_weights(self)
+        _drop_computed_weights(self)
         before = torch.__future__.get_swap_module_params_on_conversion()
         ours = any(isinstance(parameter, VirtualTensor) for parameter in read_parameter_table(self).values())
         torch.__future__.set_swap_module_params_on_conversion(before or ours)
@@ -114,7 +114,7 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
     return apply_to_all
 
 
-def _let_go_of_computed_weights(module: torch.nn.Module) -> None:
+def _drop_computed_weights(module: torch.nn.Module) -> None:
     for name in list_computed_weights(module):
         computed = getattr(module, name, None)
         if isinstance(computed, torch.Tensor):

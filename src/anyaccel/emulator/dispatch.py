@@ -12,7 +12,7 @@ from anyaccel.backends.claim import Limit
 from anyaccel.backends.torch_device import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.generator import place_of
-from anyaccel.emulator.limit_index import LimitBook, OperationFacts, read_operation
+from anyaccel.emulator.limit_index import LimitIndex, OperationFacts, read_operation
 from anyaccel.emulator.recurrent_cells import SUBSTITUTES
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
 from anyaccel.upstream.torch_internals import FakeTensor, can_decompose
@@ -218,7 +218,7 @@ def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, t
         tensor.fill_(float("nan"))
 
 
-def _narrow(limits: LimitBook, tensor: torch.Tensor) -> None:
+def _narrow(limits: LimitIndex, tensor: torch.Tensor) -> None:
     """A type that the device keeps as a smaller one loses its digits, while torch still sees the larger."""
     met = limits.dtypes.get(tensor.dtype)
     if met is not None and met[1].effect == "narrowed" and met[1].becomes and not met[1].contradicted_by:

@@ -21,7 +21,7 @@ from anyaccel.backends.claim import Effect
 from anyaccel.storage.atomic_write import atomic_write
 from anyaccel.upstream.diffusers_internals import find_denoising_step
 
-__all__ = ["Ledger", "Row"]
+__all__ = ["Ledger", "LedgerRow"]
 
 _TYPED_IN = ("<stdin>", "<string>")
 """What Python calls a program that was typed in or given by `-c`."""
@@ -32,7 +32,7 @@ _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """One site that met one limit."""
 
     limit: str
@@ -67,11 +67,11 @@ class Ledger:
                 self._round_trips[step] += 1
         return file, line
 
-    def rows(self, effect: Effect | None = None) -> list[Row]:
+    def rows(self, effect: Effect | None = None) -> list[LedgerRow]:
         """All rows, or those of one effect, the worst effect first and the most frequent within it."""
         order: dict[Effect, int] = {"error": 0, "wrong": 1, "narrowed": 2, "slow": 3}
         with self._lock:
-            rows = [Row(*key, count=count, step=self._first_steps[key]) for key, count in self._counts.items()]
+            rows = [LedgerRow(*key, count=count, step=self._first_steps[key]) for key, count in self._counts.items()]
         chosen = [row for row in rows if effect is None or row.effect == effect]
         return sorted(chosen, key=lambda row: (order[row.effect], -row.count, row.file, row.line))
 
@@ -86,7 +86,7 @@ class Ledger:
         with self._lock:
             return dict(self._round_trips)
 
-    def absorb(self, rows: Iterable[Row]) -> None:
+    def absorb(self, rows: Iterable[LedgerRow]) -> None:
         """Add the rows of another ledger; round trips by step are not kept in rows, and stay as they are."""
         with self._lock:
             for row in rows:
@@ -116,7 +116,7 @@ class Ledger:
         return "\n".join(_describe(row) for row in rows)
 
 
-def _describe(row: Row) -> str:
+def _describe(row: LedgerRow) -> str:
     return f"{row.effect:9}{row.count:6} × {row.limit:28} {row.operation:32} {row.file}:{row.line}"
 
 

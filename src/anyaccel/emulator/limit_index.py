@@ -12,7 +12,7 @@ from anyaccel.backends.quirks import HOST_NUMBER_OFFSET_IGNORED, UNINITIALISED_M
 from anyaccel.backends.sheet import Sheet
 from anyaccel.upstream.torch_internals import read_schema
 
-__all__ = ["LimitBook", "OperationFacts", "read_operation"]
+__all__ = ["LimitIndex", "OperationFacts", "read_operation"]
 
 _RANDOM = {
     "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout",
@@ -60,7 +60,7 @@ def read_operation(func: Any) -> OperationFacts:
 
 
 @dataclass
-class LimitBook:
+class LimitIndex:
     """A sheet's limits by what triggers them; what cannot be decided without a product or version is left out."""
 
     sheet: Sheet

@@ -9,10 +9,10 @@ import torch
 
 from anyaccel.upstream.torch_internals import read_address
 
-__all__ = ["MemoryBook"]
+__all__ = ["MemoryTracker"]
 
 
-class MemoryBook:
+class MemoryTracker:
     """Bytes alive and at the peak of each device; views share a storage and count once."""
 
     def __init__(self, count: int, capacity_bytes: int | None) -> None:

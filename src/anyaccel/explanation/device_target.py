@@ -11,11 +11,11 @@ from anyaccel.backends.sheet import Product, Sheet
 from anyaccel.errors import NotMeasurableError, UnknownDeviceError, UsageError
 from anyaccel.units import parse_size
 
-__all__ = ["Target", "find_target"]
+__all__ = ["DeviceTarget", "find_device_target"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class DeviceTarget:
     """A device to explain a model on."""
 
     name: str
@@ -30,7 +30,7 @@ class Target:
     virtual: bool = False
 
 
-def find_target(device: str) -> Target:
+def find_device_target(device: str) -> DeviceTarget:
     """Read `auto`, `hpu`, `gaudi2`, `cuda:24GiB`, `mps:16GiB` or `cuda:0`."""
     spec = read_device(device)
     if spec.virtual:
@@ -54,13 +54,13 @@ def find_target(device: str) -> Target:
     return _of_name(spec.name)
 
 
-def _of_product(sheet: Sheet, product: Product, *notes: str) -> Target:
+def _of_product(sheet: Sheet, product: Product, *notes: str) -> DeviceTarget:
     if product.memory_bytes is None:
         return _of_size(sheet.name, "16GiB", f"{product.title}: the memory varies, and 16 GiB are taken")
     told = list(notes)
     if not product.native:
         told.append(f"{product.title} cannot be used as a torch device: {product.software}")
-    return Target(
+    return DeviceTarget(
         name=product.name,
         sheet=sheet.on(product=product.name),
         capacity_bytes=sheet.usable_bytes(product.memory_bytes),
@@ -69,10 +69,10 @@ def _of_product(sheet: Sheet, product: Product, *notes: str) -> Target:
     )
 
 
-def _of_size(name: str, size: str, *notes: str) -> Target:
+def _of_size(name: str, size: str, *notes: str) -> DeviceTarget:
     sheet, total = find_sheet(name), parse_size(size)
     usable = sheet.usable_bytes(total)
-    return Target(
+    return DeviceTarget(
         name=f"{name} with {size}",
         sheet=sheet,
         capacity_bytes=usable,
@@ -80,7 +80,7 @@ def _of_size(name: str, size: str, *notes: str) -> Target:
     )
 
 
-def _of_this_machine(spec: DeviceSpec) -> Target:
+def _of_this_machine(spec: DeviceSpec) -> DeviceTarget:
     opened = open_device(spec)
     name = f"{opened.sheet.name}:{opened.index}"
     try:
@@ -88,7 +88,7 @@ def _of_this_machine(spec: DeviceSpec) -> Target:
     except NotMeasurableError as error:
         hint = f"say how much it has: --device {opened.sheet.name}:16GiB"
         raise UsageError(f"{name} does not tell how much memory it has", hint=hint) from error
-    return Target(
+    return DeviceTarget(
         name=name,
         sheet=opened.sheet,
         capacity_bytes=memory.free_bytes,
@@ -97,7 +97,7 @@ def _of_this_machine(spec: DeviceSpec) -> Target:
     )
 
 
-def _of_name(name: str) -> Target:
+def _of_name(name: str) -> DeviceTarget:
     """A device that is not here: the smallest of its products, so that what fits there fits on all."""
     sheet = find_sheet(name)
     known = [product for product in sheet.products if product.memory_bytes is not None and product.native]

@@ -14,18 +14,18 @@ from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError
-from anyaccel.explanation.device_target import Target, find_target
+from anyaccel.explanation.device_target import DeviceTarget, find_device_target
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.model_configs import find_model
-from anyaccel.explanation.parallel import choose_split, share_out, tell_gain
-from anyaccel.explanation.quantization_options import list_offers
+from anyaccel.explanation.parallel import choose_split, describe_gain, split_memory
+from anyaccel.explanation.quantization_options import list_quantization_options
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
-from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.footprint import Measure
 from anyaccel.planning.kernel_workspace import read_workspace
-from anyaccel.planning.limit_hits import find_met_limits
+from anyaccel.planning.limit_hits import find_limit_hits
 from anyaccel.planning.memory import (
     PLAIN,
     MemoryRule,
@@ -33,16 +33,16 @@ from anyaccel.planning.memory import (
     make_forecast,
     predict,
 )
-from anyaccel.planning.options import Wishes, check_residence, read_wishes
-from anyaccel.planning.plan import Plan, do_the_same, make_plan
-from anyaccel.planning.speedups import choose_compiling
+from anyaccel.planning.options import PlacementOptions, check_residence, read_options
+from anyaccel.planning.plan import Plan, make_plan, without_rank_local_choices
+from anyaccel.planning.speedups import choose_compile_policy
 from anyaccel.runtime.call.validation import find_multiple
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_pipeline_rules
 from anyaccel.tracing.footprint_measurement import Measurement
-from anyaccel.tracing.meta_pipeline import FullSize, build_pipeline
+from anyaccel.tracing.meta_pipeline import FullSizePipeline, build_pipeline
 from anyaccel.tracing.model_index import ModelFolder
-from anyaccel.tracing.pipeline_trace import Traced
+from anyaccel.tracing.pipeline_trace import PipelineTrace
 
 __all__ = ["explain"]
 
@@ -60,7 +60,7 @@ def explain(
     batch: int = 1,
     dtype: str | torch.dtype | None = None,
     revision: str | None = None,
-    **wishes: Any,
+    **options: Any,
 ) -> Plan:
     """The plan for a model on a device that need not be here, without its weights: `plan.forecast` has the memory.
 
@@ -71,9 +71,9 @@ def explain(
     width, height = (
         side if side is None else check_side(name, side) for name, side in (("width", width), ("height", height))
     )
-    types = {"dtype": dtype, "smallest_dtype": wishes.pop("smallest_dtype", None)}
-    wished = read_wishes({**wishes, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
-    target = find_target(device)
+    types = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}
+    wished = read_options({**options, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
+    target = find_device_target(device)
     check_residence(wished.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
     plan = _answer(folder, target, wished, width, height, batch)
@@ -86,15 +86,20 @@ def explain(
 
 
 def _answer(
-    folder: ModelFolder, target: Target, wishes: Wishes, width: int | None, height: int | None, batch: int
+    folder: ModelFolder,
+    target: DeviceTarget,
+    options: PlacementOptions,
+    width: int | None,
+    height: int | None,
+    batch: int,
 ) -> Plan:
-    plan = _plan(folder, target, wishes)
+    plan = _plan(folder, target, options)
     # Building models from their configs and running them once has advice for people who train them only.
     with quiet_libraries(everything=True):
-        return _Asking(folder, target, plan, wishes, width, height).answer(batch)
+        return _MemoryEstimate(folder, target, plan, options, width, height).answer(batch)
 
 
-def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
+def _plan(folder: ModelFolder, target: DeviceTarget, options: PlacementOptions) -> Plan:
     """Everything that does not depend on a size."""
     components = tuple(
         ComponentFacts(name=one.name, kind=one.kind, dtype="float32", parameters=0, denoises=False)
@@ -104,31 +109,37 @@ def _plan(folder: ModelFolder, target: Target, wishes: Wishes) -> Plan:
     on_host = target.sheet.is_host
     return make_plan(
         target.sheet,
-        Facts(pipeline=folder.pipeline, components=components),
-        replace(wishes, parallel=None),  # which depends on the models, and is decided once they are built
+        PipelineFacts(pipeline=folder.pipeline, components=components),
+        replace(options, parallel=None),  # which depends on the models, and is decided once they are built
         device=target.name,
         virtual=target.virtual,
-        half_precision_cost=measure_half_precision() if on_host and wishes.dtype is None else None,
+        half_precision_cost=measure_half_precision() if on_host and options.dtype is None else None,
         environment=os.environ,
     )
 
 
-class _Asking:
+class _MemoryEstimate:
     """One model on one device, built with shapes alone."""
 
     def __init__(
-        self, folder: ModelFolder, target: Target, plan: Plan, wishes: Wishes, width: int | None, height: int | None
+        self,
+        folder: ModelFolder,
+        target: DeviceTarget,
+        plan: Plan,
+        options: PlacementOptions,
+        width: int | None,
+        height: int | None,
     ) -> None:
-        self.folder, self.target, self.plan, self.wishes = folder, target, plan, wishes
-        self.traced = Traced()
+        self.folder, self.target, self.plan, self.options = folder, target, plan, options
+        self.traced = PipelineTrace()
         self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
         self.facts = read_facts(self.full.pipe)
         plan = replace(
             plan,
-            compiling=choose_compiling(target.sheet, self.facts, wishes, plan.repairs.value),
-            parallel=choose_split(target, self.facts, wishes, plan.dtype.value),
+            compile_policy=choose_compile_policy(target.sheet, self.facts, options, plan.workarounds.value),
+            parallel=choose_split(target, self.facts, options, plan.dtype.value),
         )
-        self.plan = plan if plan.parallel.value is None else do_the_same(plan)
+        self.plan = plan if plan.parallel.value is None else without_rank_local_choices(plan)
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
         for name, side in (("width", width), ("height", height)):
             if self.takes_size and side is not None:
@@ -155,14 +166,14 @@ class _Asking:
                 hint="ANYACCEL_TRACEBACK=1 shows where; `anyaccel check` runs it small",
             ) from error
         product, mode = self.target.product, self.plan.mode.value
-        limits = find_met_limits(sheet, measure.seen, batch, product=product, mode=mode)
+        limits = find_limit_hits(sheet, measure.seen, batch, product=product, mode=mode)
         rule = decision.value
         forecast = replace(
             forecast,
             largest_batch=find_largest_batch(shared, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
             limits=limits,
-            offers=list_offers(sheet, self.facts, forecast, self.plan.dtype.value),
+            offers=list_quantization_options(sheet, self.facts, forecast, self.plan.dtype.value),
             notes=(*self.target.notes, *self._tell_gain(measure, rule)),
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
@@ -172,9 +183,9 @@ class _Asking:
         """The ways to run so many images, the cheapest first."""
         at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
         split = self.plan.parallel.value
-        whole = split is not None and split.way == "tensor"  # what is split cannot come and go
-        wishes = replace(self.wishes, memory="resident") if whole else self.wishes
-        return list_pipeline_rules(self.full.pipe, batch, at_once, wishes, unified_memory=unified)
+        whole = split is not None and split.strategy == "tensor"  # what is split cannot come and go
+        options = replace(self.options, memory="resident") if whole else self.options
+        return list_pipeline_rules(self.full.pipe, batch, at_once, options, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
         """What measures calls of one size."""
@@ -183,12 +194,12 @@ class _Asking:
         return self._measured[size]
 
     def _share(self, measure: Measure) -> Measure:
-        return share_out(measure, self.facts, self.plan.parallel.value)
+        return split_memory(measure, self.facts, self.plan.parallel.value)
 
     def _tell_gain(self, measure: Measurement, rule: MemoryRule | None) -> tuple[str, ...]:
-        resident, asked = rule is not None and rule.residence == "resident", self.wishes.parallel is not None
+        resident, asked = rule is not None and rule.residence == "resident", self.options.parallel is not None
         sequences = measure.seen.sequences
-        return tell_gain(self.target, self.facts, measure, sequences, resident=resident, asked=asked)
+        return describe_gain(self.target, self.facts, measure, sequences, resident=resident, asked=asked)
 
     def _make_measurement(self) -> Measurement:
         size = self.size if self.takes_size else None
@@ -212,7 +223,7 @@ class _Asking:
 
         def need(size: tuple[int, int]) -> int | None:
             try:
-                return max(predict(self._share(self.measure(size))(rule.way, 1), rule.residence).values())
+                return max(predict(self._share(self.measure(size))(rule.savings, 1), rule.residence).values())
             except Exception:  # noqa: BLE001 - whatever a pipeline raises at a size: it is none that it makes
                 return None
 
@@ -220,7 +231,7 @@ class _Asking:
         return max(found or self.size, self.size) if fits else found  # the asked one may lie between two steps
 
 
-def _make_call(full: FullSize, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
+def _make_call(full: FullSizePipeline, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
     """One call of a pipeline: its recipe's, at the asked size, with the pipeline's own defaults for the rest."""
     takes = inspect.signature(full.pipe.__call__).parameters
     call = {name: value for name, value in full.recipe.call().items() if name not in _NOT_ASKED}

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anyaccel.errors import UsageError
-from anyaccel.explanation.device_target import Target
+from anyaccel.explanation.device_target import DeviceTarget
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.footprint import Footprint, Measure, ModelSize, Way
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.footprint import Footprint, Measure, MemorySavings, ModelSize
 from anyaccel.planning.memory import predict
-from anyaccel.planning.options import FLOATING_BYTES, Wishes
-from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitWay, choose_parallel, weigh_rank
+from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
+from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitStrategy, choose_parallel, weigh_rank
 from anyaccel.units import readable
 from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 
-__all__ = ["choose_split", "share_out", "tell_gain"]
+__all__ = ["choose_split", "describe_gain", "split_memory"]
 
 _MOST = 8
 _LONG = 16_384
@@ -24,40 +24,49 @@ _LONG = 16_384
 _FREE_SHARE = 0.8
 
 
-def choose_split(target: Target, facts: Facts, wishes: Wishes, dtype: str) -> Decision[Split | None]:
+def choose_split(
+    target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
+) -> Decision[Split | None]:
     """The split that was asked about; `auto` takes as many devices of a server as the model can be shared out to."""
-    if wishes.parallel is None:
+    if options.parallel is None:
         return ALONE
     weights = sum(one.parameters for one in facts.components) * FLOATING_BYTES[dtype]
     fits = weights <= target.capacity_bytes * _FREE_SHARE
     known = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_alone=fits)
-    if wishes.parallel != "auto":
-        return choose_parallel(target.sheet, facts, wishes, known)
+    if options.parallel != "auto":
+        return choose_parallel(target.sheet, facts, options, known)
     found = [
-        choose_parallel(target.sheet, facts, wishes, replace(known, count=count)) for count in reversed(_counts(target))
+        choose_parallel(target.sheet, facts, options, replace(known, count=count))
+        for count in reversed(_counts(target))
     ]
-    split = [one for one in found if one.value is not None and one.value.way != "cfg"]
+    split = [one for one in found if one.value is not None and one.value.strategy != "cfg"]
     return split[0] if split else found[-1]
 
 
-def share_out(measure: Measure, facts: Facts, split: Split | None) -> Measure:
+def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) -> Measure:
     """What one rank holds: its share of the weights; what models hold besides is counted as on one device."""
-    if split is None or split.way != "tensor":
+    if split is None or split.strategy != "tensor":
         return measure
     shares = {one.name: weigh_rank(one, split) / max(1, one.parameters) for one in facts.components}
 
     def share(model: ModelSize) -> ModelSize:
         return replace(model, weights_bytes=int(model.weights_bytes * shares.get(model.name, 1.0)))
 
-    def measure_rank(way: Way, images: int) -> Footprint:
+    def measure_rank(way: MemorySavings, images: int) -> Footprint:
         whole = measure(way, images)
         return replace(whole, models=tuple(share(model) for model in whole.models))
 
     return measure_rank
 
 
-def tell_gain(
-    target: Target, facts: Facts, measure: Measure, sequences: Mapping[str, int], *, resident: bool, asked: bool
+def describe_gain(
+    target: DeviceTarget,
+    facts: PipelineFacts,
+    measure: Measure,
+    sequences: Mapping[str, int],
+    *,
+    resident: bool,
+    asked: bool,
 ) -> tuple[str, ...]:
     """What `parallel=` would buy, where weights do not stay on one device or a sequence is long, or somebody asks."""
     models = [one for one in facts.components if one.denoises]
@@ -69,13 +78,13 @@ def tell_gain(
     return tuple(said)
 
 
-def _tell_tensor(target: Target, facts: Facts, measure: Measure) -> str:
+def _tell_tensor(target: DeviceTarget, facts: PipelineFacts, measure: Measure) -> str:
     counts = [count for count in _counts(target) if _refusal(target, facts, "tensor", count) is None]
     if not counts:
         return f"parallel='tensor' is not to be had here: {_refusal(target, facts, 'tensor', 2)}"
-    whole = measure(Way(), 1)
+    whole = measure(MemorySavings(), 1)
     for count in counts:
-        rank = share_out(measure, facts, Split("tensor", count))(Way(), 1)
+        rank = split_memory(measure, facts, Split("tensor", count))(MemorySavings(), 1)
         stays = max(predict(rank, "resident").values()) <= target.capacity_bytes
         if stays or count == counts[-1]:
             break
@@ -83,26 +92,26 @@ def _tell_tensor(target: Target, facts: Facts, measure: Measure) -> str:
     return f"parallel='tensor:{count}': {weights}, and {'all of it stays' if stays else 'not even that stays'} there"
 
 
-def _tell_context(target: Target, facts: Facts, measure: Measure, tokens: int) -> str:
+def _tell_context(target: DeviceTarget, facts: PipelineFacts, measure: Measure, tokens: int) -> str:
     counts = [count for count in _counts(target) if _refusal(target, facts, "context", count) is None]
     if not counts:
         return f"parallel='context' is not to be had here: {_refusal(target, facts, 'context', 2)}"
-    most, weights = counts[-1], readable(measure(Way(), 1).weights_bytes)
+    most, weights = counts[-1], readable(measure(MemorySavings(), 1).weights_bytes)
     share = f"of {tokens:,} tokens a rank takes {-(-tokens // most):,}" if tokens else "the sequence is shared out"
     return f"parallel='context:{most}': {share}, for time and for what a step holds; each has all {weights} of weights"
 
 
-def _counts(target: Target) -> list[int]:
+def _counts(target: DeviceTarget) -> list[int]:
     """How many devices may share the work: 2, 4, and so on to what a server has."""
     product = target.sheet.product(target.product) if target.product else None
     most = (product.per_server if product else None) or _MOST
     return [count for count in (2, 4, 8, 16, 32, 64) if count <= most] or [1]
 
 
-def _refusal(target: Target, facts: Facts, way: SplitWay, count: int) -> str | None:
+def _refusal(target: DeviceTarget, facts: PipelineFacts, way: SplitStrategy, count: int) -> str | None:
     ranks = Ranks(count=count, tensor_types=read_tensor_parallel_devices())
     try:
-        choose_parallel(target.sheet, facts, Wishes(parallel=f"{way}:{count}"), ranks)
+        choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{way}:{count}"), ranks)
     except UsageError as error:
         return error.message.partition(": ")[2]
     return None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from anyaccel.backends.sheet import Sheet
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.memory import Forecast, Offer
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.memory import Forecast, QuantizationOption
 
-__all__ = ["list_offers"]
+__all__ = ["list_quantization_options"]
 
 
-def list_offers(sheet: Sheet, facts: Facts, forecast: Forecast, dtype: str) -> tuple[Offer, ...]:
+def list_quantization_options(
+    sheet: Sheet, facts: PipelineFacts, forecast: Forecast, dtype: str
+) -> tuple[QuantizationOption, ...]:
     """The quantised forms of the largest model's weights that the sheet speaks of, with what they would save."""
     weights = dict(forecast.components)
     largest = max(facts.components, key=lambda component: weights.get(component.name, 0), default=None)
     if largest is None:
         return ()
     bits = {"float32": 32}.get(dtype, 16)
-    saved = {form.name: int(weights[largest.name] * (1 - form.bits / bits)) for form in sheet.quantised_weights}
-    return tuple(Offer(form.name, largest.name, saved[form.name], form.says) for form in sheet.quantised_weights)
+    saved = {form.name: int(weights[largest.name] * (1 - form.bits / bits)) for form in sheet.quantized_weights}
+    return tuple(
+        QuantizationOption(form.name, largest.name, saved[form.name], form.says) for form in sheet.quantized_weights
+    )

@@ -14,7 +14,7 @@ from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
 from anyaccel.runtime.pipeline import plain_class
 
-__all__ = ["check_picture_call", "find_default", "find_missing_picture", "list_parameters", "pick_images"]
+__all__ = ["check_image_call", "find_default", "find_missing_image", "list_parameters", "pick_images"]
 
 _IMAGES = ("images", "image")
 """What pipelines call the pictures in their results."""
@@ -23,7 +23,7 @@ _PICTURES = ("image", "control_image", "mask_image")
 """What pipelines call a picture to begin with."""
 
 
-def check_picture_call(pipe: Any, call: Mapping[str, Any]) -> None:
+def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise, before any step, if the pipeline makes no pictures, or lacks an argument, or takes none of that name."""
     parameters = _parameters(pipe)
     pipeline = plain_class(pipe).__name__
@@ -74,7 +74,7 @@ def find_default(pipe: Any, name: str) -> Any:
     return None if found is None or found.default is found.empty else found.default
 
 
-def find_missing_picture(pipe: Any, call: Mapping[str, Any]) -> str | None:
+def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """The argument for a picture to begin with that a pipeline has and a call does not give; None if there is none."""
     parameters = _parameters(pipe)
     return next((name for name in _PICTURES if name in parameters and call.get(name) is None), None)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.generation.contact_sheet import make_contact_sheet
-from anyaccel.generation.image import Picture, make_picture
-from anyaccel.generation.image_format import encode_picture
-from anyaccel.generation.metadata import Origin
+from anyaccel.generation.image import GeneratedImage, generate_image
+from anyaccel.generation.image_format import encode_image
+from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_cache import LOCK, load_model
 from anyaccel.generation.output_files import read_destination, taken
-from anyaccel.generation.request import make_order
+from anyaccel.generation.request import make_request
 from anyaccel.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Result:
     """One an image: the seed that makes just this image again."""
     plan: Plan
     timings: Timings
-    origins: tuple[Origin, ...] = ()
+    origins: tuple[ImageMetadata, ...] = ()
     """The whole recipe of each image, as its file will carry it."""
 
     def save(self, path: str | os.PathLike[str] = "./", *, force: bool = False) -> list[Path]:
@@ -58,7 +58,7 @@ class Result:
         for place, (image, origin) in enumerate(zip(self.images, self.origins, strict=True)):
             name = destination.path_of(place, origin.prompt, origin.seed)
             try:
-                written.append(destination.write(name, encode_picture(image, destination.suffix, [origin])))
+                written.append(destination.write(name, encode_image(image, destination.suffix, [origin])))
             except FileExistsError as error:
                 raise taken(name) from error
         return written
@@ -82,7 +82,7 @@ class Result:
         return f"Result({len(self.images)} image{'s' * (len(self.images) > 1)}, {seeds}, on {where})"
 
     def _repr_png_(self) -> bytes:
-        return encode_picture(self.sheet(), ".png", self.origins)
+        return encode_image(self.sheet(), ".png", self.origins)
 
     def _repr_html_(self) -> str:
         data = base64.b64encode(self._repr_png_()).decode()
@@ -113,14 +113,14 @@ def generate(
     prompt begins with it anew. A list gives each image its own. Without one it is drawn, and `Result.seeds` tells it.
     Images are made one by one, so that each is the same, to the last bit, as if it had been made alone.
     """
-    order = make_order(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
+    order = make_request(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
     with LOCK:
         loaded = load_model(order)
-        pictures = [make_picture(loaded, text, number, order.call) for text, number in order.pictures]
+        pictures = [generate_image(loaded, text, number, order.call) for text, number in order.pictures]
     return _collect(pictures, loaded.load_s)
 
 
-def _collect(pictures: list[Picture], load_s: float) -> Result:
+def _collect(pictures: list[GeneratedImage], load_s: float) -> Result:
     return Result(
         images=[picture.image for picture in pictures],
         seeds=tuple(picture.origin.seed for picture in pictures),

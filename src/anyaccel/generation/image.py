@@ -12,51 +12,51 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.device import this_machine
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import AnyaccelError, UsageError, first_line
-from anyaccel.generation.call_validation import check_picture_call, find_default, find_missing_picture, pick_images
-from anyaccel.generation.metadata import Origin, record_call
+from anyaccel.generation.call_validation import check_image_call, find_default, find_missing_image, pick_images
+from anyaccel.generation.metadata import ImageMetadata, record_call
 from anyaccel.generation.model_cache import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.pipeline import plain_class
-from anyaccel.runtime.placement_state import find_wishes
+from anyaccel.runtime.placement_state import find_options
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Picture", "foresee_origin", "make_picture", "make_pictures"]
+__all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
 
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class GeneratedImage:
     """A picture, and all that is known of it."""
 
     image: Image.Image
-    origin: Origin
+    origin: ImageMetadata
     plan: Plan
     seconds: float
 
 
-def make_picture(
+def generate_image(
     loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: ProgressListener | None = None
-) -> Picture:
+) -> GeneratedImage:
     """Make one picture. Each is a call of its own: in a batch it would not be the same to the last bit."""
-    return make_pictures(loaded, [prompt], [seed], call, listener)[0]
+    return generate_images(loaded, [prompt], [seed], call, listener)[0]
 
 
-def make_pictures(
+def generate_images(
     loaded: LoadedModel,
     prompts: Sequence[str],
     seeds: Sequence[int],
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
-) -> list[Picture]:
+) -> list[GeneratedImage]:
     """Make a picture of each prompt in one call; each is the one that it would be alone, to rounding."""
     pipe, count = loaded.pipe, len(prompts)
-    check_picture_call(pipe, call)
+    check_image_call(pipe, call)
     asked = {"prompt": prompts[0], "seed": seeds[0], **call}
     if count > 1:
         texts = {name: [text] * count for name, text in call.items() if "prompt" in name and isinstance(text, str)}
@@ -68,18 +68,18 @@ def make_pictures(
     seconds = (time.perf_counter() - start) / count
     made = []
     for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-        origin = replace(foresee_origin(loaded, prompt, seed, call), width=image.width, height=image.height)
-        made.append(Picture(image=image, origin=origin, plan=pipe.plan, seconds=seconds))
+        origin = replace(expected_metadata(loaded, prompt, seed, call), width=image.width, height=image.height)
+        made.append(GeneratedImage(image=image, origin=origin, plan=pipe.plan, seconds=seconds))
     return made
 
 
-def foresee_origin(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> Origin:
+def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
     """The origin of a picture that is yet to be made: all but its size."""
     pipe, plan = loaded.pipe, loaded.pipe.plan
     scheduler, config = _read_scheduler(pipe)
     held, unrecorded = record_call(call)
     versions = this_machine().versions
-    return Origin(
+    return ImageMetadata(
         model=loaded.model.name,
         revision=loaded.revision,
         pipeline=plain_class(pipe).__name__,
@@ -88,7 +88,7 @@ def foresee_origin(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[st
         width=0,
         height=0,
         dtype=plan.dtype.value,
-        speed=find_wishes(pipe).speed,
+        speed=find_options(pipe).speed,
         device=plan.device,
         virtual=plan.virtual,
         negative_prompt=call.get("negative_prompt"),
@@ -133,7 +133,7 @@ def _explaining(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             hint="ask for a smaller size, or for a type of 16 bits if it is not one already",
         ) from error
     except (TypeError, ValueError, AttributeError) as error:
-        wanting = find_missing_picture(pipe, call)
+        wanting = find_missing_image(pipe, call)
         if wanting is not None:
             name = plain_class(pipe).__name__
             raise UsageError(

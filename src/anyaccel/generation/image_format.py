@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
-from anyaccel.generation.metadata import Origin, describe_origin, read_document, write_document
+from anyaccel.generation.metadata import ImageMetadata, describe_metadata, read_document, write_document
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["SUFFIXES", "encode_picture", "read_origins"]
+__all__ = ["SUFFIXES", "encode_image", "read_metadata"]
 
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 """What a file's ending makes it."""
@@ -27,7 +27,7 @@ _QUALITY = 95
 _LARGEST_FILE = 2**30
 
 
-def encode_picture(image: Image.Image, suffix: str, origins: Sequence[Origin], quality: int = _QUALITY) -> bytes:
+def encode_image(image: Image.Image, suffix: str, origins: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
     """The bytes of a picture's file, with the origin of each picture that is on it; the same for the same picture.
 
     The quality, from 0 to 100, is that of JPEG and WebP; a PNG loses nothing.
@@ -49,15 +49,15 @@ def encode_picture(image: Image.Image, suffix: str, origins: Sequence[Origin], q
     return stream.getvalue()
 
 
-def _software(origins: Sequence[Origin]) -> str:
+def _software(origins: Sequence[ImageMetadata]) -> str:
     return f"anyaccel {origins[0].versions.get('anyaccel', '')}".rstrip()
 
 
-def _describe(origins: Sequence[Origin]) -> str:
-    return "\n\n".join(describe_origin(origin) for origin in origins)
+def _describe(origins: Sequence[ImageMetadata]) -> str:
+    return "\n\n".join(describe_metadata(origin) for origin in origins)
 
 
-def _png_options(origins: Sequence[Origin]) -> dict[str, Any]:
+def _png_options(origins: Sequence[ImageMetadata]) -> dict[str, Any]:
     from PIL.PngImagePlugin import PngInfo
 
     text = PngInfo()
@@ -67,7 +67,7 @@ def _png_options(origins: Sequence[Origin]) -> dict[str, Any]:
     return {"pnginfo": text}
 
 
-def _exif_options(origins: Sequence[Origin], kind: str) -> dict[str, Any]:
+def _exif_options(origins: Sequence[ImageMetadata], kind: str) -> dict[str, Any]:
     from PIL.Image import Exif
 
     exif = Exif()
@@ -77,7 +77,7 @@ def _exif_options(origins: Sequence[Origin], kind: str) -> dict[str, Any]:
     return {"exif": exif} | ({"subsampling": 0} if kind == "JPEG" else {})
 
 
-def read_origins(path: str | os.PathLike[str]) -> tuple[Origin, ...]:
+def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
     """The origins in a picture's file: one, or all that are on a contact sheet."""
     text = _read_record(Path(path))
     if text is None:

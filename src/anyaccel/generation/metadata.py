@@ -12,7 +12,15 @@ from anyaccel.backends.device_spec import DeviceSpec, read_device_name
 from anyaccel.call_limits import LARGEST_SEED
 from anyaccel.errors import UsageError
 
-__all__ = ["FORMAT", "Origin", "describe_origin", "find_differences", "read_document", "record_call", "write_document"]
+__all__ = [
+    "FORMAT",
+    "ImageMetadata",
+    "describe_metadata",
+    "find_differences",
+    "read_document",
+    "record_call",
+    "write_document",
+]
 
 FORMAT = 1
 """Raised when an older anyaccel could not read, or would misread, what a newer one writes."""
@@ -23,7 +31,7 @@ _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class ImageMetadata:
     """One picture's whole recipe, and what it was made with."""
 
     model: str
@@ -121,7 +129,7 @@ def _unpack(value: Any) -> Any:
     return [_unpack(item) for item in value] if isinstance(value, list) else value
 
 
-def write_document(origins: Sequence[Origin]) -> str:
+def write_document(origins: Sequence[ImageMetadata]) -> str:
     """The record of one picture, or of a sheet of several, as JSON in ASCII; what all share stands there once."""
     documents = [asdict(origin) for origin in origins]
     if len(documents) == 1:
@@ -131,7 +139,7 @@ def write_document(origins: Sequence[Origin]) -> str:
     return json.dumps({"format": FORMAT, **shared, "pictures": pictures})
 
 
-def read_document(text: str) -> tuple[Origin, ...]:
+def read_document(text: str) -> tuple[ImageMetadata, ...]:
     """The origins in a record; raises ValueError with what is wrong with it."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
@@ -157,10 +165,10 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _read_origin(document: Mapping[str, Any]) -> Origin:
+def _read_origin(document: Mapping[str, Any]) -> ImageMetadata:
     """One origin, each field of the kind that it is declared as; what a later version adds is passed over."""
     values: dict[str, Any] = {}
-    for one in fields(Origin):
+    for one in fields(ImageMetadata):
         if one.name not in document:
             raise ValueError(f"it has no {one.name}")
         value = document[one.name]
@@ -168,13 +176,13 @@ def _read_origin(document: Mapping[str, Any]) -> Origin:
         if not isinstance(value, _KINDS[str(one.type)]) or (isinstance(value, bool) and one.type != "bool"):
             raise ValueError(f"its {one.name} is {value!r:.60}")
         values[one.name] = tuple(value) if isinstance(value, list) else value
-    origin = Origin(**values)
+    origin = ImageMetadata(**values)
     if not 0 <= origin.seed <= LARGEST_SEED:
         raise ValueError(f"its seed is {origin.seed}")
     return origin
 
 
-def describe_origin(origin: Origin) -> str:
+def describe_metadata(origin: ImageMetadata) -> str:
     """The recipe in words, in the form that other programs for pictures write and read under `parameters`."""
     facts = {
         "Steps": origin.steps,
@@ -195,7 +203,7 @@ def describe_origin(origin: Origin) -> str:
     return "\n".join(lines)
 
 
-def find_differences(then: Origin, now: Origin) -> list[str]:
+def find_differences(then: ImageMetadata, now: ImageMetadata) -> list[str]:
     """What is not as it was when a picture was made, in words: after any of these, another may come."""
     found = []
     for package in sorted({*then.versions, *now.versions}):

@@ -15,7 +15,7 @@ from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import UsageError
 from anyaccel.runtime.model_files import check_model_folder
 
-__all__ = ["NamedModel", "digest_folder", "find_revision", "name_model"]
+__all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
 
 _INDEX = "model_index.json"
 _SMALL_BYTES = 2**20
@@ -23,7 +23,7 @@ _SAMPLE_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedModel:
+class ResolvedModel:
     """A model, before it is loaded."""
 
     kind: Literal["embedded", "folder", "hub"]
@@ -35,7 +35,7 @@ class NamedModel:
     """The commit of a hub's model that was asked for."""
 
 
-def name_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> NamedModel:
+def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
     """Find the model that is meant; a folder is looked into, and nothing is downloaded or loaded."""
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(f"{model!r} is no model", hint="give a hub id, a folder, or nothing for the embedded one")
@@ -43,14 +43,14 @@ def name_model(model: str | os.PathLike[str] | None = None, revision: str | None
     if not text.strip():
         raise UsageError("the model has no name", hint="give a hub id, a folder, or nothing for the embedded one")
     if text == NAME:
-        found = NamedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
+        found = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
     else:
         check_model_folder(text, pickles=False, trusted=False)
         path = Path(text).expanduser()
         local = path.exists()
         kind: Literal["folder", "hub"] = "folder" if local else "hub"
         name = _abbreviate(path) if local else text
-        found = NamedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
+        found = ResolvedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
     if revision is not None and found.kind != "hub":
         raise UsageError(f"{found.name} is no model of the hub's, and has no revisions", hint="leave revision out")
     return found
@@ -63,7 +63,7 @@ def _abbreviate(path: Path) -> str:
     return f"~/{whole.relative_to(home).as_posix()}" if whole.is_relative_to(home) else str(whole)
 
 
-def find_revision(model: NamedModel) -> str | None:
+def find_revision(model: ResolvedModel) -> str | None:
     """Which version of a model this is: a commit of the hub's where it is known, else a digest of the files."""
     if model.kind == "hub":
         from huggingface_hub import try_to_load_from_cache

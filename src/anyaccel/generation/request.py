@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seeds
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import UsageError
-from anyaccel.generation.model_name import NamedModel, name_model
+from anyaccel.generation.model_name import ResolvedModel, resolve_model
 from anyaccel.planning.options import check_speed
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Order", "make_order"]
+__all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = "num_images_per_prompt"
 _NOT_OURS = {
@@ -31,10 +31,10 @@ _RANDOM_BITS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class GenerationRequest:
     """What is to be made."""
 
-    model: NamedModel
+    model: ResolvedModel
     pictures: tuple[tuple[str, int], ...]
     """The prompt and the seed of each."""
     call: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Order:
     """`fast` and `draft` change the picture a little, and more."""
 
 
-def make_order(
+def make_request(
     prompt: str | Sequence[str],
     model: str | os.PathLike[str] | None = None,
     device: str | int | torch.device = "auto",
@@ -56,7 +56,7 @@ def make_order(
     speed: str = "exact",
     revision: str | None = None,
     **call: Any,
-) -> Order:
+) -> GenerationRequest:
     """Read what was asked for; what is wrong with it is said before anything is loaded, and torch is imported last.
 
     A number as the seed begins anew with every prompt: the second picture of each has the number after it.
@@ -71,7 +71,7 @@ def make_order(
     if not isinstance(negative, str):
         raise UsageError(f"negative_prompt is one text for all pictures, not {negative!r:.60}", hint="give a text")
     _check_text("negative_prompt", negative)
-    named = name_model(model, revision)
+    named = resolve_model(model, revision)
     if named.kind == "embedded":
         call = {**CALL_DEFAULTS, **call}
     seeds = _choose_seeds(seed, len(prompts), per_prompt)
@@ -79,7 +79,7 @@ def make_order(
     pictures = tuple(zip(each, seeds, strict=True))
     kind = None if dtype is None else _read_dtype(dtype)
     check_speed(speed)
-    return Order(model=named, pictures=pictures, call=call, device=device, dtype=kind, speed=speed)
+    return GenerationRequest(model=named, pictures=pictures, call=call, device=device, dtype=kind, speed=speed)
 
 
 def _plain(value: Any) -> Any:

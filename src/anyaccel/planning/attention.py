@@ -9,7 +9,7 @@ from anyaccel.backends.claim import SizeLimit
 from anyaccel.backends.quirks import NON_CONTIGUOUS_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["AS_IT_IS", "AttentionRule", "choose_attention"]
 
@@ -57,14 +57,14 @@ class AttentionRule:
 AS_IT_IS = AttentionRule()
 
 
-def choose_attention(sheet: Sheet, wishes: Wishes, element_bytes: int) -> Decision[AttentionRule]:
+def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int) -> Decision[AttentionRule]:
     """Slice where the scores would pass a limit of the device, or always if asked to."""
     limits = [limit for limit in sheet.limits(SizeLimit).values() if not limit.conditional]
     amounts = [limit.amount // (element_bytes if limit.unit == "bytes" else 1) for limit in limits]
     most = min(amounts) // MARGIN if amounts else None
-    rule = AttentionRule(most, wishes.attention_slicing, sheet.has_quirk(NON_CONTIGUOUS_ATTENTION))
+    rule = AttentionRule(most, options.attention_slicing, sheet.has_quirk(NON_CONTIGUOUS_ATTENTION))
     reasons = [limit.says for limit in limits]
-    if wishes.attention_slicing is not None:
+    if options.attention_slicing is not None:
         reasons.insert(0, "slicing was asked for.")
     if rule.contiguous:
         reasons += [found.says for found in sheet.quirks if found.name == NON_CONTIGUOUS_ATTENTION]

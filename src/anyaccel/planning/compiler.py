@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from anyaccel.backends.sheet import Compiler, Sheet
 from anyaccel.errors import UsageError
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
-__all__ = ["CompileRule", "choose_compile", "choose_mode"]
+__all__ = ["CompileRule", "choose_compiler", "choose_mode"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CompileRule:
         return f"{self.backend}, {'whole graphs' if self.fullgraph else 'graphs may break'}, {shapes}"
 
 
-def choose_compile(sheet: Sheet) -> Decision[CompileRule]:
+def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
     """The compiler that the sheet names; sizes are kept in buckets where every shape is a graph."""
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
@@ -43,22 +43,22 @@ def choose_compile(sheet: Sheet) -> Decision[CompileRule]:
     return Decision(rule, compiler.says)
 
 
-def choose_mode(sheet: Sheet, wishes: Wishes, environment: Mapping[str, str]) -> Decision[str]:
+def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[str, str]) -> Decision[str]:
     """How the device executes: what was asked for, else what the environment says, else the sheet's first way."""
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
-        if wishes.mode not in (None, "eager"):
-            raise UsageError(f"{sheet.title} executes in one way only, not {wishes.mode!r}", hint="leave mode out")
+        if options.mode not in (None, "eager"):
+            raise UsageError(f"{sheet.title} executes in one way only, not {options.mode!r}", hint="leave mode out")
         return Decision("eager", "the only way that the sheet knows of")
     set_before = [
         mode for mode in sheet.modes if any(environment.get(variable) == value for variable, value in mode.settings)
     ]
-    if wishes.mode is None and set_before:
+    if options.mode is None and set_before:
         chosen = set_before[0]
         settings = ", ".join(f"{variable}={value}" for variable, value in chosen.settings)
         return Decision(chosen.name, f"the environment says so ({settings}); {chosen.says} ({chosen.source})")
-    name = wishes.mode or next(iter(modes))
+    name = options.mode or next(iter(modes))
     if name not in modes:
         raise UsageError(f"{sheet.title} has no mode {name!r}", hint=f"take one of {', '.join(modes)}")
-    asked = "asked for; " if wishes.mode else ""
+    asked = "asked for; " if options.mode else ""
     return Decision(name, f"{asked}{modes[name].says} ({modes[name].source})")

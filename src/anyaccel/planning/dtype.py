@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.options import FLOATING_BYTES, Wishes
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 
 __all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements", "find_smaller_dtype"]
 
@@ -19,14 +19,17 @@ _MAY_BE_LACKING = ("float64", "int64", "complex128", "complex64")
 
 
 def choose_dtype(
-    sheet: Sheet, facts: Facts, wishes: Wishes, half_precision_cost: Mapping[str, float] | None = None
+    sheet: Sheet,
+    facts: PipelineFacts,
+    options: PlacementOptions,
+    half_precision_cost: Mapping[str, float] | None = None,
 ) -> Decision[str]:
     """The type of the weights: what the user asked for, what they have if it is a half precision, or the device's best.
 
     `half_precision_cost` is the time of a half precision as a share of float32's, where it was measured.
     """
-    if wishes.dtype is not None:
-        return _as_far_as_it_goes(sheet, wishes.dtype, f"{wishes.dtype} was asked for")
+    if options.dtype is not None:
+        return _as_far_as_it_goes(sheet, options.dtype, f"{options.dtype} was asked for")
     chosen_before = facts.denoiser_dtypes & set(HALF_PRECISIONS)
     if len(chosen_before) == 1 and not half_precision_cost:
         loaded = next(iter(chosen_before))
@@ -39,9 +42,9 @@ def choose_dtype(
     return Decision("float32", "nothing smaller is known to work here")
 
 
-def find_smaller_dtype(sheet: Sheet, chosen: str, wishes: Wishes) -> str | None:
+def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
     """The type that the user allows where a pipeline does not fit in the chosen one; None where there is none."""
-    allowed = wishes.smallest_dtype
+    allowed = options.smallest_dtype
     if allowed is None or _refuses(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
     return allowed
@@ -73,7 +76,9 @@ def _fails(limit: OperationLimit) -> bool:
     return not limit.conditional and limit.effect in ("error", "wrong")
 
 
-def choose_component_dtypes(facts: Facts, chosen: str, asked: str | None) -> Decision[tuple[tuple[str, str], ...]]:
+def choose_component_dtypes(
+    facts: PipelineFacts, chosen: str, asked: str | None
+) -> Decision[tuple[tuple[str, str], ...]]:
     """The type of each model where it differs from the pipeline's: as it was loaded, where that was on purpose.
 
     Quantized weights are never cast; and a model that was loaded in float32 beside a denoiser in half precision stays.

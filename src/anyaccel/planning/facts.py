@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ComponentFacts", "Facts"]
+__all__ = ["ComponentFacts", "PipelineFacts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ComponentFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class PipelineFacts:
     """A pipeline, as far as a plan depends on it."""
 
     pipeline: str

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["PHASES", "Footprint", "Measure", "ModelSize", "Passing", "Phase", "Way"]
+__all__ = ["PHASES", "Footprint", "Measure", "MemorySavings", "ModelCall", "ModelSize", "Phase"]
 
 Phase: TypeAlias = Literal["encode", "denoise", "decode"]
 PHASES: tuple[Phase, ...] = ("encode", "denoise", "decode")
 
 
 @dataclass(frozen=True)
-class Way:
+class MemorySavings:
     """How a call is made to hold less, apart from where the weights are."""
 
     vae_in_parts: bool = False
@@ -37,7 +37,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Passing:
+class ModelCall:
     """One call of one model: when it runs, and what is held then."""
 
     component: str
@@ -56,7 +56,7 @@ class Footprint:
     """Width and height; None for what makes no pictures."""
     images: int
     models: tuple[ModelSize, ...]
-    passings: tuple[Passing, ...]
+    passings: tuple[ModelCall, ...]
     """In the order in which they happen, of two steps."""
     offload_order: tuple[str, ...] = ()
     """The models that make room for one another, as diffusers lists them."""
@@ -77,5 +77,5 @@ class Footprint:
         return next(model for model in self.models if model.name == name)
 
 
-Measure: TypeAlias = Callable[[Way, int], Footprint]
+Measure: TypeAlias = Callable[[MemorySavings, int], Footprint]
 """The footprint of a call made in one way, for so many images at once."""

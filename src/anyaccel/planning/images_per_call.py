@@ -5,15 +5,15 @@ from __future__ import annotations
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["choose_images_per_call"]
 
 
-def choose_images_per_call(sheet: Sheet, wishes: Wishes) -> Decision[int | None]:
+def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[int | None]:
     """One where batches are not reliable, as many as are asked for otherwise (None)."""
-    if wishes.images_per_call is not None:
-        return Decision(wishes.images_per_call, "asked for")
+    if options.images_per_call is not None:
+        return Decision(options.images_per_call, "asked for")
     if not sheet.reliable_batches and isinstance(sheet.batches, Limit):
         return Decision(1, f"{sheet.batches.says} ({sheet.batches.source})")
     return Decision(None, f"nothing is known against batches here: {sheet.batches.says}")

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from anyaccel.backends.claim import DtypeLimit, Limit, OperationLimit, SizeLimit
 from anyaccel.backends.sheet import Sheet
 
-__all__ = ["MetLimit", "Seen", "find_met_limits"]
+__all__ = ["LimitHit", "TraceFacts", "find_limit_hits"]
 
 
 @dataclass
-class Seen:
+class TraceFacts:
     """What happened inside the models of a pipeline."""
 
     dtypes: set[str] = field(default_factory=set)
@@ -29,7 +29,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class MetLimit:
+class LimitHit:
     """A limit of a device that a model runs into."""
 
     name: str
@@ -39,20 +39,20 @@ class MetLimit:
     """What of the model meets it: `float64`, `a tensor of 5,368,709,120 numbers`."""
 
 
-def find_met_limits(
-    sheet: Sheet, seen: Seen, images: int, *, product: str | None = None, mode: str = ""
-) -> tuple[MetLimit, ...]:
+def find_limit_hits(
+    sheet: Sheet, seen: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
+) -> tuple[LimitHit, ...]:
     """Every limit on a sheet that holds for certain and that this model meets at this size."""
     met = []
     for name, limit in sheet.limits(Limit).items():
         elsewhere = limit.conditional or (product, mode) in limit.not_in
         what = None if elsewhere else _meets(name, limit, seen, images)
         if what:
-            met.append(MetLimit(name, limit.says, limit.effect, what))
+            met.append(LimitHit(name, limit.says, limit.effect, what))
     return tuple(met)
 
 
-def _meets(name: str, limit: Limit, seen: Seen, images: int) -> str | None:
+def _meets(name: str, limit: Limit, seen: TraceFacts, images: int) -> str | None:
     if isinstance(limit, DtypeLimit):
         dtype = name.removeprefix("dtypes.")
         return dtype if dtype in seen.dtypes else None
@@ -70,7 +70,7 @@ def _meets(name: str, limit: Limit, seen: Seen, images: int) -> str | None:
     return simple.get(name)
 
 
-def _passes(limit: SizeLimit, seen: Seen) -> str | None:
+def _passes(limit: SizeLimit, seen: TraceFacts) -> str | None:
     scores = seen.score_bytes if limit.unit == "bytes" else seen.most_scores
     if scores > limit.amount:
         return f"attention over {seen.most_scores:,} scores"
@@ -80,7 +80,7 @@ def _passes(limit: SizeLimit, seen: Seen) -> str | None:
     return None
 
 
-def _calls(limit: OperationLimit, seen: Seen) -> str | None:
+def _calls(limit: OperationLimit, seen: TraceFacts) -> str | None:
     for operation in limit.operations:
         found = seen.operations.get(operation) or seen.operations.get(operation.partition(".")[0]) or {}
         for dtype, elements in found.items():

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.footprint import PHASES, Footprint, Measure, Way
-from anyaccel.planning.limit_hits import MetLimit
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.footprint import PHASES, Footprint, Measure, MemorySavings
+from anyaccel.planning.limit_hits import LimitHit
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.units import readable
 
 __all__ = [
     "PLAIN",
     "Forecast",
     "MemoryRule",
-    "Offer",
+    "QuantizationOption",
     "Residence",
     "choose_memory",
     "choose_residence",
@@ -37,7 +37,7 @@ _IN_WORDS = {
     "component": "one model at a time",
     "layer": "one layer at a time",
 }
-PLAIN = Way()
+PLAIN = MemorySavings()
 _SAMPLE = 4
 """Beyond this many images a batch is taken to grow in proportion."""
 _MOST_IMAGES = 4096
@@ -50,21 +50,21 @@ class MemoryRule:
     """One way to run a call in the memory that there is."""
 
     residence: Residence = "resident"
-    way: Way = PLAIN
+    savings: MemorySavings = PLAIN
     images_per_call: int | None = None
     """How many images of a batch run at once; None for all."""
 
     def __str__(self) -> str:
         parts = [_IN_WORDS[self.residence]]
-        parts += ["VAE in parts"] if self.way.vae_in_parts else []
-        parts += ["attention one head at a time"] if self.way.sliced_attention else []
+        parts += ["VAE in parts"] if self.savings.vae_in_parts else []
+        parts += ["attention one head at a time"] if self.savings.sliced_attention else []
         if self.images_per_call is not None:
             parts.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} a call")
         return ", ".join(parts)
 
 
 @dataclass(frozen=True)
-class Offer:
+class QuantizationOption:
     """Something that would save memory and changes the picture, and so is left to the user."""
 
     name: str
@@ -93,9 +93,9 @@ class Forecast:
     largest_size: tuple[int, int] | None = None
     """The largest single picture of the same shape that fits in any way, where somebody asked."""
 
-    limits: tuple[MetLimit, ...] = ()
+    limits: tuple[LimitHit, ...] = ()
     """The limits of the device that the model meets at this size."""
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[QuantizationOption, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[
 
 def list_rules(
     images: int,
-    wishes: Wishes,
+    placement_options: PlacementOptions,
     residences: tuple[Residence, ...],
     *,
     has_parts: bool = True,
@@ -136,33 +136,33 @@ def list_rules(
     A batch is split before layers are moved one by one: that costs a little of a batch's speed, and layers that come
     and go at every step cost most of it.
     """
-    ways = _list_ways(wishes, has_parts)
-    if wishes.memory is not None:
-        residences = (_as_residence(wishes.memory),)
+    options = _list_savings(placement_options, has_parts)
+    if placement_options.memory is not None:
+        residences = (_as_residence(placement_options.memory),)
     whole: list[Residence] = [residence for residence in residences if residence != "layer"] or ["layer"]
     for residence in whole:
-        for way in ways:
-            yield MemoryRule(residence, way, wishes.images_per_call)
-    if wishes.images_per_call is None:
+        for savings in options:
+            yield MemoryRule(residence, savings, placement_options.images_per_call)
+    if placement_options.images_per_call is None:
         for fewer in _halve(images):
-            for way in ways:
-                yield MemoryRule(whole[-1], way, fewer)
+            for savings in options:
+                yield MemoryRule(whole[-1], savings, fewer)
     if whole[-1] != "layer" and "layer" in residences:
         once = 1 if images > 1 else None
-        for way in ways:
-            yield MemoryRule("layer", way, wishes.images_per_call or once)
+        for savings in options:
+            yield MemoryRule("layer", savings, placement_options.images_per_call or once)
 
 
 def _as_residence(name: str) -> Residence:
     return next(residence for residence in get_args(Residence) if residence == name)
 
 
-def _list_ways(wishes: Wishes, has_parts: bool = True) -> list[Way]:
-    vae = [False, True] if wishes.vae_tiling is None else [wishes.vae_tiling]
+def _list_savings(placement_options: PlacementOptions, has_parts: bool = True) -> list[MemorySavings]:
+    vae = [False, True] if placement_options.vae_tiling is None else [placement_options.vae_tiling]
     vae = vae if has_parts else [False]
-    if wishes.attention_slicing is not None:  # it is sliced as was asked for, whatever the way
-        return [Way(parts) for parts in vae]
-    return [*(Way(parts) for parts in vae), Way(vae[-1], sliced_attention=True)]
+    if placement_options.attention_slicing is not None:  # it is sliced as was asked for, whatever the way
+        return [MemorySavings(parts) for parts in vae]
+    return [*(MemorySavings(parts) for parts in vae), MemorySavings(vae[-1], sliced_attention=True)]
 
 
 def _halve(images: int) -> Iterator[int]:
@@ -225,7 +225,7 @@ def choose_memory(
             hopeless = _find_hopeless(measure, images, capacity_bytes, listed[-1])
             if hopeless is not None:
                 return hopeless
-        peaks = predict(measure(rule.way, min(rule.images_per_call or images, images)), rule.residence)
+        peaks = predict(measure(rule.savings, min(rule.images_per_call or images, images)), rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
             first = f"{tried[0][1]} would need {readable(tried[0][0])}; " if tried else ""
@@ -242,8 +242,8 @@ def _find_hopeless(
 
     A picture that is far too large has thousands of them, and none need be looked at.
     """
-    way = replace(least.way, vae_in_parts=False)
-    peaks = predict(measure(way, min(least.images_per_call or images, images)), least.residence)
+    savings = replace(least.savings, vae_in_parts=False)
+    peaks = predict(measure(savings, min(least.images_per_call or images, images)), least.residence)
     need = peaks.get("denoise", 0)
     if need <= capacity_bytes:
         return None
@@ -268,12 +268,12 @@ def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) 
     """The most images that one call can make; beyond four a batch is taken to grow in proportion, which is safe."""
 
     def fit(images: int) -> bool:
-        return max(predict(measure(rule.way, images), rule.residence).values()) <= capacity_bytes
+        return max(predict(measure(rule.savings, images), rule.residence).values()) <= capacity_bytes
 
-    few = _need_of_many(measure(rule.way, 1), rule, _SAMPLE) > capacity_bytes  # or so it seems
+    few = _need_of_many(measure(rule.savings, 1), rule, _SAMPLE) > capacity_bytes  # or so it seems
     if (few or not fit(_SAMPLE)) and not all(fit(images) for images in range(1, _SAMPLE)):
         return next(images for images in range(_SAMPLE) if not fit(images + 1))
-    sample = measure(rule.way, _SAMPLE)
+    sample = measure(rule.savings, _SAMPLE)
     fits = [images for images in _powers() if _need_of_many(sample, rule, images) <= capacity_bytes]
     if not fits:
         return _SAMPLE - 1
@@ -303,7 +303,7 @@ def make_forecast(
     listed = list(rules)
     decision, peaks = choose_memory(measure, images, capacity_bytes, listed)
     rule = decision.value
-    footprint = measure((rule or listed[0]).way, min(images, (rule or listed[0]).images_per_call or images))
+    footprint = measure((rule or listed[0]).savings, min(images, (rule or listed[0]).images_per_call or images))
     residence = (rule or listed[0]).residence
     recorded = predict(footprint, residence, recorded=True)
     forecast = Forecast(

@@ -12,6 +12,6 @@ def choose_noise(sheet: Sheet) -> Decision[str]:
     """Always the host, in float32, cast afterwards; a caller's generator of the device draws there where it can."""
     if sheet.rng_on_device:
         return Decision(
-            "host", "drawn in float32 and cast: a seed gives one picture on every device, in every type and batch"
+            "cpu", "drawn in float32 and cast: a seed gives one picture on every device, in every type and batch"
         )
-    return Decision("host", f"the device has no random numbers to rely on: {sheet.random_numbers.says}")
+    return Decision("cpu", f"the device has no random numbers to rely on: {sheet.random_numbers.says}")

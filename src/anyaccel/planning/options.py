@@ -12,11 +12,11 @@ __all__ = [
     "FLOATING_BYTES",
     "RESIDENCES",
     "SPEEDS",
-    "Wishes",
+    "PlacementOptions",
     "check_residence",
     "check_speed",
+    "read_options",
     "read_parallel",
-    "read_wishes",
 ]
 
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,7 +28,7 @@ _PARALLEL = re.compile(r"(?P<alone>auto|cfg)|(?P<way>tensor|context)(:(?P<ranks>
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class PlacementOptions:
     """Every keyword that `anyaccel.place` and `pipe.to` take beside the device."""
 
     dtype: str | None = None
@@ -41,7 +41,7 @@ class Wishes:
     """How many images run in one call; None takes what the device does reliably."""
     mode: str | None = None
     """How the device executes, where it has several ways: `eager`, `lazy`; None takes the sheet's first."""
-    schedule: str | None = None
+    scheduler: str | None = None
     """Where the scheduler's numbers live, `host` or `device`; None decides by the cost of reading them back."""
     memory: str | None = None
     """Which weights are on the device: `resident` all, `component` the model's that runs, `layer` the layer's, `phase`
@@ -52,7 +52,7 @@ class Wishes:
     """`exact` for the same picture to rounding, `fast` and `draft` for what changes it a little, and more."""
     compile: str | bool = "auto"
     """Whether models are compiled: `auto` once that pays for the pictures to come, True at once, False never."""
-    pictures: int | None = None
+    expected_images: int | None = None
     """How many pictures are to come, for `compile="auto"`; None takes as many as came already."""
     capture: bool | None = None
     """Whether the denoiser's work is recorded and replayed; None once it was compiled."""
@@ -63,7 +63,7 @@ class Wishes:
     parallel: str | None = None
     """How one model is split over several devices, a process each: `auto`, `tensor:2`, `context:4`, `cfg`; None for one
     device."""
-    watch: bool = True
+    check_finite: bool = True
     """Whether a picture that is not finite is found, traced and tried again."""
     sdp_on_bf16: bool = True
     """Whether attention may reduce in bfloat16 where the device would fall back to float32."""
@@ -71,15 +71,15 @@ class Wishes:
     """Whether the vendor's own switch that maps CUDA calls to the device is set."""
 
 
-def read_wishes(asked: dict[str, Any], before: Wishes | None = None) -> Wishes:
+def read_options(asked: dict[str, Any], before: PlacementOptions | None = None) -> PlacementOptions:
     """Wishes from keywords, added to earlier ones; a keyword that is none of them is an error with the nearest name."""
-    known = [field.name for field in fields(Wishes)]
+    known = [field.name for field in fields(PlacementOptions)]
     for name in asked:
         if name not in known:
-            raise UsageError(f"there is no wish {name!r}", hint=nearest(name, known))
-    wishes = replace(before or Wishes(), **asked)
-    _check(wishes)
-    return wishes
+            raise UsageError(f"unknown option {name!r}", hint=nearest(name, known))
+    options = replace(before or PlacementOptions(), **asked)
+    _check(options)
+    return options
 
 
 def check_residence(memory: str | None, *, unified_memory: bool) -> None:
@@ -109,42 +109,42 @@ def read_parallel(text: str) -> tuple[str, int | None]:
     return match["alone"] or match["way"], int(ranks) if ranks else None
 
 
-def _check(wishes: Wishes) -> None:
-    slicing = wishes.attention_slicing
+def _check(options: PlacementOptions) -> None:
+    slicing = options.attention_slicing
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
         raise UsageError(
             f"attention_slicing is a number of heads, 'auto' or 'max', not {slicing!r}", hint="leave it out"
         )
-    for name in ("attention_slicing", "images_per_call", "pictures"):
-        number = getattr(wishes, name)
+    for name in ("attention_slicing", "images_per_call", "expected_images"):
+        number = getattr(options, name)
         if number is None or (name == "attention_slicing" and isinstance(number, str)):
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} is a whole number from 1 up, not {number!r}", hint=f"for example {name}=1")
-    _check_switches(wishes)
-    _check_types(wishes)
-    if wishes.memory not in (None, *RESIDENCES):
-        raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {wishes.memory!r}", hint="leave it out")
-    if not isinstance(wishes.compile, bool) and wishes.compile != "auto":
-        raise UsageError(f"compile is 'auto', True or False, not {wishes.compile!r}", hint="leave it out")
-    check_speed(wishes.speed)
-    if wishes.parallel is not None:
-        read_parallel(wishes.parallel)
-    if wishes.schedule not in (None, "host", "device"):
-        raise UsageError(f"schedule is 'host' or 'device', not {wishes.schedule!r}", hint="leave it out")
+    _check_switches(options)
+    _check_types(options)
+    if options.memory not in (None, *RESIDENCES):
+        raise UsageError(f"memory is one of {', '.join(RESIDENCES)}, not {options.memory!r}", hint="leave it out")
+    if not isinstance(options.compile, bool) and options.compile != "auto":
+        raise UsageError(f"compile is 'auto', True or False, not {options.compile!r}", hint="leave it out")
+    check_speed(options.speed)
+    if options.parallel is not None:
+        read_parallel(options.parallel)
+    if options.scheduler not in (None, "cpu", "device"):
+        raise UsageError(f"scheduler is 'cpu' or 'device', not {options.scheduler!r}", hint="leave it out")
 
 
-def _check_switches(wishes: Wishes) -> None:
-    for field in fields(wishes):
-        switch = getattr(wishes, field.name)
+def _check_switches(options: PlacementOptions) -> None:
+    for field in fields(options):
+        switch = getattr(options, field.name)
         open_too = field.type == "bool | None" and switch is None
         if field.type in ("bool", "bool | None") and not isinstance(switch, bool) and not open_too:
             raise UsageError(f"{field.name} is True or False, not {switch!r}", hint="leave it out")
 
 
-def _check_types(wishes: Wishes) -> None:
+def _check_types(options: PlacementOptions) -> None:
     for name in ("dtype", "smallest_dtype"):
-        asked = getattr(wishes, name)
+        asked = getattr(options, name)
         if asked not in (None, *FLOATING_BYTES):
             names = ", ".join(FLOATING_BYTES)
             raise UsageError(f"a pipeline runs in {names}: {name} is one of them, not {asked!r}", hint="leave it out")

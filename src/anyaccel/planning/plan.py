@@ -10,28 +10,29 @@ from anyaccel.backends.claim import Quirk
 from anyaccel.backends.quirks import FLOAT32_ATTENTION
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule, choose_attention
-from anyaccel.planning.compiler import CompileRule, choose_compile, choose_mode
+from anyaccel.planning.compiler import CompileRule, choose_compiler, choose_mode
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import choose_component_dtypes, choose_dtype, choose_replacements
-from anyaccel.planning.facts import Facts
+from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.images_per_call import choose_images_per_call
 from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
-from anyaccel.planning.options import FLOATING_BYTES, Wishes
+from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
-from anyaccel.planning.quality_levels import Reuse, choose_quantized, choose_reuse
+from anyaccel.planning.plan_text import describe_plan
+from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, choose_step_skipping
 from anyaccel.planning.run_report import RunReport
-from anyaccel.planning.scheduler_location import choose_schedule
+from anyaccel.planning.scheduler_location import choose_scheduler_location
 from anyaccel.planning.speedups import (
-    Compiling,
+    CompilePolicy,
     choose_capture,
     choose_channels_last,
-    choose_compiling,
+    choose_compile_policy,
     choose_fusions,
 )
-from anyaccel.planning.workarounds import choose_repairs
+from anyaccel.planning.workarounds import choose_workarounds
 
-__all__ = ["NO_MEMORY", "Plan", "do_the_same", "make_plan"]
+__all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices"]
 
 NO_MEMORY = Decision(MemoryRule(), "no size was looked at yet")
 
@@ -53,21 +54,21 @@ class Plan:
     component_dtypes: Decision[tuple[tuple[str, str], ...]]
     replacements: Decision[tuple[tuple[str, str], ...]]
     noise: Decision[str]
-    schedule: Decision[str]
+    scheduler: Decision[str]
     attention: Decision[AttentionRule]
     images_per_call: Decision[int | None]
     parallel: Decision[Split | None] = ALONE
     memory: Decision[MemoryRule] = NO_MEMORY
-    repairs: Decision[tuple[str, ...]]
+    workarounds: Decision[tuple[str, ...]]
     bf16_attention: Decision[bool]
-    compile: Decision[CompileRule]
-    compiling: Decision[Compiling]
+    compiler: Decision[CompileRule]
+    compile_policy: Decision[CompilePolicy]
     channels_last: Decision[bool]
     fusions: Decision[tuple[str, ...]]
     capture: Decision[bool]
-    quantized: Decision[str]
-    reuse: Decision[Reuse | None]
-    watch: Decision[bool]
+    quantization: Decision[str]
+    step_skipping: Decision[StepSkipping | None]
+    check_finite: Decision[bool]
     forecast: Forecast | None = None
     """The memory that a call needs, where it was computed."""
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
@@ -99,10 +100,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        head = f"{self.pipeline} on {self.device}: {self.title}{' (virtual)' if self.virtual else ''}"
-        lines = [f"  {name:17} {str(decision)!s:34} {decision.reason}" for name, decision in self.decisions()]
-        happened = [f"  {name:17} {str(entry)!s:34} {entry.reason}" for name, entry in self.report.entries()]
-        return "\n".join([head, *lines, *(["what happened since:", *happened] if happened else [])])
+        return "\n".join(describe_plan(self))
 
 
 def _list(decisions: Iterable[tuple[str, Decision[Any]]]) -> list[dict[str, str]]:
@@ -111,8 +109,8 @@ def _list(decisions: Iterable[tuple[str, Decision[Any]]]) -> list[dict[str, str]
 
 def make_plan(
     sheet: Sheet,
-    facts: Facts,
-    wishes: Wishes,
+    facts: PipelineFacts,
+    options: PlacementOptions,
     *,
     device: str,
     virtual: bool = False,
@@ -125,52 +123,52 @@ def make_plan(
 
     `dtype` is the decision about the dtype where the caller made it before, for example to load weights in it.
     """
-    dtype = dtype or choose_dtype(sheet, facts, wishes, half_precision_cost)
+    dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)
     replacements = choose_replacements(sheet)
-    attention = choose_attention(sheet, wishes, FLOATING_BYTES.get(dtype.value, 2))
-    repairs = choose_repairs(sheet, replacements.value, attention.value)
+    attention = choose_attention(sheet, options, FLOATING_BYTES.get(dtype.value, 2))
+    workarounds = choose_workarounds(sheet, replacements.value, attention.value)
     plan = Plan(
         pipeline=facts.pipeline,
         device=device,
         title=sheet.title,
         virtual=virtual,
-        mode=choose_mode(sheet, wishes, environment or {}),
+        mode=choose_mode(sheet, options, environment or {}),
         dtype=dtype,
-        component_dtypes=choose_component_dtypes(facts, dtype.value, wishes.dtype),
+        component_dtypes=choose_component_dtypes(facts, dtype.value, options.dtype),
         replacements=replacements,
         noise=choose_noise(sheet),
-        schedule=choose_schedule(sheet, wishes),
+        scheduler=choose_scheduler_location(sheet, options),
         attention=attention,
-        images_per_call=choose_images_per_call(sheet, wishes),
-        parallel=choose_parallel(sheet, facts, wishes, ranks or Ranks()),
-        repairs=repairs,
-        bf16_attention=_choose_bf16_attention(sheet, wishes, dtype.value),
-        compile=choose_compile(sheet),
-        compiling=choose_compiling(sheet, facts, wishes, repairs.value),
-        channels_last=choose_channels_last(sheet, wishes),
-        fusions=choose_fusions(sheet, wishes),
-        capture=choose_capture(sheet, wishes),
-        quantized=choose_quantized(sheet, wishes, dtype.value),
-        reuse=choose_reuse(wishes),
-        watch=Decision(wishes.watch, "whether the picture is finite is read once, after the last step"),
+        images_per_call=choose_images_per_call(sheet, options),
+        parallel=choose_parallel(sheet, facts, options, ranks or Ranks()),
+        workarounds=workarounds,
+        bf16_attention=_choose_bf16_attention(sheet, options, dtype.value),
+        compiler=choose_compiler(sheet),
+        compile_policy=choose_compile_policy(sheet, facts, options, workarounds.value),
+        channels_last=choose_channels_last(sheet, options),
+        fusions=choose_fusions(sheet, options),
+        capture=choose_capture(sheet, options),
+        quantization=choose_quantization(sheet, options, dtype.value),
+        step_skipping=choose_step_skipping(options),
+        check_finite=Decision(options.check_finite, "whether the picture is finite is read once, after the last step"),
     )
-    return plan if plan.parallel.value is None else do_the_same(plan)
+    return plan if plan.parallel.value is None else without_rank_local_choices(plan)
 
 
-def do_the_same(plan: Plan) -> Plan:
+def without_rank_local_choices(plan: Plan) -> Plan:
     """The plan of one rank of several without what a rank decides by its own clock."""
     return replace(
         plan,
-        compiling=Decision(Compiling("never"), TOGETHER),
+        compile_policy=Decision(CompilePolicy("never"), TOGETHER),
         capture=Decision(False, TOGETHER),
     )
 
 
-def _choose_bf16_attention(sheet: Sheet, wishes: Wishes, dtype: str) -> Decision[bool]:
+def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[bool]:
     quirk = _find_quirk(sheet, FLOAT32_ATTENTION)
     if quirk is None:
         return Decision(False, "attention is not slowed down by float32 here")
-    if not wishes.sdp_on_bf16:
+    if not options.sdp_on_bf16:
         return Decision(False, "sdp_on_bf16=False was asked for")
     if dtype != "bfloat16":
         return Decision(False, f"the pipeline runs in {dtype}")

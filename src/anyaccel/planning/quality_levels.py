@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 
-__all__ = ["SMALLEST_WEIGHT", "Reuse", "choose_quantized", "choose_reuse"]
+__all__ = ["SMALLEST_WEIGHT", "StepSkipping", "choose_quantization", "choose_step_skipping"]
 
 QUALITY = "benchmarks/results/quality_cpu.json"
 SMALLEST_WEIGHT = 3_000_000
@@ -17,7 +17,7 @@ SMALLEST_WEIGHT = 3_000_000
 
 
 @dataclass(frozen=True)
-class Reuse:
+class StepSkipping:
     """At which steps a denoiser's last answer is taken again."""
 
     every: int
@@ -46,28 +46,30 @@ class Reuse:
 
 
 _REUSES = {
-    "fast": Reuse(
+    "fast": StepSkipping(
         2, 0.25, 4, "40 dB from exact at 8 steps and 32 dB at 4, and the judge sees in all of them what was asked for"
     ),
-    "draft": Reuse(3, 0.0, 4, "32 dB from exact at 8 steps, and the judge sees in all of them what was asked for"),
+    "draft": StepSkipping(
+        3, 0.0, 4, "32 dB from exact at 8 steps, and the judge sees in all of them what was asked for"
+    ),
 }
 
 
-def choose_reuse(wishes: Wishes) -> Decision[Reuse | None]:
+def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | None]:
     """At which steps the denoiser's last answer is taken again, instead of running it."""
-    found = _REUSES.get(wishes.speed)
+    found = _REUSES.get(options.speed)
     if found is None:
         return Decision(None, "speed='exact': every step is run")
-    return Decision(found, f"speed={wishes.speed!r}: the embedded model's pictures are {found.cost} ({QUALITY})")
+    return Decision(found, f"speed={options.speed!r}: the embedded model's pictures are {found.cost} ({QUALITY})")
 
 
-def choose_quantized(sheet: Sheet, wishes: Wishes, dtype: str) -> Decision[str]:
+def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
     """The type that products of large matrices are done in; empty for the model's own."""
-    if wishes.speed == "exact":
+    if options.speed == "exact":
         return Decision("", "speed='exact': products are done in the model's own type")
     speedup = sheet.speedup("float8")
     if speedup is None:
         return Decision("", "that products in 8 bits pay here is not known")
     if dtype not in ("bfloat16", "float16"):
         return Decision("", f"it is for half precision, and models run in {dtype}")
-    return Decision("float8", f"speed={wishes.speed!r}: {speedup.says} ({speedup.source})")
+    return Decision("float8", f"speed={options.speed!r}: {speedup.says} ({speedup.source})")

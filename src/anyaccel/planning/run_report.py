@@ -20,7 +20,7 @@ class RunReport:
     """How the last call used memory, where it was not as planned for the weights."""
     float32_models: Decision[tuple[str, ...]] | None = None
     """Models that produced NaN or Inf and run in float32 since."""
-    compiled: Decision[tuple[str, ...]] | None = None
+    compiled_models: Decision[tuple[str, ...]] | None = None
     """Models that run compiled code."""
     compiled_sizes: Decision[tuple[str, ...]] | None = None
     """Sizes that were run since models were compiled."""
@@ -28,8 +28,8 @@ class RunReport:
     """Models that could not be compiled, or stopped running compiled code; they run eagerly."""
     capture: Decision[bool] | None = None
     """Whether device graphs are replayed, and why not."""
-    quantized: Decision[str] | None = None
-    reuse: Decision[str] | None = None
+    quantization: Decision[str] | None = None
+    step_skipping: Decision[str] | None = None
     """How many denoiser outputs of the last call were reused."""
     forecast: Forecast | None = None
     """The memory that the last call was expected to need, where it was computed."""
@@ -48,6 +48,6 @@ class RunReport:
             return
         reasons = "; ".join(text for text in (before.reason, f"{model}: {reason}") if text)
         self.not_compiled = Decision((*before.value, model), reasons)
-        if self.compiled is not None:
-            names = tuple(name for name in self.compiled.value if name != model)
-            self.compiled = Decision(names, self.compiled.reason)
+        if self.compiled_models is not None:
+            names = tuple(name for name in self.compiled_models.value if name != model)
+            self.compiled_models = Decision(names, self.compiled_models.reason)

@@ -7,16 +7,16 @@ from typing import Literal, TypeAlias
 
 from anyaccel.backends.sheet import Compiler, Sheet
 from anyaccel.planning.decision import Decision
-from anyaccel.planning.facts import ComponentFacts, Facts
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.facts import ComponentFacts, PipelineFacts
+from anyaccel.planning.options import PlacementOptions
 
 __all__ = [
     "FUSIONS",
-    "Compiling",
+    "CompilePolicy",
     "Region",
     "choose_capture",
     "choose_channels_last",
-    "choose_compiling",
+    "choose_compile_policy",
     "choose_fusions",
     "is_worth_compiling",
 ]
@@ -32,7 +32,7 @@ _MANY = 2000
 
 
 @dataclass(frozen=True)
-class Compiling:
+class CompilePolicy:
     """When models are compiled, and how."""
 
     when: Literal["never", "now", "when it pays"]
@@ -49,7 +49,9 @@ class Compiling:
         return f"{self.when}, {what}"
 
 
-def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[str, ...] = ()) -> Decision[Compiling]:
+def choose_compile_policy(
+    sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, repairs: tuple[str, ...] = ()
+) -> Decision[CompilePolicy]:
     """Return whether and when the models that take the time are compiled.
 
     A device that needs workarounds compiles whole models, because they are applied in the graph
@@ -57,13 +59,13 @@ def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[
     runs eagerly.
     """
     speedup = sheet.speedup("compile")
-    if wishes.compile is False:
-        return Decision(Compiling("never"), "compile=False was asked for")
+    if options.compile is False:
+        return Decision(CompilePolicy("never"), "compile=False was asked for")
     if not isinstance(sheet.compiler, Compiler):
-        return Decision(Compiling("never"), sheet.compiler.says)
-    if wishes.compile == "auto" and speedup is None:
-        return Decision(Compiling("never"), "that it pays here is not known; compile=True does it")
-    many = wishes.pictures is not None and wishes.pictures >= _MANY
+        return Decision(CompilePolicy("never"), sheet.compiler.says)
+    if options.compile == "auto" and speedup is None:
+        return Decision(CompilePolicy("never"), "that it pays here is not known; compile=True does it")
+    many = options.expected_images is not None and options.expected_images >= _MANY
     blocks = [component.blocks for component in facts.components if component.denoises]
     alone = bool(blocks) and all(_is_all_blocks(component) for component in facts.components if component.denoises)
     region: Region = "blocks" if alone and not many and not repairs else "whole"
@@ -72,9 +74,9 @@ def choose_compiling(sheet: Sheet, facts: Facts, wishes: Wishes, repairs: tuple[
     gain = speedup.gain if speedup else 1.0
     said = f"about {takes:.0f} s, and then {gain:.2g} times as fast"
     source = f" ({speedup.source})" if speedup else ""
-    if wishes.compile is True:
-        return Decision(Compiling("now", region, takes, gain), f"asked for; {said}{source}")
-    return Decision(Compiling("when it pays", region, takes, gain), f"{said}{source}")
+    if options.compile is True:
+        return Decision(CompilePolicy("now", region, takes, gain), f"asked for; {said}{source}")
+    return Decision(CompilePolicy("when it pays", region, takes, gain), f"{said}{source}")
 
 
 def _is_all_blocks(component: ComponentFacts) -> bool:
@@ -82,7 +84,7 @@ def _is_all_blocks(component: ComponentFacts) -> bool:
     return component.blocks > component.convolutions
 
 
-def is_worth_compiling(compiling: Compiling, seconds_a_picture: float, done: int, pictures: int | None) -> bool:
+def is_worth_compiling(compiling: CompilePolicy, seconds_a_picture: float, done: int, pictures: int | None) -> bool:
     """Whether the pictures to come save more than compiling takes; untold, as many are to come as came already."""
     if compiling.when != "when it pays":
         return compiling.when == "now"
@@ -90,19 +92,19 @@ def is_worth_compiling(compiling: Compiling, seconds_a_picture: float, done: int
     return to_come * seconds_a_picture * (1 - 1 / compiling.gain) >= compiling.takes_s
 
 
-def choose_channels_last(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
+def choose_channels_last(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
     """Whether compiled models with convolutions keep pictures in memory channels last."""
-    return _choose(sheet, "channels_last", wishes.channels_last)
+    return _choose(sheet, "channels_last", options.channels_last)
 
 
-def choose_capture(sheet: Sheet, wishes: Wishes) -> Decision[bool]:
+def choose_capture(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
     """Whether what a denoiser asks of the device may be recorded and replayed."""
-    return _choose(sheet, "capture", wishes.capture)
+    return _choose(sheet, "capture", options.capture)
 
 
-def choose_fusions(sheet: Sheet, wishes: Wishes) -> Decision[tuple[str, ...]]:
+def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[str, ...]]:
     """The operations that compiled models do as one."""
-    if wishes.fuse is False:
+    if options.fuse is False:
         return Decision((), "fuse=False was asked for")
     known = [found for name in FUSIONS if (found := sheet.speedup(name)) is not None]
     reason = " ".join(f"{one.says} ({one.source})" for one in known)

@@ -8,10 +8,10 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.decision import Decision
 
-__all__ = ["choose_repairs"]
+__all__ = ["choose_workarounds"]
 
 
-def choose_repairs(
+def choose_workarounds(
     sheet: Sheet, replacements: tuple[tuple[str, str], ...], attention: AttentionRule
 ) -> Decision[tuple[str, ...]]:
     """The repairs that the models themselves need, by name; the glue around them is always looked after.
@@ -22,13 +22,13 @@ def choose_repairs(
     """
     needs = {
         "dtypes": any(instead != "pairs" for _, instead in replacements),
-        "pairs": any(instead == "pairs" for _, instead in replacements),
+        "complex_pairs": any(instead == "pairs" for _, instead in replacements),
         "noise": not sheet.rng_on_device,
-        "shapes": sheet.static_shapes,
+        "dynamic_shapes": sheet.static_shapes,
         "attention": attention != AttentionRule(),
-        "numbers": sheet.has_quirk(HOST_NUMBER_OFFSET_IGNORED),
-        "zeros": sheet.has_quirk(UNINITIALISED_MEMORY_IS_NAN),
-        "addends": any(limit.reads_ignored_input for limit in sheet.limits(OperationLimit).values()),
+        "clone_scalars": sheet.has_quirk(HOST_NUMBER_OFFSET_IGNORED),
+        "zero_empty": sheet.has_quirk(UNINITIALISED_MEMORY_IS_NAN),
+        "ignore_beta_zero": any(limit.reads_ignored_input for limit in sheet.limits(OperationLimit).values()),
     }
     chosen = tuple(name for name, needed in needs.items() if needed)
     if not chosen:

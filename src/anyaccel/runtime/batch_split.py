@@ -10,7 +10,7 @@ import numpy
 import torch
 from PIL.Image import Image
 
-from anyaccel.runtime.call_request import Request
+from anyaccel.runtime.call_request import CallRequest
 
 __all__ = ["SharedProgress", "join_results", "split_request"]
 
@@ -27,19 +27,19 @@ _NUMBER_AN_IMAGE = {"class_labels", "decode_timestep", "decode_noise_scale"}
 _PICTURES = ("image", "mask_image")
 
 
-def split_request(request: Request, images_per_call: int | None, first: int = 0) -> list[Request]:
+def split_request(request: CallRequest, images_per_call: int | None, first: int = 0) -> list[CallRequest]:
     """The request from one image on as several of at most that many; itself where it is small enough."""
     at_once = images_per_call or request.images
     if not first and request.images <= at_once:
         return [_give_each_its_picture(request)]
-    parts: list[Request] = []
+    parts: list[CallRequest] = []
     for start in range(first, request.images, at_once):
         rows = range(start, min(start + at_once, request.images))
         parts += _take_rows(request, rows)
     return [_give_each_its_picture(part) for part in parts]
 
 
-def _give_each_its_picture(request: Request) -> Request:
+def _give_each_its_picture(request: CallRequest) -> CallRequest:
     """Seeded images that begin with one picture get it once each.
 
     Diffusers encodes a shared picture once, with the noise of the first image's generator: the others would be other
@@ -51,7 +51,7 @@ def _give_each_its_picture(request: Request) -> Request:
     return request.with_arguments(**{name: _spread(value, request) for name, value in pictures.items()})
 
 
-def _spread(value: Any, request: Request) -> Any:
+def _spread(value: Any, request: CallRequest) -> Any:
     """One picture an image: of one for all, or of one a prompt."""
     # What takes embeddings of images, as Kandinsky does, repeats the pictures of a prompt itself.
     each = 1 if "image_embeds" in request.accepts else request.per_prompt
@@ -67,7 +67,7 @@ def _spread(value: Any, request: Request) -> Any:
     return [value[row] for row in rows] if isinstance(value, list) else value[rows]
 
 
-def _take_rows(request: Request, rows: range) -> Iterator[Request]:
+def _take_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
     """Some images of a request: whole prompts together, parts of a prompt each by itself."""
     prompts = sorted({row // request.per_prompt for row in rows})
     whole = len(rows) == len(prompts) * request.per_prompt
@@ -85,7 +85,7 @@ def _take_rows(request: Request, rows: range) -> Iterator[Request]:
         yield replace(request, arguments=arguments, prompts=len(chosen), per_prompt=per_prompt, seeds=seeds)
 
 
-def _take(name: str, value: Any, request: Request, prompts: list[int], images: list[int]) -> Any:
+def _take(name: str, value: Any, request: CallRequest, prompts: list[int], images: list[int]) -> Any:
     """The part of one argument that belongs to some prompts, or to some images of theirs."""
     if name in _WHOLE or value is None or isinstance(value, str | dict):
         return value

@@ -12,7 +12,7 @@ import torch
 from anyaccel.call_limits import SIDES, read_seeds, to_integer
 from anyaccel.errors import UsageError
 
-__all__ = ["Request", "bucket_of", "read_request", "shape_of"]
+__all__ = ["CallRequest", "bucket_of", "read_call_request", "shape_of"]
 
 _PER_PROMPT = (
     "num_images_per_prompt",
@@ -26,7 +26,7 @@ _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_s
 
 
 @dataclass(frozen=True)
-class Request:
+class CallRequest:
     """What a caller asked a pipeline for."""
 
     arguments: dict[str, Any]
@@ -48,12 +48,14 @@ class Request:
         """What the pipeline calls the number of images to a prompt; None if it has no such argument."""
         return next((name for name in _PER_PROMPT if name in self.accepts), None)
 
-    def with_arguments(self, **changed: Any) -> Request:
+    def with_arguments(self, **changed: Any) -> CallRequest:
         """The same request with some arguments changed."""
         return replace(self, arguments={**self.arguments, **changed})
 
 
-def read_request(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+def read_call_request(
+    pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallRequest:
     """Read a call; a wrong argument raises what the pipeline itself would raise."""
     kwargs = dict(kwargs)
     seed = kwargs.pop("seed", None)
@@ -70,7 +72,7 @@ def read_request(pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwa
     accepts |= _block_inputs(pipe)
     integers = {name: to_integer(arguments.get(name)) for name in _INTEGERS}
     arguments.update({name: value for name, value in integers.items() if value is not None})
-    request = Request(arguments, _count_prompts(arguments, accepts), 1, frozenset(accepts))
+    request = CallRequest(arguments, _count_prompts(arguments, accepts), 1, frozenset(accepts))
     request = replace(request, per_prompt=_count_per_prompt(request, signature))
     if seed is None:
         return request
@@ -110,7 +112,7 @@ def _count_pictures(value: Any) -> int:
     return len(value) if flat else 1
 
 
-def _count_per_prompt(request: Request, signature: inspect.Signature) -> int:
+def _count_per_prompt(request: CallRequest, signature: inspect.Signature) -> int:
     name = request.per_prompt_name
     if name is None:
         return 1
@@ -119,13 +121,13 @@ def _count_per_prompt(request: Request, signature: inspect.Signature) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def bucket_of(request: Request) -> str:
+def bucket_of(request: CallRequest) -> str:
     """The size and the number of images of a call, in words: `512 × 512, 1 image`."""
     size = " × ".join(str(request.arguments[name]) for name in ("height", "width") if request.arguments.get(name))
     return f"{size or 'default size'}, {request.images} image{'s' if request.images != 1 else ''}"
 
 
-def shape_of(request: Request) -> str:
+def shape_of(request: CallRequest) -> str:
     """What of a call decides the shapes inside, in words: `512 × 512, 4 images`."""
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.facts import ComponentFacts, Facts
+from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_internals import unwrap_compiled
@@ -38,7 +38,7 @@ def find_denoisers(pipe: Any, placement: Placement) -> dict[str, torch.nn.Module
     return {name: models[name] for name in placement.denoisers if name in models}
 
 
-def read_facts(pipe: Any) -> Facts:
+def read_facts(pipe: Any) -> PipelineFacts:
     """What a plan needs to know of a pipeline that is in memory."""
     placement = find_placement(pipe)
     loaded = placement.loaded if placement is not None else {}
@@ -47,7 +47,7 @@ def read_facts(pipe: Any) -> Facts:
         for name, part in find_components(pipe).items()
         if isinstance(part, torch.nn.Module)
     ]
-    return Facts(pipeline=type(pipe).__name__, components=tuple(models))
+    return PipelineFacts(pipeline=type(pipe).__name__, components=tuple(models))
 
 
 def _read_component(name: str, module: torch.nn.Module, loaded: str | None) -> ComponentFacts:

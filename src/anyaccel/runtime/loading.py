@@ -11,7 +11,7 @@ import torch
 
 from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
 from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
 
@@ -20,12 +20,12 @@ __all__ = ["derive_pipeline", "load_pipeline"]
 _DTYPE = name_dtype_argument()
 
 
-def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, Wishes]:
+def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Load a pipeline with diffusers; return it with the placement options that it was loaded with.
 
     What diffusers raises about a model becomes a `ModelError` with a hint.
     """
-    options, wishes = _read_options(options)
+    options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
         raise UsageError(f"{model!r} is no model", hint="give a hub id, a local folder or a file of weights")
     if not options.get("trust_remote_code") and options.get("custom_pipeline") is not None:
@@ -38,10 +38,10 @@ def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, 
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
         options.pop("use_safetensors")
-    return _call_diffusers(loader, str(model), options), wishes
+    return _call_diffusers(loader, str(model), options), placement_options
 
 
-def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], Wishes]:
+def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
     """The options as diffusers takes them, and what they wish for."""
     options = dict(options)
     if options.get("dtype") is not None and options.get("torch_dtype") is not None:
@@ -55,7 +55,7 @@ def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], Wishes]:
     if options.get("use_safetensors") is None:
         options["use_safetensors"] = True
     chosen = str(asked).removeprefix("torch.") if isinstance(asked, torch.dtype) else None
-    return options, Wishes(dtype=chosen)
+    return options, PlacementOptions(dtype=chosen)
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:
@@ -92,11 +92,11 @@ def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str,
         raise ModelError(f"{model} cannot be loaded: {words}", hint=hint) from error
 
 
-def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, Wishes]:
+def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Make a pipeline from another one's components, in their dtype unless the options have one."""
-    options, wishes = _read_options(options)
+    options, placement_options = _read_options(options)
     del options["use_safetensors"]
     if _DTYPE not in options and casts_components(kind):
         # diffusers would cast the components, which the other pipeline still uses, to float32.
         options[_DTYPE] = pipeline.dtype
-    return kind.from_pipe(pipeline, **options), wishes
+    return kind.from_pipe(pipeline, **options), placement_options

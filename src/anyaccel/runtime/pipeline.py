@@ -19,21 +19,21 @@ from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call.run import run_call
 from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.loading import derive_pipeline, load_pipeline
-from anyaccel.runtime.placement.oom_retry import weights_at_home
+from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
 from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
+    find_options,
     find_placement,
-    find_wishes,
     forget_placement,
     is_being_offloaded,
-    remember_wishes,
+    store_options,
 )
 from anyaccel.runtime.speed.compile import compile_components
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.vendor_aliases import VendorAliases
-from anyaccel.runtime.workarounds.function_modes import make_glue_seam
+from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 
 __all__ = [
     "AutoPipelineForImage2Image",
@@ -152,14 +152,14 @@ class Portable(VendorAliases):
             residence: Residence = "component" if method == "enable_model_cpu_offload" else "layer"
             place_pipeline(self, wanted, {}, cast, offloaded=residence)
             placement = _placement_of(self)
-            with make_glue_seam(placement.plan, placement.device):
+            with make_pipeline_function_mode(placement.plan, placement.device):
                 enable(device=placement.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy a pipeline; weights that wait elsewhere are copied from host memory, and the copy is placed alike."""
         placement = find_placement(self)
         elsewhere = placement is not None and placement.residence in ("phase", "layer")
-        with weights_at_home(self):
+        with weights_on_cpu(self):
             rebuild, parts = self.__reduce__()
             made = rebuild(*copy.deepcopy(parts, memo))
         return made.to(placement.opened.torch_device) if placement is not None and elsewhere else made
@@ -181,11 +181,13 @@ def _placement_of(pipe: Any) -> Placement:
     if found is not None:
         return found
     lies_on, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
-    wishes = find_wishes(pipe)
-    opened = resolve_device(lies_on, wishes)
+    placement_options = find_options(pipe)
+    opened = resolve_device(lies_on, placement_options)
     name = str(dtype).removeprefix("torch.")
-    plan = plan_pipeline(pipe, opened, replace(wishes, dtype=name), Decision(name, "the dtype that it was loaded in"))
-    settle(pipe, Placement(opened, lies_on, plan, wishes))
+    plan = plan_pipeline(
+        pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype that it was loaded in")
+    )
+    settle(pipe, Placement(opened, lies_on, plan, placement_options))
     made = find_placement(pipe)
     assert made is not None
     return made
@@ -214,8 +216,8 @@ def inherit_placement(pipe: Any, source: Any) -> None:
     """Plan a pipeline for where the one is whose components it took over."""
     found = find_placement(source)
     if found is not None:
-        plan = plan_pipeline(pipe, found.opened, found.wishes)
-        settle(pipe, Placement(found.opened, found.device, plan, found.wishes))
+        plan = plan_pipeline(pipe, found.opened, found.options)
+        settle(pipe, Placement(found.opened, found.device, plan, found.options))
 
 
 def make_portable(pipe: Any) -> Any:
@@ -246,7 +248,7 @@ def _with_weights(method: Any) -> Any:
     @functools.wraps(method)
     def touch_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_not_quantized(self, method.__name__)
-        with weights_at_home(self):
+        with weights_on_cpu(self):
             return method(self, *args, **kwargs)
 
     return touch_weights
@@ -316,18 +318,18 @@ class AutoPipelineForInpainting(_AutoPipeline):
 
 
 def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
-    pipe, wishes = load_pipeline(kind, model, options)
-    remember_wishes(make_portable(pipe), wishes)
+    pipe, placement_options = load_pipeline(kind, model, options)
+    store_options(make_portable(pipe), placement_options)
     return pipe
 
 
 def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
-    pipe, wishes = derive_pipeline(kind, pipeline, options)
-    remember_wishes(make_portable(pipe), wishes)
+    pipe, placement_options = derive_pipeline(kind, pipeline, options)
+    store_options(make_portable(pipe), placement_options)
     inherit_placement(pipe, pipeline)
     return pipe
 
 
-def place(pipe: Any, device: str | int | torch.device = "auto", **wishes: Any) -> Any:
+def place(pipe: Any, device: str | int | torch.device = "auto", **placement_options: Any) -> Any:
     """Make a pipeline that exists portable, and place it: `anyaccel.place(pipe, "hpu", dtype="bf16")`; returns it."""
-    return make_portable(pipe).to(device, **wishes)
+    return make_portable(pipe).to(device, **placement_options)

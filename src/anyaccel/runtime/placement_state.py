@@ -14,29 +14,29 @@ import torch
 from anyaccel.backends.device import OpenDevice
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import NO_MEMORY, Plan
 from anyaccel.planning.run_report import RunReport
 from anyaccel.runtime.batch_split import SharedProgress
 
 if TYPE_CHECKING:
     from anyaccel.runtime.placement.memory_plan import CallPlan
-    from anyaccel.runtime.speed.session import Speed
+    from anyaccel.runtime.speed.session import SpeedState
 
 __all__ = [
     "Placement",
     "being_offloaded",
     "drop_placement",
+    "find_options",
     "find_placement",
-    "find_wishes",
     "forget_placement",
     "is_being_offloaded",
     "keep_placement",
-    "remember_wishes",
+    "store_options",
 ]
 
 _KEY = "_anyaccel_placement"
-_WISHES = "_anyaccel_wishes"
+_OPTIONS = "_anyaccel_options"
 _OFFLOADING = "_anyaccel_offloading"
 
 
@@ -48,7 +48,7 @@ class Placement:
     device: torch.device
     plan: Plan
     """What was decided; never replaced."""
-    wishes: Wishes
+    options: PlacementOptions
     call_plan: Plan = None  # type: ignore[assignment]
     """The plan as it is applied to calls now: with sliced attention where memory requires that."""
     progress: SharedProgress | None = None
@@ -74,7 +74,7 @@ class Placement:
     """Where the weights go as long as no size is known."""
     shared: bool = False
     """Whether the models are shared with other pipelines that run at the same time, and so are left as they are."""
-    speed: Speed | None = None
+    speed: SpeedState | None = None
     """What was done for speed, and how long pictures took."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
     """How calls of each shape are run, by the shape in words."""
@@ -119,21 +119,21 @@ def drop_placement(pipe: Any) -> None:
     """Forget where a pipeline is, and keep what was wished for: its weights may lie anywhere after a move cut short."""
     placement = vars(pipe).pop(_KEY, None)
     if isinstance(placement, Placement):
-        remember_wishes(pipe, placement.wishes)
+        store_options(pipe, placement.options)
 
 
-def remember_wishes(pipe: Any, wishes: Wishes) -> None:
+def store_options(pipe: Any, options: PlacementOptions) -> None:
     """Remember what a pipeline was loaded with, for when it is placed."""
-    vars(pipe)[_WISHES] = wishes
+    vars(pipe)[_OPTIONS] = options
 
 
-def find_wishes(pipe: Any) -> Wishes:
+def find_options(pipe: Any) -> PlacementOptions:
     """What was wished for a pipeline so far."""
     placement = find_placement(pipe)
     if placement is not None:
-        return placement.wishes
-    found = vars(pipe).get(_WISHES)
-    return found if isinstance(found, Wishes) else Wishes()
+        return placement.options
+    found = vars(pipe).get(_OPTIONS)
+    return found if isinstance(found, PlacementOptions) else PlacementOptions()
 
 
 @contextmanager
@@ -158,4 +158,4 @@ def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
     """The state of a pipeline without what belongs to this process; what was wished for goes with it."""
     kept = {name: value for name, value in state.items() if name != _KEY}
     placement = state.get(_KEY)
-    return {**kept, _WISHES: placement.wishes} if isinstance(placement, Placement) else kept
+    return {**kept, _OPTIONS: placement.options} if isinstance(placement, Placement) else kept

@@ -18,8 +18,8 @@ from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.server.http.app import make_app
 from anyaccel.server.http.service import Service
 from anyaccel.server.http.slow_client_timeouts import make_protocol
-from anyaccel.server.settings import Settings, is_loopback
-from anyaccel.server.worker.worker_process import WorkerProcess, Workplace
+from anyaccel.server.settings import ServerSettings, is_loopback
+from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
 
 __all__ = ["check_address", "serve"]
 
@@ -39,10 +39,10 @@ def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> Non
 
 
 def serve(
-    settings: Settings,
+    settings: ServerSettings,
     on_progress: Callable[[str], None],
     on_ready: Callable[[str], None],
-    make_workplace: Callable[[Settings], Workplace] = WorkerProcess,
+    make_workplace: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, and end what is under way first."""
     bound = _bind(settings)
@@ -61,7 +61,7 @@ def serve(
         raise AnyaccelError(f"the service cannot start: {broken.words}", hint=broken.hint)
 
 
-def _bind(settings: Settings) -> socket.socket:
+def _bind(settings: ServerSettings) -> socket.socket:
     """The address, taken before anything is loaded: that it is in use is said at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -95,7 +95,7 @@ def _count_connections() -> int:
 class _Server(uvicorn.Server):
     """uvicorn's server, which takes nothing on after it was told to end, and lets what is under way end."""
 
-    def __init__(self, settings: Settings, service: Service) -> None:
+    def __init__(self, settings: ServerSettings, service: Service) -> None:
         limits = settings.limits
         config = uvicorn.Config(
             make_app(service),

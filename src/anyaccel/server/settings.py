@@ -13,9 +13,9 @@ from typing import Any
 from anyaccel.errors import UsageError, nearest
 
 __all__ = [
-    "Limits",
     "ServedName",
-    "Settings",
+    "ServerLimits",
+    "ServerSettings",
     "count_in_hand",
     "is_loopback",
     "name_owner",
@@ -35,7 +35,7 @@ class ServedName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """What one request may ask for, and how many may wait."""
 
     max_queue: int = 64
@@ -64,7 +64,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """One service."""
 
     models: tuple[ServedName, ...]
@@ -83,7 +83,7 @@ class Settings:
     sizes: tuple[tuple[int, int], ...] = ()
     """Widths and heights that are made ready ahead; with none, the model's own size."""
     loras: tuple[ServedName, ...] = ()
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     otlp: str | None = None
     """Where traces go."""
 
@@ -124,9 +124,9 @@ def read_lora(text: str) -> ServedName:
     return ServedName(name, path)
 
 
-def read_limits(texts: Iterable[str], max_queue: int) -> Limits:
-    """`NAME=NUMBER`, by the names that `Limits` has."""
-    kinds = {one.name: one.type for one in fields(Limits)}
+def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
+    """`NAME=NUMBER`, by the names that `ServerLimits` has."""
+    kinds = {one.name: one.type for one in fields(ServerLimits)}
     found: dict[str, Any] = {"max_queue": max_queue}
     for text in texts:
         name, _, number = text.partition("=")
@@ -139,7 +139,7 @@ def read_limits(texts: Iterable[str], max_queue: int) -> Limits:
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} is a number, not {number!r:.40}", hint=f"--limit {name}=10")
         found[name] = value
-    return Limits(**found)
+    return ServerLimits(**found)
 
 
 def is_loopback(host: str) -> bool:

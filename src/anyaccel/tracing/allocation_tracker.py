@@ -13,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
-from anyaccel.planning.limit_hits import Seen
+from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
 
-__all__ = ["Tracker"]
+__all__ = ["AllocationTracker"]
 
 
-class Tracker(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Bytes alive and at the peak, by storage; the weights, which are there already, do not count."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Tracker(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._attention = _Attention(self, attention)
         self._paused = False
-        self.seen = Seen()
+        self.seen = TraceFacts()
         self.model = ""
         """The model that runs now."""
 
@@ -128,7 +128,7 @@ class Tracker(TorchDispatchMode):
 class _Attention(TorchFunctionMode):
     """Attention in the form that the device has it, rather than as `meta` would spell it out."""
 
-    def __init__(self, tracker: Tracker, rule: AttentionRule) -> None:
+    def __init__(self, tracker: AllocationTracker, rule: AttentionRule) -> None:
         super().__init__()
         self.tracker, self.rule = tracker, rule
 

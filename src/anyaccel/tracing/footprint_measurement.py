@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from anyaccel.planning.attention import AttentionRule
-from anyaccel.planning.footprint import Footprint, ModelSize, Passing, Phase, Way
+from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, ModelSize, Phase
 from anyaccel.planning.kernel_workspace import Workspace
-from anyaccel.planning.limit_hits import Seen
-from anyaccel.tracing.pipeline_trace import Traced
+from anyaccel.planning.limit_hits import TraceFacts
+from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
 from anyaccel.upstream.torch_internals import read_parameter_table
 
@@ -30,7 +30,7 @@ class Measurement:
     def __init__(
         self,
         pipe: Any,
-        traced: Traced,
+        traced: PipelineTrace,
         workspace: Workspace,
         *,
         denoisers: Collection[str],
@@ -44,16 +44,16 @@ class Measurement:
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
         self.size = size
         self.always_there = () if unified_memory else read_never_offloaded(pipe)
-        self.seen = Seen()
+        self.seen = TraceFacts()
         """What the first run did inside the models."""
-        self._known: dict[tuple[Way, int], Footprint] = {}
+        self._known: dict[tuple[MemorySavings, int], Footprint] = {}
         models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
         self._models = tuple(_read_size(name, part, workspace, fetches_ahead) for name, part in models.items())
         self._never_streamed = tuple(
             name for name, part in models.items() if not (unified_memory or supports_streaming(part))
         )
 
-    def __call__(self, way: Way, images: int) -> Footprint:
+    def __call__(self, way: MemorySavings, images: int) -> Footprint:
         """The footprint of a call made in one way, for so many images at once."""
         if (way, images) not in self._known:
             self._known[way, images] = self._measure(way, images)
@@ -64,10 +64,10 @@ class Measurement:
     ) -> Measurement:
         """The same for other arguments."""
         other = copy.copy(self)
-        other.arguments, other.size, other.seen, other._known = arguments, size, Seen(), {}
+        other.arguments, other.size, other.seen, other._known = arguments, size, TraceFacts(), {}
         return other
 
-    def _measure(self, way: Way, images: int) -> Footprint:
+    def _measure(self, way: MemorySavings, images: int) -> Footprint:
         set_parts(self.pipe, way.vae_in_parts)
         first = not self._known
         attention = replace(self.attention, heads="max") if way.sliced_attention else self.attention
@@ -88,7 +88,7 @@ class Measurement:
             fixed_bytes=self.workspace.fixed_bytes,
         )
 
-    def _read_passings(self) -> tuple[Passing, ...]:
+    def _read_passings(self) -> tuple[ModelCall, ...]:
         """Each model's calls with their phases; what the pipeline does before and after one counts to it."""
         heard, between = self.traced.passings, self.traced.between
         steps = [place for place, one in enumerate(heard) if one.component in self.denoisers]
@@ -99,7 +99,7 @@ class Measurement:
             if one.component in self.denoisers or (first <= place <= last and one.method != "decode"):
                 phase = "denoise"
             held = max(one.held_bytes, between[place], between[place + 1])
-            passings.append(Passing(one.component, phase, held))
+            passings.append(ModelCall(one.component, phase, held))
         return tuple(passings)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.tracing.pipeline_trace import Traced
+from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
 from anyaccel.upstream.torch_internals import MODULE_HOOKS, unwrap_compiled
@@ -20,7 +20,7 @@ _ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
 """What offloading and placing put on a model that a plain one does not have."""
 
 
-def clone_pipeline(pipe: Any, kind: Any, traced: Traced) -> Any:
+def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:
     """A plain pipeline of a class with the parts of another one, whose models are shells; the other stays as it is."""
     clone: Any = kind.__new__(kind)
     vars(clone).update(vars(pipe))

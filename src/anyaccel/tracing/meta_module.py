@@ -11,7 +11,7 @@ import torch
 
 from anyaccel.forward_overrides import Slot, set_override
 
-__all__ = ["WATCHED_BYTES", "Runner", "first_floating", "make_shell", "map_tensors"]
+__all__ = ["WATCHED_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
 
 WATCHED_BYTES = 2**20
 """What a model gave last is kept until the end of a call, to be looked at, if it is no larger than this."""
@@ -23,7 +23,7 @@ _BLENDS = ("blend_v", "blend_h", "blend_t")
 """How an autoencoder joins two tiles, row by row."""
 
 
-class Runner(Protocol):
+class MetaRunner(Protocol):
     """Runs a model whose weights are shapes alone on what a pipeline of the host gives it."""
 
     def run_model(self, name: str, method: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ class Runner(Protocol):
         """The result of one call of a part that may be called often, with shapes alone."""
 
 
-def make_shell(model: torch.nn.Module, name: str, runner: Runner) -> torch.nn.Module:
+def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> torch.nn.Module:
     """Let a model on `meta` take and give tensors of the host."""
     kind = type(model)
     content = {  # transformers finds what a model can record by the class's full name
@@ -82,7 +82,9 @@ def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
     return blend
 
 
-def _wrap(call: Callable[..., Any], name: str, method: str, runner: Runner, inside: list[str]) -> Callable[..., Any]:
+def _wrap(
+    call: Callable[..., Any], name: str, method: str, runner: MetaRunner, inside: list[str]
+) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         return _run_model(name, method, runner, inside, call, args, kwargs)
@@ -91,7 +93,7 @@ def _wrap(call: Callable[..., Any], name: str, method: str, runner: Runner, insi
 
 
 def _run_model(
-    name: str, method: str, runner: Runner, inside: list[str], call: Callable[..., Any], args: Any, kwargs: Any
+    name: str, method: str, runner: MetaRunner, inside: list[str], call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     if inside:  # a method that calls another one is one call
         return call(*args, **kwargs)

@@ -13,12 +13,12 @@ from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.recipes import Recipe
 from anyaccel.tracing.model_index import Component, ModelFolder, is_a, require_recipe
 
-__all__ = ["FullSize", "build_components", "build_pipeline"]
+__all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 
 _NO_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
 
 
-class FullSize:
+class FullSizePipeline:
     """A pipeline at its full size, and the recipe that says how it is called."""
 
     def __init__(self, pipe: Any, recipe: Recipe) -> None:
@@ -27,7 +27,7 @@ class FullSize:
 
 def build_pipeline(
     folder: ModelFolder, device: str, dtype: torch.dtype, finish: Callable[[str, Any], Any] | None = None
-) -> FullSize:
+) -> FullSizePipeline:
     """The pipeline of a folder with models of full size on a device, without trained weights; on `meta` they need none.
 
     Tokenizers and processors are the recipe's: they hold no weights, and their lengths are those of the real ones.
@@ -65,7 +65,7 @@ def build_pipeline(
     _lengthen(parts)
     pipe = kind(**parts)
     pipe.set_progress_bar_config(disable=True)
-    return FullSize(pipe, recipe)
+    return FullSizePipeline(pipe, recipe)
 
 
 @contextlib.contextmanager

@@ -10,15 +10,15 @@ import torch
 
 from anyaccel.planning.attention import AS_IT_IS, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
-from anyaccel.planning.limit_hits import Seen
-from anyaccel.tracing.allocation_tracker import Tracker
-from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating, make_shell, map_tensors
+from anyaccel.planning.limit_hits import TraceFacts
+from anyaccel.tracing.allocation_tracker import AllocationTracker
+from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating, map_tensors, to_meta_module
 
-__all__ = ["Heard", "Traced"]
+__all__ = ["ModelCallRecord", "PipelineTrace"]
 
 
 @dataclass(frozen=True)
-class Heard:
+class ModelCallRecord:
     """One call of one model."""
 
     component: str
@@ -28,14 +28,14 @@ class Heard:
     """At its peak, with all that the pipeline keeps besides; without weights."""
 
 
-class Traced:
+class PipelineTrace:
     """Runs a pipeline whose models are shells, and tells what was held."""
 
     def __init__(self) -> None:
-        self.passings: list[Heard] = []
+        self.passings: list[ModelCallRecord] = []
         self.between: list[int] = []
         """The peaks of what the pipeline itself does before, between and after its models."""
-        self._tracker = Tracker(Workspace(), ())
+        self._tracker = AllocationTracker(Workspace(), ())
         self._setting: Hashable = None
         self._weights: list[torch.Tensor] = []
         """Of the one pipeline whose models are shells here."""
@@ -43,13 +43,13 @@ class Traced:
         self._known: dict[Any, tuple[Any, int]] = {}
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> TraceFacts:
         """What the last run did inside the models; of what was answered from memory, nothing."""
         return self._tracker.seen
 
     def shell(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
         """A model on `meta` as a shell that is run here."""
-        return make_shell(model, name, self)
+        return to_meta_module(model, name, self)
 
     def run(
         self,
@@ -63,7 +63,7 @@ class Traced:
         if not self._weights:
             models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
             self._weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        self._tracker = Tracker(workspace, self._weights, attention)
+        self._tracker = AllocationTracker(workspace, self._weights, attention)
         self._setting = (workspace, attention, setting)
         self.passings, self.between, self._watched = [], [], {}
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
@@ -84,7 +84,7 @@ class Traced:
             self._known[key] = (map_tensors(made, self._to_meta), peak - before)
         else:
             made, peak = known[0], before + known[1]
-        self.passings.append(Heard(name, method, peak))
+        self.passings.append(ModelCallRecord(name, method, peak))
         given = map_tensors(made, self._to_host)
         self._watch(name, first_floating(given))
         return given

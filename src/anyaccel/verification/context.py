@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from anyaccel.backends.driver import Driver
     from anyaccel.emulator.accelerator import VirtualAccelerator
 
-__all__ = ["Bench", "Sight", "describe_error", "fill"]
+__all__ = ["Observation", "ProbeContext", "describe_error", "fill"]
 
 _FOLDERS = re.compile(r"(?<![\w:/])(?:/[^\s/:'\"]+)+/|\b[A-Za-z]:\\(?:[^\s\\]+\\)+")
 
 
 @dataclass(frozen=True)
-class Sight:
+class Observation:
     """What was seen: `yes` or an effect, with the figures; nothing where it was not tried, and why."""
 
     seen: str
@@ -30,7 +30,7 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Bench:
+class ProbeContext:
     """A device and its sheet as it reads for the product and the versions, before the device was asked anything."""
 
     sheet: Sheet

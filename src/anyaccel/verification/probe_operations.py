@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.claim import OperationLimit, Quirk, SizeLimit, Unknown, Yes
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.quirks import HALF_KERNELS_MISSING, HOST_NUMBER_OFFSET_IGNORED, NON_CONTIGUOUS_ATTENTION
-from anyaccel.verification.context import Bench, Sight, describe_error, fill
+from anyaccel.verification.context import Observation, ProbeContext, describe_error, fill
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +20,12 @@ _TOLERANCE = 2e-2
 """For sums of few numbers near 1, in half precision at most."""
 
 
-def probe_operations(bench: Bench, name: str, limit: OperationLimit) -> Sight:
+def probe_operations(bench: ProbeContext, name: str, limit: OperationLimit) -> Observation:
     """Call every operation of a limit in every type that it names; it agrees only if all of them do as it says."""
     calls = _LARGE_CALLS if limit.past_elements is not None else _CALLS
     unknown = [operation for operation in limit.operations if operation not in calls]
     if unknown:
-        return Sight("", f"no call of {', '.join(unknown)} is written for this")
+        return Observation("", f"no call of {', '.join(unknown)} is written for this")
     if limit.past_elements is not None:
         return _call_large(bench, limit)
     seen = {
@@ -35,10 +35,10 @@ def probe_operations(bench: Bench, name: str, limit: OperationLimit) -> Sight:
     }
     effects = {sight.seen for sight in seen.values()}
     detail = "; ".join(f"{call}: {sight.detail or sight.seen}" for call, sight in seen.items())
-    return Sight(effects.pop() if len(effects) == 1 else "mixed", detail[:600])
+    return Observation(effects.pop() if len(effects) == 1 else "mixed", detail[:600])
 
 
-def _call_small(bench: Bench, operation: str, dtype: str) -> Sight:
+def _call_small(bench: ProbeContext, operation: str, dtype: str) -> Observation:
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
@@ -47,16 +47,16 @@ def _call_small(bench: Bench, operation: str, dtype: str) -> Sight:
     except Exception as error:  # an error of the device is a finding
         if is_out_of_memory(error):
             raise
-        return Sight("error", describe_error(error))
+        return Observation("error", describe_error(error))
     met = bench.accelerator.ledger.rows("wrong") if bench.accelerator is not None else []
     if met:
-        return Sight("wrong")
+        return Observation("wrong")
     try:
         here = _CALLS[operation](torch.device("cpu"), kind)
     except (RuntimeError, TypeError):
-        return Sight("yes", "runs; the host cannot say whether it is right")
+        return Observation("yes", "runs; the host cannot say whether it is right")
     same = torch.allclose(_widen(there), _widen(here), atol=_TOLERANCE, equal_nan=True)
-    return Sight("yes" if same else "wrong")
+    return Observation("yes" if same else "wrong")
 
 
 def _widen(value: torch.Tensor) -> torch.Tensor:
@@ -142,18 +142,18 @@ _CALLS: dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]] = {
 }
 
 
-def _call_large(bench: Bench, limit: OperationLimit) -> Sight:
+def _call_large(bench: ProbeContext, limit: OperationLimit) -> Observation:
     """An operation just past the size of its limit, in float16; a corner is held against the same from a small part."""
     elements = limit.past_elements or 0
     needed, spare = 5 * elements * 2, bench.spare_bytes()  # the input, the result, and room for the kernel to work in
     if needed > spare:
-        return Sight("", f"needs {needed / 2**30:.1f} GiB, a third of what is free is {spare / 2**30:.1f} GiB")
+        return Observation("", f"needs {needed / 2**30:.1f} GiB, a third of what is free is {spare / 2**30:.1f} GiB")
     differences = [_LARGE_CALLS[operation](bench.device, elements) for operation in limit.operations]
     bench.driver.empty_cache()
     asked = f"{', '.join(limit.operations)} past {elements} elements in float16"
     detail = f"{asked} differs from the same on a small part by {_worst(differences):.1e}, {_TOLERANCE:.0e} allowed"
     # Said this way round, what is not a number is wrong too.
-    return Sight("yes" if all(one <= _TOLERANCE for one in differences) else "wrong", detail)
+    return Observation("yes" if all(one <= _TOLERANCE for one in differences) else "wrong", detail)
 
 
 def _convolve_large(device: torch.device, elements: int) -> float:
@@ -217,22 +217,24 @@ _LARGE_CALLS: dict[str, Callable[[torch.device, int], float]] = {
 }
 
 
-def probe_size(bench: Bench, name: str, claim: SizeLimit | Yes | Unknown) -> Sight:
+def probe_size(bench: ProbeContext, name: str, claim: SizeLimit | Yes | Unknown) -> Observation:
     """A tensor, or an attention call, just past the limit."""
     if not isinstance(claim, SizeLimit):
-        return Sight("", "the sheet names no size to go past")
+        return Observation("", "the sheet names no size to go past")
     scores = claim.of == "attention_scores"
     if scores and bench.virtual:
-        return Sight("", f"the host would have to compute {claim.amount} scores")
+        return Observation("", f"the host would have to compute {claim.amount} scores")
     needed, spare = claim.amount * (4 if scores else 1), bench.spare_bytes()
     if needed > spare:
-        return Sight("", f"needs {needed / 2**30:.1f} GiB, a third of what is free is {spare / 2**30:.1f} GiB")
+        return Observation("", f"needs {needed / 2**30:.1f} GiB, a third of what is free is {spare / 2**30:.1f} GiB")
     right = _attend_past(bench, claim.amount) if scores else _write_past(bench, claim.amount)
     bench.driver.empty_cache()
-    return Sight("yes" if right else "wrong", f"one of {claim.amount + 8} {claim.unit} was made, written and read back")
+    return Observation(
+        "yes" if right else "wrong", f"one of {claim.amount + 8} {claim.unit} was made, written and read back"
+    )
 
 
-def _write_past(bench: Bench, amount: int) -> bool:
+def _write_past(bench: ProbeContext, amount: int) -> bool:
     import torch
 
     block = torch.empty(amount + 8, dtype=torch.uint8, device=bench.device)
@@ -240,7 +242,7 @@ def _write_past(bench: Bench, amount: int) -> bool:
     return bool((block[:8] == 3).all().item() and (block[-8:] == 7).all().item())
 
 
-def _attend_past(bench: Bench, amount: int) -> bool:
+def _attend_past(bench: ProbeContext, amount: int) -> bool:
     import torch
 
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -252,21 +254,21 @@ def _attend_past(bench: Bench, amount: int) -> bool:
     return all(_difference(one, other) <= _TOLERANCE for one, other in pairs)
 
 
-def probe_quirk(bench: Bench, name: str, quirk: Quirk) -> Sight:
+def probe_quirk(bench: ProbeContext, name: str, quirk: Quirk) -> Observation:
     """Show a quirk, where that can be done in a few lines."""
     show = _QUIRKS.get(quirk.name)
-    return Sight("", "no probe is written for this quirk") if show is None else show(bench)
+    return Observation("", "no probe is written for this quirk") if show is None else show(bench)
 
 
-def _normalise_half(bench: Bench) -> Sight:
+def _normalise_half(bench: ProbeContext) -> Observation:
     import torch
 
     values = fill((1, 8, 4, 4)).half().to(bench.device)
     torch.nn.functional.local_response_norm(values, 2).cpu()
-    return Sight("yes", "LocalResponseNorm runs in float16")
+    return Observation("yes", "LocalResponseNorm runs in float16")
 
 
-def _attend_to_permuted(bench: Bench) -> Sight:
+def _attend_to_permuted(bench: ProbeContext) -> Observation:
     import torch
 
     attend: Any = torch.nn.functional.scaled_dot_product_attention
@@ -275,19 +277,19 @@ def _attend_to_permuted(bench: Bench) -> Sight:
     there = attend(*(part.to(bench.device).permute(0, 2, 1, 3) for part in parts)).cpu()
     difference = float((there - expected).abs().max())
     detail = f"attention with permuted query, key and value differs by {difference:.1e}"
-    return Sight("yes" if difference <= _TOLERANCE else "wrong", detail)
+    return Observation("yes" if difference <= _TOLERANCE else "wrong", detail)
 
 
-def _add_offset_number(bench: Bench) -> Sight:
+def _add_offset_number(bench: ProbeContext) -> Observation:
     import torch
 
     sigmas = torch.tensor([1.0, 2.0, 3.0, 4.0])
     seen = (torch.zeros(4, device=bench.device) + sigmas[3]).cpu()
     right = bool((seen == 4.0).all())
-    return Sight("yes" if right else "wrong", f"0 + sigmas[3], which is 4, gives {seen[0].item():.0f}")
+    return Observation("yes" if right else "wrong", f"0 + sigmas[3], which is 4, gives {seen[0].item():.0f}")
 
 
-_QUIRKS: dict[str, Callable[[Bench], Sight]] = {
+_QUIRKS: dict[str, Callable[[ProbeContext], Observation]] = {
     HALF_KERNELS_MISSING: _normalise_half,
     NON_CONTIGUOUS_ATTENTION: _attend_to_permuted,
     HOST_NUMBER_OFFSET_IGNORED: _add_offset_number,

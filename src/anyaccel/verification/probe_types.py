@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown
 from anyaccel.backends.dtype_probe import probe_dtype
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.verification.context import Bench, Sight, describe_error, fill
+from anyaccel.verification.context import Observation, ProbeContext, describe_error, fill
 
 if TYPE_CHECKING:
     import torch
@@ -25,26 +25,26 @@ _PATIENCE_S = 0.5
 """After this no further run is begun."""
 
 
-def probe_type(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def probe_type(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     """Numbers of a type stored, added, multiplied and, where the sheet calls it slow, timed."""
     dtype = name.removeprefix("dtypes.")
     if dtype.startswith("float8"):
         return _probe_float8(bench, dtype, claim)
     effect = probe_dtype(dtype, bench.device)
     if effect is not None:
-        return Sight(effect, "two numbers, added and read back")
+        return Observation(effect, "two numbers, added and read back")
     if dtype in _TOLERANCES:
         sight = _compare_products(bench, dtype)
         if sight.seen != "yes":
             return sight
     else:
-        sight = Sight("yes", "two numbers, added and read back")
+        sight = Observation("yes", "two numbers, added and read back")
     if isinstance(claim, DtypeLimit) and claim.effect == "slow" and not bench.virtual:
         return _time_type(bench, dtype, claim.becomes or "float32")
     return sight
 
 
-def _compare_products(bench: Bench, dtype: str) -> Sight:
+def _compare_products(bench: ProbeContext, dtype: str) -> Observation:
     """A matrix product and a softmax, against the host in float64 from the same rounded numbers."""
     import torch
 
@@ -54,10 +54,10 @@ def _compare_products(bench: Bench, dtype: str) -> Sight:
     difference = max(float((a - b.cpu().double()).abs().max()) for a, b in ((exact, there), spread))
     right_enough = difference <= _TOLERANCES[dtype]
     detail = f"a product and a softmax differ from the host's by {difference:.1e}, {_TOLERANCES[dtype]:.0e} allowed"
-    return Sight("yes" if right_enough else "wrong", detail)
+    return Observation("yes" if right_enough else "wrong", detail)
 
 
-def _probe_float8(bench: Bench, dtype: str, claim: Claim | Unknown) -> Sight:
+def _probe_float8(bench: ProbeContext, dtype: str, claim: Claim | Unknown) -> Observation:
     """Stored and cast, in a scaled product, and added.
 
     A sheet that takes the type speaks of storage and products; one that refuses it, of any of the three.
@@ -71,11 +71,11 @@ def _probe_float8(bench: Bench, dtype: str, claim: Claim | Unknown) -> Sight:
     except Exception as error:  # an error of the device is a finding
         if is_out_of_memory(error):
             raise
-        return Sight("error", f"cannot be stored: {describe_error(error)}")
+        return Observation("error", f"cannot be stored: {describe_error(error)}")
     product, addition = _try(lambda: _multiply_float8(bench.device, numbers)), _try(lambda: _add(bench.device, numbers))
     detail = f"stored: {'right' if stored else 'wrong'}; scaled product: {product}; addition: {addition}"
     refused = product != "right" or (isinstance(claim, Limit) and addition != "right")
-    return Sight("wrong" if not stored else "error" if refused else "yes", detail)
+    return Observation("wrong" if not stored else "error" if refused else "yes", detail)
 
 
 def _multiply_float8(device: torch.device, numbers: torch.Tensor) -> bool:
@@ -104,7 +104,7 @@ def _try(run: Callable[[], bool]) -> str:
         return describe_error(error)
 
 
-def _time_type(bench: Bench, dtype: str, instead: str) -> Sight:
+def _time_type(bench: ProbeContext, dtype: str, instead: str) -> Observation:
     import torch
 
     threads = torch.get_num_threads()
@@ -113,10 +113,10 @@ def _time_type(bench: Bench, dtype: str, instead: str) -> Sight:
     torch.set_num_threads(threads)
     figure = f"some {float(f'{share:.1g}'):.0f}" if share >= 10 else f"{share:.1f}"
     detail = f"a product and a convolution take {figure} times as long as in {instead}"
-    return Sight("slow" if share > _SLOW_SHARE else "yes", detail)
+    return Observation("slow" if share > _SLOW_SHARE else "yes", detail)
 
 
-def _time(bench: Bench, dtype: str) -> float:
+def _time(bench: ProbeContext, dtype: str) -> float:
     """Seconds for a matrix product and, in a floating type, a convolution, in the best of some runs."""
     import torch
 

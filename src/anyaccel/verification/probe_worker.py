@@ -18,26 +18,26 @@ from anyaccel.backends.evidence import Finding, PipelineFinding
 from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
-from anyaccel.verification.context import Bench, describe_error
+from anyaccel.verification.context import ProbeContext, describe_error
 from anyaccel.verification.probe_pipeline import probe_pipeline, settle_process
 from anyaccel.verification.probes import probe
 
-__all__ = ["Prober", "ProberDiedError", "ProberKilledError", "make_bench", "read_versions"]
+__all__ = ["ProbeWorker", "ProbeWorkerDiedError", "ProbeWorkerKilledError", "make_probe_context", "read_versions"]
 
 _TIMEOUT_S = 600.0
 _PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 
 
-class ProberDiedError(AnyaccelError):
+class ProbeWorkerDiedError(AnyaccelError):
     """The process ended before it answered; the message says how."""
 
 
-class ProberKilledError(ProberDiedError):
+class ProbeWorkerKilledError(ProbeWorkerDiedError):
     """It was killed from outside: for memory, or since it took too long. That says nothing of the device."""
 
 
 @dataclass
-class Prober:
+class ProbeWorker:
     """One process that answers about one device; it is started when it is first asked, and again after it died.
 
     A context manager: the process ends with it.
@@ -59,7 +59,7 @@ class Prober:
         """The versions of what ran."""
         return self._ask({"versions": True})
 
-    def __enter__(self) -> Prober:
+    def __enter__(self) -> ProbeWorker:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -82,21 +82,21 @@ class Prober:
             lines = [line.strip() for line in worker.stderr.splitlines() if line.strip()]
             self._worker = None
             if status == -signal.SIGKILL:
-                raise ProberKilledError(f"killed: for memory, or after {_TIMEOUT_S:.0f} s", hint=hint) from None
+                raise ProbeWorkerKilledError(f"killed: for memory, or after {_TIMEOUT_S:.0f} s", hint=hint) from None
             words = describe_error(RuntimeError(lines[-1])) if lines else "it left no word"
-            raise ProberDiedError(f"the process died with status {status}: {words}", hint=hint) from None
+            raise ProbeWorkerDiedError(f"the process died with status {status}: {words}", hint=hint) from None
         if answer.pop("spoilt"):
             self._stop()
         return answer
 
 
-def make_bench(device: str, quick: bool) -> Bench:
+def make_probe_context(device: str, quick: bool) -> ProbeContext:
     """A device that is here, with its sheet as it reads for the product and the versions alone."""
     opened = open_device(device)
     known = sheet(opened.sheet.name)
     product = type(opened.driver)(known).product(opened.index)
     written = known.on(product=product, versions=this_machine().versions)
-    return Bench(written, type(opened.driver)(written), opened.index, product=product, quick=quick)
+    return ProbeContext(written, type(opened.driver)(written), opened.index, product=product, quick=quick)
 
 
 def read_versions(sheet: Sheet) -> dict[str, str]:
@@ -110,7 +110,7 @@ def read_versions(sheet: Sheet) -> dict[str, str]:
     return {**machine.versions, **versions, **builds, **driver}
 
 
-def _answer(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
+def _answer(bench: ProbeContext, task: dict[str, Any]) -> dict[str, Any]:
     if "claim" in task:
         return asdict(probe(bench, task["claim"]))
     if "versions" in task:
@@ -119,7 +119,7 @@ def _answer(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
     return asdict(probe_pipeline(task["pipeline"], bench.device))
 
 
-def _is_spoilt(bench: Bench) -> bool:
+def _is_spoilt(bench: ProbeContext) -> bool:
     """Whether the driver answers nothing any more, as after an illegal access to memory."""
     import torch
 
@@ -134,7 +134,7 @@ def main() -> None:
     with connecting_to_parent() as (tasks, answer):
         device, quick = sys.argv[1:]
         settle_process(os.cpu_count() or 1)
-        bench = make_bench(device, quick == "1")
+        bench = make_probe_context(device, quick == "1")
         for task in tasks:
             answer(_answer(bench, task) | {"spoilt": _is_spoilt(bench)})
 

@@ -1,7 +1,7 @@
 """Asking a device about the claims of its sheet, one by one: what it does, and in which figures.
 
-Each probe gives a `Sight`; an error of the device is one too, and what does not fit the memory is not tried. A virtual
-device is asked only about what it enforces, and where it writes a limit down rather than doing it, its ledger answers.
+Each probe returns an `Observation`; a device error is one too, and a probe that does not fit in memory is skipped.
+A virtual device is probed only for what it enforces; limits that it only records are read from its ledger.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anyaccel.backends.claim import Claim, Limit, Unknown
 from anyaccel.backends.evidence import Finding, Verdict
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.sheet import Compiler, Product, Sheet
-from anyaccel.verification.context import Bench, Sight, describe_error, fill
+from anyaccel.verification.context import Observation, ProbeContext, describe_error, fill
 from anyaccel.verification.probe_operations import probe_operations, probe_quirk, probe_size
 from anyaccel.verification.probe_types import probe_type
 
@@ -43,14 +43,14 @@ def find_claims(sheet: Sheet) -> list[str]:
     return [name for name, _ in sheet.claims() if name.split(".")[0] in _PROBES]
 
 
-def probe(bench: Bench, name: str) -> Finding:
+def probe(bench: ProbeContext, name: str) -> Finding:
     """Hold one claim against the device."""
     claim = dict(bench.sheet.claims())[name]
     reason = _find_reason_against(bench, name, claim)
-    return judge(bench.sheet, name, Sight("", reason) if reason else _look(bench, name, claim))
+    return judge(bench.sheet, name, Observation("", reason) if reason else _look(bench, name, claim))
 
 
-def judge(sheet: Sheet, name: str, sight: Sight) -> Finding:
+def judge(sheet: Sheet, name: str, sight: Observation) -> Finding:
     """What was seen, beside what the sheet says."""
     claim = dict(sheet.claims())[name]
     expected = _expect(claim)
@@ -72,7 +72,7 @@ def _expect(claim: Claim | Unknown) -> str:
     return claim.effect if isinstance(claim, Limit) else "yes"
 
 
-def _find_reason_against(bench: Bench, name: str, claim: Claim | Unknown) -> str:
+def _find_reason_against(bench: ProbeContext, name: str, claim: Claim | Unknown) -> str:
     """Why a claim is not tried; empty where it is."""
     if isinstance(claim, Limit) and claim.conditional:
         where = ", ".join([*claim.only_on, *claim.only_if])
@@ -88,7 +88,7 @@ def _find_reason_against(bench: Bench, name: str, claim: Claim | Unknown) -> str
     return ""
 
 
-def _look(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _look(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     """Run the probe; whatever the device raises is what was seen."""
     import torch
 
@@ -98,18 +98,18 @@ def _look(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
         with torch.no_grad():
             sight = _PROBES[name.split(".")[0]](bench, name, claim)
     except ImportError as error:
-        return Sight("", f"a library is missing: {describe_error(error)}")
+        return Observation("", f"a library is missing: {describe_error(error)}")
     except Exception as error:  # noqa: BLE001 - an error of the device is a finding, and is shown with its words
         if is_out_of_memory(error):
-            return Sight("", f"the memory did not suffice: {describe_error(error)}")
-        sight = Sight("error", describe_error(error))
+            return Observation("", f"the memory did not suffice: {describe_error(error)}")
+        sight = Observation("error", describe_error(error))
     if bench.accelerator is not None and sight.seen == "yes":
         met = next((row.effect for row in bench.accelerator.ledger.rows() if row.limit == name), None)
-        return sight if met is None else Sight(met, "as the virtual device wrote down")
+        return sight if met is None else Observation(met, "as the virtual device wrote down")
     return sight
 
 
-def _probe_random_numbers(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _probe_random_numbers(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     drawn = torch.randn(65536, device=bench.device).cpu()
@@ -121,10 +121,10 @@ def _probe_random_numbers(bench: Bench, name: str, claim: Claim | Unknown) -> Si
     )
     determined = torch.equal(first, again) and not torch.equal(first, other)
     detail = f"mean {mean:.3f}, deviation {deviation:.3f}; one seed gives {'one' if determined else 'no one'} noise"
-    return Sight("yes" if plausible and determined else "wrong", detail)
+    return Observation("yes" if plausible and determined else "wrong", detail)
 
 
-def _probe_data_dependent_shapes(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _probe_data_dependent_shapes(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def find(count: int) -> bool:
@@ -136,12 +136,14 @@ def _probe_data_dependent_shapes(bench: Bench, name: str, claim: Claim | Unknown
 
     right, extra_ms = _time_first_runs(find, [3, 7, 12, 20, 31, 45, 57])
     if not right:
-        return Sight("wrong", "nonzero or a mask differs from the host's")
+        return Observation("wrong", "nonzero or a mask differs from the host's")
     slow = extra_ms > _SLOW_SHAPE_MS and not bench.virtual
-    return Sight("slow" if slow else "yes", f"nonzero and a mask are right; a new size takes {extra_ms:.1f} ms longer")
+    return Observation(
+        "slow" if slow else "yes", f"nonzero and a mask are right; a new size takes {extra_ms:.1f} ms longer"
+    )
 
 
-def _probe_new_shapes(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _probe_new_shapes(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def multiply(size: int) -> bool:
@@ -150,7 +152,7 @@ def _probe_new_shapes(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
 
     right, extra_ms = _time_first_runs(multiply, [33, 57, 90, 121, 177, 203, 251])
     seen = "wrong" if not right else "slow" if extra_ms > _SLOW_SHAPE_MS else "yes"
-    return Sight(seen, f"a product in a new shape takes {extra_ms:.1f} ms longer than the second time")
+    return Observation(seen, f"a product in a new shape takes {extra_ms:.1f} ms longer than the second time")
 
 
 def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool, float]:
@@ -166,7 +168,7 @@ def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool
     return right, max(0.0, statistics.median(extra))
 
 
-def _probe_round_trip(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _probe_round_trip(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def measure(device: torch.device) -> float:
@@ -181,13 +183,13 @@ def _probe_round_trip(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
 
     if bench.virtual:
         torch.zeros((), device=bench.device).item()
-        return Sight("yes", "the ledger says what it costs")
+        return Observation("yes", "the ledger says what it costs")
     there, here = measure(bench.device), measure(torch.device("cpu"))
     detail = f"item() after an addition takes {there:.1f} µs, {here:.1f} µs on the host (medians of 200)"
-    return Sight("slow" if there > _SLOW_READ * here else "yes", detail)
+    return Observation("slow" if there > _SLOW_READ * here else "yes", detail)
 
 
-def _probe_batches(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _probe_batches(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     unet = _make_unet().to(bench.device)
@@ -197,7 +199,7 @@ def _probe_batches(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
     difference = float((together - alone).abs().max())
     right = difference <= _BATCH_TOLERANCE  # not a number is not right either
     detail = f"four pictures through a UNet differ from each alone by {difference:.1e}, {_BATCH_TOLERANCE:.0e} allowed"
-    return Sight("yes" if right else "wrong", detail)
+    return Observation("yes" if right else "wrong", detail)
 
 
 def _make_unet() -> Any:
@@ -217,7 +219,7 @@ def _make_unet() -> Any:
     return unet.eval()
 
 
-def _probe_training(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
+def _probe_training(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def find_gradients(device: torch.device) -> torch.Tensor:
@@ -231,16 +233,16 @@ def _probe_training(bench: Bench, name: str, claim: Claim | Unknown) -> Sight:
         there, here = find_gradients(bench.device), find_gradients(torch.device("cpu"))
     difference = float((there - here).abs().max())
     detail = f"the gradients of a layer differ from the host's by {difference:.1e}"
-    return Sight("yes" if difference <= _TOLERANCE else "wrong", detail)
+    return Observation("yes" if difference <= _TOLERANCE else "wrong", detail)
 
 
-def _probe_compiler(bench: Bench, name: str, claim: Compiler | Unknown) -> Sight:
+def _probe_compiler(bench: ProbeContext, name: str, claim: Compiler | Unknown) -> Observation:
     import torch
 
     if bench.quick:
-        return Sight("", "left out, to be quick")
+        return Observation("", "left out, to be quick")
     if isinstance(claim, Unknown):
-        return Sight("", "the sheet names no backend to compile with")
+        return Observation("", "the sheet names no backend to compile with")
 
     def compute(values: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(values * 2 + 1).sum(-1)
@@ -251,25 +253,25 @@ def _probe_compiler(bench: Bench, name: str, claim: Compiler | Unknown) -> Sight
         there = compiled(values.to(bench.device)).cpu()
     except Exception as error:
         if _NO_TOOLS.search(f"{type(error).__name__} {error}"):
-            return Sight("", f"the compiler's own tools are not here: {describe_error(error)}")
+            return Observation("", f"the compiler's own tools are not here: {describe_error(error)}")
         raise
     difference = float((there - compute(values)).abs().max())
     detail = f"a small function compiled with {claim.backend} differs by {difference:.1e}"
-    return Sight("yes" if difference <= _TOLERANCE else "wrong", detail)
+    return Observation("yes" if difference <= _TOLERANCE else "wrong", detail)
 
 
-def _probe_product(bench: Bench, name: str, claim: Product) -> Sight:
+def _probe_product(bench: ProbeContext, name: str, claim: Product) -> Observation:
     if claim.name != bench.product:
-        return Sight("", f"this is {bench.product}" if bench.product else "the device does not tell its product")
+        return Observation("", f"this is {bench.product}" if bench.product else "the device does not tell its product")
     if claim.memory_bytes is None:
-        return Sight("", "the sheet gives no figure for its memory")
+        return Observation("", "the sheet gives no figure for its memory")
     total = bench.driver.memory(bench.index).total_bytes
     near = abs(total - claim.memory_bytes) <= _LABEL_SHARE * claim.memory_bytes
     detail = f"reports {total / 1e9:.1f} GB of memory, and the sheet says {claim.memory_bytes / 1e9:.1f}"
-    return Sight("yes" if near else "wrong", detail)
+    return Observation("yes" if near else "wrong", detail)
 
 
-_PROBES: dict[str, Callable[[Bench, str, Any], Sight]] = {
+_PROBES: dict[str, Callable[[ProbeContext, str, Any], Observation]] = {
     "dtypes": probe_type,
     "random_numbers": _probe_random_numbers,
     "data_dependent_shapes": _probe_data_dependent_shapes,

@@ -25,9 +25,15 @@ from anyaccel.backends.evidence import Finding, PipelineFinding, Verification
 from anyaccel.checking.fresh_process import can_fork
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes
-from anyaccel.verification.context import Bench, Sight
+from anyaccel.verification.context import Observation, ProbeContext
 from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, TOLERANCE, probe_pipeline, settle_process
-from anyaccel.verification.probe_worker import Prober, ProberDiedError, ProberKilledError, make_bench, read_versions
+from anyaccel.verification.probe_worker import (
+    ProbeWorker,
+    ProbeWorkerDiedError,
+    ProbeWorkerKilledError,
+    make_probe_context,
+    read_versions,
+)
 from anyaccel.verification.probes import find_claims, judge, probe
 
 if TYPE_CHECKING:
@@ -65,11 +71,11 @@ def verify(
     spec = read_device(device)
     if spec.virtual:
         return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, say)
-    bench = make_bench(device, quick)
+    bench = make_probe_context(device, quick)
     cores = os.cpu_count() or 1
     jobs = min(jobs or min(_MOST_JOBS, cores), max(1, len(names)))
     with ExitStack() as stack:
-        probers = [stack.enter_context(Prober(device, quick)) for _ in range(jobs)]
+        probers = [stack.enter_context(ProbeWorker(device, quick)) for _ in range(jobs)]
         versions = probers[0].read_versions()
         findings = _probe_claims(probers[0], bench.sheet, say)
         found = _probe_pipelines(probers, names, max(1, cores // jobs), say)
@@ -87,29 +93,31 @@ def _choose_recipes(asked: Literal["few", "all"] | Sequence[str]) -> list[str]:
     return names
 
 
-def _probe_claims(prober: Prober, known: Sheet, say: Say) -> tuple[Finding, ...]:
+def _probe_claims(prober: ProbeWorker, known: Sheet, say: Say) -> tuple[Finding, ...]:
     """One claim after the other in one process, so that nothing else disturbs the clock."""
     findings = []
     for name in find_claims(known):
         try:
             finding = prober.probe_claim(name)
-        except ProberDiedError as death:
-            seen = "" if isinstance(death, ProberKilledError) else "error"
-            finding = judge(known, name, Sight(seen, death.message))
+        except ProbeWorkerDiedError as death:
+            seen = "" if isinstance(death, ProbeWorkerKilledError) else "error"
+            finding = judge(known, name, Observation(seen, death.message))
         findings.append(_told(finding, say))
     return tuple(findings)
 
 
-def _probe_pipelines(probers: list[Prober], names: list[str], threads: int, say: Say) -> tuple[PipelineFinding, ...]:
+def _probe_pipelines(
+    probers: list[ProbeWorker], names: list[str], threads: int, say: Say
+) -> tuple[PipelineFinding, ...]:
     """Each process takes the next pipeline that nobody has; the findings come in the order of the names."""
     waiting, stopped = iter(names), threading.Event()
     found: dict[str, PipelineFinding] = {}
 
-    def work(prober: Prober) -> None:
+    def work(prober: ProbeWorker) -> None:
         while not stopped.is_set() and (name := next(waiting, None)) is not None:
             try:
                 found[name] = prober.probe_pipeline(name, threads)
-            except ProberDiedError as death:
+            except ProbeWorkerDiedError as death:
                 found[name] = _tell_death(name, death.message)
             say(f"{len(found)} of {len(names)}: {describe_pipeline(found[name])}")
 
@@ -176,15 +184,15 @@ def _verify_virtual(
     with ThreadPoolExecutor(jobs) as pool:
         parts = pool.map(run_share, [share for start in range(jobs) if (share := names[start::jobs])])
     found = {one.recipe: one for part in parts for one in part}
-    bench = Bench(known, Driver(known), 0)
+    bench = ProbeContext(known, Driver(known), 0)
     pipelines = tuple(found[one] for one in names)
     return _conclude(bench, findings, pipelines, read_versions(known), signed_off_by, commit, virtual=True)
 
 
-def _make_virtual_bench(accelerator: VirtualAccelerator) -> Bench:
+def _make_virtual_bench(accelerator: VirtualAccelerator) -> ProbeContext:
     settle_process(threads=1)
     opened = open_device(accelerator.name)
-    return Bench(accelerator.sheet, opened.driver, 0, accelerator=accelerator)
+    return ProbeContext(accelerator.sheet, opened.driver, 0, accelerator=accelerator)
 
 
 def _told(finding: FindingT, say: Say) -> FindingT:
@@ -194,7 +202,7 @@ def _told(finding: FindingT, say: Say) -> FindingT:
 
 
 def _conclude(
-    bench: Bench,
+    bench: ProbeContext,
     findings: tuple[Finding, ...],
     pipelines: tuple[PipelineFinding, ...],
     versions: dict[str, str],

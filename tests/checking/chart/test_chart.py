@@ -14,12 +14,21 @@ from typing import Any
 
 import pytest
 
-from anyaccel.checking.chart.chart import Attempt, Cell, Chart, Found, Line, Site, find_families, make_chart
+from anyaccel.checking.chart.chart import (
+    Attempt,
+    Chart,
+    ChartCell,
+    ChartRow,
+    CodeLine,
+    LimitFinding,
+    find_families,
+    make_chart,
+)
 from anyaccel.checking.chart.chart_file import as_document, read_chart, write_chart
 from anyaccel.checking.chart.known_failures import find_reason
 from anyaccel.checking.chart.markdown import write_markdown
 from anyaccel.checking.check import find_devices
-from anyaccel.checking.run import Ways, run_on_device, run_on_host
+from anyaccel.checking.run import CheckMode, run_on_device, run_on_host
 from anyaccel.cli.chart import _holding, _run
 from anyaccel.cli.progress import Display
 from anyaccel.errors import AnyaccelError
@@ -64,7 +73,7 @@ def test_the_six_devices() -> None:
 def test_pipelines_work_placed_on_a_device(turn: int, device: str, kept: Kept) -> None:
     chosen = list(recipes().values())[(turn + 3) % len(DEVICES) :: 8 * len(DEVICES)]
     expected = find_pictures_of_the_cpu(chosen, kept)
-    reports = run_on_device(device, chosen, expected, [Ways(placed=True, strict=True)])
+    reports = run_on_device(device, chosen, expected, [CheckMode(placed=True, strict=True)])
     for recipe, report in zip(chosen, reports, strict=True):
         known = recipe.name in NOWHERE or (recipe.name in ELSEWHERE_THAN_MPS and device == "mps")
         assert (report.state == "works") != known, (recipe.name, report.state, report.error)
@@ -76,7 +85,7 @@ def test_pipelines_work_placed_on_a_device(turn: int, device: str, kept: Kept) -
 @pytest.mark.parametrize(("turn", "device"), list(enumerate(DEVICES)))
 def test_plain_pipelines_give_the_picture_of_the_cpu(turn: int, device: str, kept: Kept) -> None:
     chosen = list(recipes().values())[turn :: 8 * len(DEVICES)]
-    reports = run_on_device(device, chosen, find_pictures_of_the_cpu(chosen, kept), [Ways(placed=False)])
+    reports = run_on_device(device, chosen, find_pictures_of_the_cpu(chosen, kept), [CheckMode(placed=False)])
     for recipe, report in zip(chosen, reports, strict=True):
         same = report.max_difference is not None and report.max_difference <= 1e-4
         excused = (recipe.name, "*") in PLAIN_DIFFERS or (recipe.name, device) in PLAIN_DIFFERS
@@ -102,12 +111,14 @@ def test_a_chart_is_made_kept_and_read(tmp_path: Path) -> None:
 
 
 def make_small_chart() -> Chart:
-    site = Site("diffusers/x.py", 3, "torch.arange(3, dtype=torch.float64)")
-    stops = Attempt("stops", "LimitError: no float64", None, None, (Found("dtypes.float64", "error", site, 2, 0),))
+    site = CodeLine("diffusers/x.py", 3, "torch.arange(3, dtype=torch.float64)")
+    stops = Attempt(
+        "stops", "LimitError: no float64", None, None, (LimitFinding("dtypes.float64", "error", site, 2, 0),)
+    )
     works = Attempt("works", "", 1e-7, 0.0)
     lines = (
-        Line("flux", "FluxPipeline", "flux", (Cell("mps", stops, works),)),
-        Line("unclip", "UnCLIPPipeline", "unclip", (Cell("mps", works, Attempt("wrong", "", 0.3, 0.0)),)),
+        ChartRow("flux", "FluxPipeline", "flux", (ChartCell("mps", stops, works),)),
+        ChartRow("unclip", "UnCLIPPipeline", "unclip", (ChartCell("mps", works, Attempt("wrong", "", 0.3, 0.0)),)),
     )
     return Chart(("mps",), lines, 1.0, {"versions": {"torch": "2"}})
 

@@ -14,7 +14,7 @@ from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
 from anyaccel.checking.chart.badge import make_badge
-from anyaccel.checking.chart.chart import Attempt, Cell, Chart, Found, Line, Site
+from anyaccel.checking.chart.chart import Attempt, Chart, ChartCell, ChartRow, CodeLine, LimitFinding
 from anyaccel.checking.chart.chart_file import as_document
 from anyaccel.checking.chart.page import write_page
 from anyaccel.checking.chart.report_page import write_report_page
@@ -23,9 +23,11 @@ from tests.browser import count_colours, open_browser, read_errors, resize
 
 WIDTHS = pytest.mark.parametrize("width", [390, 1440])
 NASTY = 'x = "</script><script>window.broken = 1</script><!--\u2028{{style}}"'
-ROUND_TRIP = Found("host_round_trip", "slow", Site("diffusers/schedulers/scheduling_ddim.py", 282, NASTY), 9, 0)
-NARROWED = Found(
-    "dtypes.int64", "narrowed", Site("diffusers/pipelines/flux/pipeline_flux.py", 41, "ids.to(x)"), 2, None
+ROUND_TRIP = LimitFinding(
+    "host_round_trip", "slow", CodeLine("diffusers/schedulers/scheduling_ddim.py", 282, NASTY), 9, 0
+)
+NARROWED = LimitFinding(
+    "dtypes.int64", "narrowed", CodeLine("diffusers/pipelines/flux/pipeline_flux.py", 41, "ids.to(x)"), 2, None
 )
 HINT = "keep the scheduler's timesteps on the host and call set_begin_index"
 
@@ -46,9 +48,14 @@ NAMES = {
 
 def make_document() -> dict[str, Any]:
     """Five pipelines on two devices: all work on neuron when placed, and two do not on mps."""
-    on_mps = {"unclip": Cell("mps", WRONG, WRONG), "beta": Cell("mps", STOPS, STOPS)}
+    on_mps = {"unclip": ChartCell("mps", WRONG, WRONG), "beta": ChartCell("mps", STOPS, STOPS)}
     lines = tuple(
-        Line(name, pipeline, family, (on_mps.get(name, Cell("mps", WAITS, WORKS)), Cell("neuron", STOPS, WORKS)))
+        ChartRow(
+            name,
+            pipeline,
+            family,
+            (on_mps.get(name, ChartCell("mps", WAITS, WORKS)), ChartCell("neuron", STOPS, WORKS)),
+        )
         for name, (pipeline, family) in NAMES.items()
     )
     made = {"date": "2026-11-15", "versions": {"diffusers": "0.42.1", "torch": "2.13.0"}}

@@ -17,12 +17,12 @@ import pytest
 from PIL import Image
 
 from anyaccel.cli.generate.options import Options
-from anyaccel.cli.generate.run import GenerateWork
+from anyaccel.cli.generate.run import GenerateRun
 from anyaccel.cli.interrupts import Interruption
 from anyaccel.cli.main import main
 from anyaccel.errors import UsageError
 from anyaccel.generation.generate import generate
-from anyaccel.generation.image_format import encode_picture, read_origins
+from anyaccel.generation.image_format import encode_image, read_metadata
 from anyaccel.generation.model_cache import release_model
 from anyaccel.recipes import recipes
 from tests.cli.terminal import run_command, run_on_terminal
@@ -101,7 +101,7 @@ def test_a_picture_its_path_and_its_seed(run: Run, tmp_path: Path) -> None:
     done = run("a red apple", "--seed", "7", "--steps", "2")
     assert (done.status, done.stdout) == (0, "a-red-apple-7.png  seed 7\n")
     assert re.fullmatch(r"\S+ on cpu:0 in (float32|bfloat16|float16)\n", done.stderr)  # what the host is fast in
-    (origin,) = read_origins("a-red-apple-7.png")
+    (origin,) = read_metadata("a-red-apple-7.png")
     assert (origin.prompt, origin.seed, origin.steps) == ("a red apple", 7, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["a-red-apple-7.png"]
 
@@ -126,7 +126,7 @@ def test_a_process_of_its_own_and_python_make_the_same_picture(
     assert done.stderr.count("\n") == 1, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     made = generate("a red apple", model, seed=7, num_inference_steps=2, dtype="float32")
-    assert encode_picture(made[0], ".png", made.origins) == Path("a.png").read_bytes()
+    assert encode_image(made[0], ".png", made.origins) == Path("a.png").read_bytes()
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
@@ -164,10 +164,10 @@ def test_from_takes_changes(run: Run) -> None:
 
 def test_from_says_what_is_not_as_it_was(run: Run, model: str, tmp_path: Path) -> None:
     run("a red apple", "--seed", "7", "--steps", "2", "-o", "a.png")
-    (origin,) = read_origins("a.png")
+    (origin,) = read_metadata("a.png")
     older = replace(origin, versions={**origin.versions, "torch": "2.6.0"}, device="neuron:0", revision="sha256:0")
     with Image.open("a.png") as image:
-        Path("older.png").write_bytes(encode_picture(image, ".png", [older]))
+        Path("older.png").write_bytes(encode_image(image, ".png", [older]))
     done = run("--from", "older.png", "-o", "again.png")
     assert done.status == 0
     assert "warning: torch was 2.6.0, and is " in done.stderr
@@ -175,7 +175,7 @@ def test_from_says_what_is_not_as_it_was(run: Run, model: str, tmp_path: Path) -
     assert "warning: the device was neuron, and is cpu: the picture may not be the same" in done.stderr
 
     gone = replace(origin, model=str(tmp_path / "gone"))
-    Path("gone.png").write_bytes(encode_picture(Image.new("RGB", (8, 8)), ".png", [gone]))
+    Path("gone.png").write_bytes(encode_image(Image.new("RGB", (8, 8)), ".png", [gone]))
     done = run("--from", "gone.png")
     assert done.status == 2
     assert "gone, which is not here" in done.stderr
@@ -194,7 +194,7 @@ def test_several_prompts_and_a_sheet(run: Run) -> None:
         *(f"out/{thing}-{seed}.png" for thing in things for seed in (7, 8)),
         "out/a-red-apple-7-grid.png",
     ]
-    origins = read_origins(done.names[-1])
+    origins = read_metadata(done.names[-1])
     assert [(origin.prompt, origin.seed) for origin in origins][:3] == [
         ("a red apple", 7), ("a red apple", 8), ("a blue boat", 7),
     ]  # fmt: skip
@@ -222,7 +222,7 @@ def test_stdout_takes_one_picture(
     assert run_forked_command(command) == 0
     out, err = capfdbinary.readouterr()
     Path("piped.png").write_bytes(out)
-    assert read_origins("piped.png")[0].seed == 7
+    assert read_metadata("piped.png")[0].seed == 7
     assert err.decode().splitlines()[-1] == "seed 7"
 
 
@@ -303,7 +303,7 @@ def test_a_device_that_is_not_here_ends_with_one(run: Run) -> None:
 
 
 def test_a_name_that_is_taken_meanwhile_is_left_alone_and_the_picture_is_kept(run: Run, model: str) -> None:
-    work = GenerateWork(Options(prompts=["x"], model=model, seed=7, steps=1, output="a.png"))
+    work = GenerateRun(Options(prompts=["x"], model=model, seed=7, steps=1, output="a.png"))
 
     def write_first(done: int, total: int | None) -> None:
         Path("a.png").write_bytes(b"another's")
@@ -312,7 +312,7 @@ def test_a_name_that_is_taken_meanwhile_is_left_alone_and_the_picture_is_kept(ru
     with pytest.raises(UsageError, match=r"which is in a-2\.png"):
         work.run()
     assert Path("a.png").read_bytes() == b"another's"
-    assert read_origins("a-2.png")[0].seed == 7
+    assert read_metadata("a-2.png")[0].seed == 7
 
 
 def test_help_and_a_wrong_call_import_no_torch() -> None:
@@ -392,14 +392,14 @@ def test_a_terminal_gets_no_bytes_of_a_picture(command: list[str]) -> None:
 def test_ctrl_c_stops_at_the_next_step_and_keeps_what_is_done(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = GenerateWork.on_step
+    plain = GenerateRun.on_step
 
-    def on_step(work: GenerateWork, *args: Any, **kwargs: Any) -> Any:
+    def on_step(work: GenerateRun, *args: Any, **kwargs: Any) -> Any:
         while len(work.made) == 1 and not work.interruption.asked:  # the second picture lasts until the key is pressed
             time.sleep(0.01)
         return plain(work, *args, **kwargs)
 
-    monkeypatch.setattr(GenerateWork, "on_step", on_step)
+    monkeypatch.setattr(GenerateRun, "on_step", on_step)
     screen = run_on_terminal(
         [*command, "b", "c", "--steps", "60", "--show", "never"], press=(b"picture 2 of 3", CTRL_C)
     )
@@ -410,7 +410,7 @@ def test_ctrl_c_stops_at_the_next_step_and_keeps_what_is_done(
 
 
 def test_ctrl_c_before_the_first_step_stops_at_once(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GenerateWork, "_load", lambda work, job: time.sleep(60))
+    monkeypatch.setattr(GenerateRun, "_load", lambda work, job: time.sleep(60))
     screen = run_on_terminal(command, press=(b"starting", CTRL_C))
     assert screen.status == 130
     assert "interrupted" in screen.text
@@ -422,11 +422,11 @@ def test_the_end_that_another_process_asks_for_waits_for_no_step(
 ) -> None:
     reader, writer = os.pipe()
 
-    def on_step(work: GenerateWork, *args: Any, **kwargs: Any) -> None:
+    def on_step(work: GenerateRun, *args: Any, **kwargs: Any) -> None:
         os.write(writer, b"x")
         time.sleep(60)
 
-    monkeypatch.setattr(GenerateWork, "on_step", on_step)
+    monkeypatch.setattr(GenerateRun, "on_step", on_step)
     assert run_forked_command([*command, "--steps", "9"], end_at=reader) == 128 + signal.SIGTERM
     os.close(reader)
     os.close(writer)

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from anyaccel.cluster.ray_cluster import join, leave
-from anyaccel.cluster.serve.applications import find_kinds
+from anyaccel.cluster.serve.applications import find_device_groups
 from anyaccel.cluster.serve.replica_load import BOARD, find_shape
 from anyaccel.errors import UsageError
-from anyaccel.server.worker.messages import Run
+from anyaccel.server.worker.messages import RunJob
 
 APP, AT_ONCE, MANY = "parting", 8, 9
 
@@ -28,7 +28,7 @@ APP, AT_ONCE, MANY = "parting", 8, 9
 class Waiting:
     """Stands for a replica: tells its name, and takes its time."""
 
-    async def make(self, said: Run) -> AsyncIterator[str]:
+    async def make(self, said: RunJob) -> AsyncIterator[str]:
         from ray import serve
 
         yield str(serve.get_replica_context().replica_id.unique_id)
@@ -38,7 +38,7 @@ class Waiting:
 def send(handle: Any, name: str, side: int, seconds: float) -> tuple[int, str]:
     """One picture; its side and the replica that had it."""
     work = {"model": "any", "width": side, "height": side, "seconds": seconds}
-    told = list(handle.options(stream=True).make.remote(Run(name, work, {})))
+    told = list(handle.options(stream=True).make.remote(RunJob(name, work, {})))
     BOARD.take_off(name)
     return side, told[0]
 
@@ -79,7 +79,8 @@ def ask_for_kinds() -> dict[str, Any]:
     ):  # fmt: skip
         try:
             kinds: Any = [
-                (kind.device, kind.replicas, kind.scales, kind.at_once) for kind in find_kinds(devices, replicas, 4)
+                (kind.device, kind.replicas, kind.scales, kind.at_once)
+                for kind in find_device_groups(devices, replicas, 4)
             ]
         except UsageError as error:
             kinds = error.message

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from anyaccel.cluster.batch.manifest import Folder
-from anyaccel.cluster.batch.rows import Row, check_parameters, read_rows
+from anyaccel.cluster.batch.manifest import OutputFolder
+from anyaccel.cluster.batch.rows import BatchRow, check_parameters, read_rows
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.generation.image_format import encode_picture
-from anyaccel.generation.metadata import Origin
+from anyaccel.generation.image_format import encode_image
+from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.processes.forked_call import call_in_fork
 
 RUN = {"input": "abc", "model": "embedded"}
 
 
-def row(number: int = 1, **call: Any) -> Row:
-    return Row(number=number, prompt="a red apple", seed=7, call=call)
+def row(number: int = 1, **call: Any) -> BatchRow:
+    return BatchRow(number=number, prompt="a red apple", seed=7, call=call)
 
 
 def picture(**changes: Any) -> bytes:
@@ -27,7 +27,7 @@ def picture(**changes: Any) -> bytes:
         "model": "embedded", "revision": None, "pipeline": "StableDiffusionPipeline", "prompt": "a red apple",
         "seed": 7, "width": 8, "height": 8, "dtype": "float32", "device": "cpu:0", "virtual": False, "steps": 2,
     }  # fmt: skip
-    return encode_picture(Image.new("RGB", (8, 8)), ".png", [Origin(**{**facts, **changes})])
+    return encode_image(Image.new("RGB", (8, 8)), ".png", [ImageMetadata(**{**facts, **changes})])
 
 
 def test_rows_have_a_prompt_a_seed_and_whatever_the_call_takes(tmp_path: Path) -> None:
@@ -87,22 +87,22 @@ def test_an_unknown_parameter_is_named_with_the_nearest_one() -> None:
 
 def test_what_is_made_is_not_made_again(tmp_path: Path) -> None:
     rows = [row(1), row(2), row(3)]
-    with Folder(tmp_path / "out", RUN) as folder:
+    with OutputFolder(tmp_path / "out", RUN) as folder:
         assert folder.find_open(rows) == rows
         folder.add_picture(rows[0], picture(), {"seconds": 1.0})
         folder.add_failure(rows[1], "it broke", {})
-    with Folder(tmp_path / "out", RUN) as folder:
+    with OutputFolder(tmp_path / "out", RUN) as folder:
         assert folder.find_open(rows) == rows[1:], "what failed is tried again"
         line = folder.entries[1]
         assert (line["seed"], line["path"]) == (7, "pictures/000001-a-red-apple-7.png")
     (tmp_path / "out" / line["path"]).write_bytes(b"other")
-    with Folder(tmp_path / "out", RUN) as folder:
+    with OutputFolder(tmp_path / "out", RUN) as folder:
         assert folder.find_open(rows) == rows, "a picture that was changed is made again"
 
 
 def test_a_picture_without_a_line_is_found_by_its_own_record(tmp_path: Path) -> None:
     asked = row(1, num_inference_steps=2)
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         folder.picture_path(asked).write_bytes(picture())
         assert folder.find_open([asked]) == []
         assert folder.entries[1]["device"] == "cpu:0"
@@ -118,12 +118,12 @@ def test_a_picture_without_a_line_is_found_by_its_own_record(tmp_path: Path) -> 
 
 
 def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         folder.add_picture(row(1), picture(), {})
     manifest = tmp_path / "manifest.jsonl"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole + whole[:20])
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         assert list(folder.entries) == [1]
         folder.add_failure(row(2), "it broke", {})
     assert [json.loads(line)["row"] for line in manifest.read_text().splitlines()] == [1, 2]
@@ -132,43 +132,43 @@ def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("all of it")
     with pytest.raises(UsageError, match="holds other things"):
-        Folder(tmp_path, RUN)
+        OutputFolder(tmp_path, RUN)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(UsageError, match="is a file"):
-        Folder(tmp_path / "thesis.txt", RUN)
+        OutputFolder(tmp_path / "thesis.txt", RUN)
 
 
 def test_a_folder_in_which_nothing_was_made_is_anybodys(tmp_path: Path) -> None:
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         assert folder.entries == {}
-    with Folder(tmp_path, {**RUN, "input": "xyz"}) as folder:
+    with OutputFolder(tmp_path, {**RUN, "input": "xyz"}) as folder:
         folder.picture_path(row(1)).write_bytes(picture())
     with pytest.raises(UsageError, match="of another run"):
-        Folder(tmp_path, RUN)
+        OutputFolder(tmp_path, RUN)
 
 
 def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         folder.settle("dtype", "float32")
         with pytest.raises(UsageError, match="another process writes to"):
-            Folder(tmp_path, RUN)
+            OutputFolder(tmp_path, RUN)
         folder.add_failure(row(1), "it broke", {})
     with pytest.raises(UsageError, match="of another run: the rows are others"):
-        Folder(tmp_path, {**RUN, "input": "xyz"})
-    with Folder(tmp_path, RUN) as folder:
+        OutputFolder(tmp_path, {**RUN, "input": "xyz"})
+    with OutputFolder(tmp_path, RUN) as folder:
         assert folder.settle("dtype", "bfloat16") == "float32", "what was decided first holds"
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UsageError, match="is damaged"):
-        Folder(tmp_path, RUN)
+        OutputFolder(tmp_path, RUN)
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, **RUN}))
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_bytes(manifest.read_bytes() + b"nonsense\n")
     with pytest.raises(UsageError, match=r"line 2 of .* is damaged"):
-        Folder(tmp_path, RUN)
+        OutputFolder(tmp_path, RUN)
 
 
 def test_a_line_whose_path_is_none_has_no_picture(tmp_path: Path) -> None:
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         for path in (5, "a\0b", "missing.png"):
             folder.entries[1] = {"row": 1, "path": path}
             assert folder.find_open([row(1)]) == [row(1)]
@@ -176,7 +176,7 @@ def test_a_line_whose_path_is_none_has_no_picture(tmp_path: Path) -> None:
 
 def test_what_was_tried_again_has_one_line_in_the_end(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.jsonl"
-    with Folder(tmp_path, RUN) as folder:
+    with OutputFolder(tmp_path, RUN) as folder:
         folder.add_failure(row(1), "it broke", {})
         folder.add_picture(row(2), picture(), {})
         before = manifest.read_bytes()
@@ -195,7 +195,7 @@ def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) ->
     def fill() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         with pytest.raises(AnyaccelError, match="could not be written") as raised:
-            Folder(out, RUN)
+            OutputFolder(out, RUN)
         return raised.value.hint
 
     assert "make room and start again" in call_in_fork(fill)
@@ -203,7 +203,7 @@ def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) ->
 
     def fill_later() -> str:
         try:
-            with Folder(out, RUN) as folder:
+            with OutputFolder(out, RUN) as folder:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
                 folder.add_failure(row(1), "it broke", {})
         except AnyaccelError as error:
@@ -211,5 +211,5 @@ def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) ->
         return ""
 
     assert "manifest.jsonl could not be written" in call_in_fork(fill_later), "and not what closing the file met"
-    with Folder(out, RUN) as folder:
+    with OutputFolder(out, RUN) as folder:
         assert folder.find_open([row(1)]) == [row(1)]

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.cluster.batch.image_worker import Facts, Made, Refused, Settings
-from anyaccel.cluster.batch.manifest import Folder
-from anyaccel.cluster.batch.rows import Row
-from anyaccel.cluster.batch.runner import Batch, Summary
-from anyaccel.cluster.batch.worker_pool import Broken, Event, Finished, Lost, Ready
+from anyaccel.cluster.batch.image_worker import RowFailed, RowImage, WorkerFacts, WorkerSettings
+from anyaccel.cluster.batch.manifest import OutputFolder
+from anyaccel.cluster.batch.rows import BatchRow
+from anyaccel.cluster.batch.runner import BatchRun, BatchSummary
+from anyaccel.cluster.batch.worker_pool import Event, RowsFinished, WorkerDied, WorkerStarted, WorkerStartFailed
 from anyaccel.errors import AnyaccelError, ModelError, UsageError
 from anyaccel.progress import ProgressListener
 
-Doing = Callable[[int, Row, int], str | None]
+Doing = Callable[[int, BatchRow, int], str | None]
 """What becomes of a row on a worker at a try: None is a picture, `dies` the worker's end, anything else an error."""
 
 
@@ -24,22 +24,22 @@ class Script:
     def __init__(self, doing: Doing, rows_a_call: int = 1, beginning: Callable[[int], Event | None] = lambda _: None):
         self.doing, self.rows_a_call, self.beginning = doing, rows_a_call, beginning
         self.events: deque[Event] = deque()
-        self.queues: dict[int, deque[list[Row]]] = {}
+        self.queues: dict[int, deque[list[BatchRow]]] = {}
         self.made: list[tuple[int, list[int]]] = []
         self.tries: dict[int, int] = {}
-        self.settings: list[Settings] = []
+        self.settings: list[WorkerSettings] = []
         self.stopped = False
 
-    def start(self, worker: int, settings: Settings) -> None:
+    def start(self, worker: int, settings: WorkerSettings) -> None:
         self.settings.append(settings)
         self.queues[worker] = deque()
-        facts = Facts(
+        facts = WorkerFacts(
             pipeline="SomePipeline", parameters=("prompt", "width"), revision="r", device=f"cpu:{worker}",
             virtual=False, dtype="float32", rows_a_call=self.rows_a_call, load_s=0.0,
         )  # fmt: skip
-        self.events.append(self.beginning(worker) or Ready(worker, facts))
+        self.events.append(self.beginning(worker) or WorkerStarted(worker, facts))
 
-    def give(self, worker: int, rows: Sequence[Row]) -> None:
+    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
         self.queues[worker].append(list(rows))
 
     def wait(self, seconds: float) -> list[Event]:
@@ -53,19 +53,19 @@ class Script:
     def _do(self, worker: int) -> Event:
         rows = self.queues[worker].popleft()
         self.made.append((worker, [row.number for row in rows]))
-        outcomes: list[Made | Refused] = []
+        outcomes: list[RowImage | RowFailed] = []
         for row in rows:
             self.tries[row.number] = self.tries.get(row.number, 0) + 1
             became = self.doing(worker, row, self.tries[row.number])
             if became == "dies":
                 del self.queues[worker]
-                return Lost(worker, "it was killed")
-            made = Made(row=row.number, content=b"p", device="cpu:0", dtype="float32", seconds=0.1)
-            outcomes.append(made if became is None else Refused(row=row.number, error=became))
-        return Finished(worker, outcomes)
+                return WorkerDied(worker, "it was killed")
+            made = RowImage(row=row.number, content=b"p", device="cpu:0", dtype="float32", seconds=0.1)
+            outcomes.append(made if became is None else RowFailed(row=row.number, error=became))
+        return RowsFinished(worker, outcomes)
 
 
-class Heard(ProgressListener):
+class ModelCallRecord(ProgressListener):
     """What a listener hears."""
 
     def __init__(self) -> None:
@@ -79,14 +79,16 @@ class Heard(ProgressListener):
         self.troubles.append(text)
 
 
-def lead(folder: Path, crew: Script, rows: Sequence[Row], workers: int = 2) -> tuple[Summary, Heard, Folder]:
-    heard = Heard()
-    with Folder(folder, {"model": "embedded"}) as held:
-        return Batch(held, rows, crew, [Settings()] * workers, heard).run(), heard, held
+def lead(
+    folder: Path, crew: Script, rows: Sequence[BatchRow], workers: int = 2
+) -> tuple[BatchSummary, ModelCallRecord, OutputFolder]:
+    heard = ModelCallRecord()
+    with OutputFolder(folder, {"model": "embedded"}) as held:
+        return BatchRun(held, rows, crew, [WorkerSettings()] * workers, heard).run(), heard, held
 
 
-def rows(count: int, **call: object) -> list[Row]:
-    return [Row(number=n + 1, prompt="x", seed=n, call=call) for n in range(count)]
+def rows(count: int, **call: object) -> list[BatchRow]:
+    return [BatchRow(number=n + 1, prompt="x", seed=n, call=call) for n in range(count)]
 
 
 def test_every_row_is_made_once(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_a_row_that_kills_is_given_up_and_nobody_else_is_blamed(tmp_path: Path) 
 
 
 def test_rows_of_one_shape_are_made_together_and_suspects_alone(tmp_path: Path) -> None:
-    mixed = [*rows(4, width=8), *(Row(number=n, prompt="x", seed=n, call={}) for n in range(5, 8))]
+    mixed = [*rows(4, width=8), *(BatchRow(number=n, prompt="x", seed=n, call={}) for n in range(5, 8))]
     crew = Script(lambda worker, row, tries: "no" if row.number == 6 and tries == 1 else None, rows_a_call=4)
     summary, _, _ = lead(tmp_path, crew, mixed, workers=1)
     assert summary.done == 7
@@ -151,7 +153,9 @@ def test_an_unknown_parameter_ends_it_before_any_picture(tmp_path: Path) -> None
 
 
 def test_a_model_that_cannot_be_loaded_ends_it(tmp_path: Path) -> None:
-    crew = Script(lambda *_: None, beginning=lambda worker: Broken(worker, ModelError("no model", hint="look")))
+    crew = Script(
+        lambda *_: None, beginning=lambda worker: WorkerStartFailed(worker, ModelError("no model", hint="look"))
+    )
     with pytest.raises(ModelError, match="no model"):
         lead(tmp_path, crew, rows(2))
     assert crew.stopped
@@ -159,14 +163,14 @@ def test_a_model_that_cannot_be_loaded_ends_it(tmp_path: Path) -> None:
 
 def test_one_device_that_cannot_be_had_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     broken = AnyaccelError("no such device", hint="look")
-    crew = Script(lambda *_: None, beginning=lambda worker: Broken(worker, broken) if worker == 1 else None)
+    crew = Script(lambda *_: None, beginning=lambda worker: WorkerStartFailed(worker, broken) if worker == 1 else None)
     summary, heard, _ = lead(tmp_path, crew, rows(4))
     assert summary.done == 4
     assert "worker 1 cannot begin" in heard.troubles[0]
 
 
 def test_workers_that_never_begin_end_it(tmp_path: Path) -> None:
-    crew = Script(lambda *_: None, beginning=lambda worker: Lost(worker, "it was killed by SIGKILL"))
+    crew = Script(lambda *_: None, beginning=lambda worker: WorkerDied(worker, "it was killed by SIGKILL"))
     with pytest.raises(AnyaccelError, match="no worker can begin: it was killed by SIGKILL, 10 times"):
         lead(tmp_path, crew, rows(2), workers=2)
     assert len(crew.settings) == 20, "each of the two was tried"

@@ -60,11 +60,11 @@ def wait_for(out: Path, lines: int) -> None:
 
 def test_pictures_are_those_of_the_library(alone: Path, model: str) -> None:
     import anyaccel
-    from anyaccel.generation.image_format import read_origins
+    from anyaccel.generation.image_format import read_metadata
 
     line = read_manifest(alone / "out")[4]
     assert {"row", "prompt", "seed", "num_inference_steps", "path", "sha256", "device", "seconds"} <= set(line)
-    (origin,) = read_origins(alone / "out" / line["path"])
+    (origin,) = read_metadata(alone / "out" / line["path"])
     assert (origin.prompt, origin.seed, origin.steps) == (line["prompt"], line["seed"], 2)
     from PIL import Image, ImageChops
 

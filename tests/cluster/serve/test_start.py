@@ -24,12 +24,12 @@ from PIL import Image
 import anyaccel
 from anyaccel.cluster.device_slots import claim_device
 from anyaccel.cluster.serve.applications import read_replicas
-from anyaccel.cluster.serve.merged_facts import add_beats, join_facts
-from anyaccel.cluster.serve.replica_load import Board, find_shape
+from anyaccel.cluster.serve.merged_facts import add_heartbeats, merge_facts
+from anyaccel.cluster.serve.replica_load import ReplicaLoad, find_shape
 from anyaccel.errors import DeviceUnavailableError, UsageError
-from anyaccel.generation.image_format import read_origins
+from anyaccel.generation.image_format import read_metadata
 from anyaccel.recipes import recipes
-from anyaccel.server.worker.messages import Beat, ModelFacts
+from anyaccel.server.worker.messages import Heartbeat, ModelFacts
 from tests.cluster.serve.replica_kills import (
     CLOSE,
     PROMPT,
@@ -178,7 +178,7 @@ def test_unlike_devices_stand_in_one_pool_and_give_one_picture(tmp_path: Path, t
 def find_device_of(answer: str, folder: Path) -> str:
     """Where a picture was made, as it tells itself."""
     (folder / "one.png").write_bytes(base64.b64decode(answer))
-    (origin,) = read_origins(folder / "one.png")
+    (origin,) = read_metadata(folder / "one.png")
     return str(origin.device).partition(":")[0]
 
 
@@ -220,7 +220,7 @@ class Named:
 
 
 def test_the_board_prefers_idle_devices_then_those_with_the_same_shape() -> None:
-    board = Board()
+    board = ReplicaLoad()
     assert board.choose({"app": 2}, SMALL) is None, "no replica is there"
     board.add_router("app", Router("a", "b"))
     board.add_router("other", Router("c"))
@@ -252,14 +252,14 @@ def test_a_pool_takes_what_all_of_its_devices_take() -> None:
         device="b:0", tasks=("generate",), takes={"generate": ("prompt",)}, multiple=12, sizes=((64, 64),),
         fixed_sizes=True, joins={"unet": False}, plan="plan of b",
     )  # fmt: skip
-    (joined,) = join_facts([[make_facts()], [other]], 5)
+    (joined,) = merge_facts([[make_facts()], [other]], 5)
     assert (joined.tasks, joined.takes) == (("generate",), {"generate": ("prompt",)})
     assert (joined.multiple, joined.sizes, joined.fixed_sizes, joined.at_once) == (24, ((64, 64),), True, 5)
     assert (joined.device, joined.joins) == ("a:0, b:0", {"unet": True})
     assert "plan of a" in joined.plan
     assert "plan of b" in joined.plan
-    beats = [Beat(None, 5, {1: 2}, ("m",)), Beat(7, 6, {2: 1}, ("m", "n"))]
-    assert add_beats(beats[1], beats) == Beat(7, 11, {2: 1}, ("m", "n"))
+    beats = [Heartbeat(None, 5, {1: 2}, ("m",)), Heartbeat(7, 6, {2: 1}, ("m", "n"))]
+    assert add_heartbeats(beats[1], beats) == Heartbeat(7, 11, {2: 1}, ("m", "n"))
 
 
 def test_replicas_that_ray_gives_no_number_claim_a_device_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

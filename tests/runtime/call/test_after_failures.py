@@ -19,7 +19,7 @@ from anyaccel.runtime.placement import memory_plan, place
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.workarounds import function_modes
 from anyaccel.runtime.workarounds import model_inputs as boundary
-from anyaccel.runtime.workarounds.model_inputs import find_boundaries
+from anyaccel.runtime.workarounds.model_inputs import find_input_adapters
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -117,7 +117,7 @@ def test_a_model_is_mended_where_weights_wait_on_disk() -> None:
 def test_a_retry_that_is_interrupted_leaves_the_model_as_it_was() -> None:
     def use() -> Any:
         pipe = anyaccel.place(make_overflowing(), "hpu", dtype="float16")
-        calls, once = [], call._Run._once
+        calls, once = [], call._CallRun._once
 
         def interrupt_third(self: Any) -> Any:
             calls.append(self)
@@ -126,10 +126,10 @@ def test_a_retry_that_is_interrupted_leaves_the_model_as_it_was() -> None:
             return once(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call._Run, "_once", interrupt_third)
+            patch.setattr(call._CallRun, "_once", interrupt_third)
             with pytest.raises(KeyboardInterrupt):
                 run(RECIPE, pipe)
-        left = pipe.vae.dtype, {boundary.cast_to for boundary in find_boundaries(pipe.vae)}
+        left = pipe.vae.dtype, {boundary.cast_to for boundary in find_input_adapters(pipe.vae)}
         return left, numpy.isfinite(run(RECIPE, pipe)).all()
 
     left, finite = on_virtual_hpu(use)

@@ -25,22 +25,22 @@ DEVICE = sys.argv[1]
 Case = Callable[[], dict[str, Any]]
 
 
-def place(name: str, **wishes: Any) -> Any:
-    return anyaccel.place(recipes()[name].make(), DEVICE, dtype="fp32", **wishes)
+def place(name: str, **options: Any) -> Any:
+    return anyaccel.place(recipes()[name].make(), DEVICE, dtype="fp32", **options)
 
 
-def make(name: str, **wishes: Any) -> Any:
-    return run_recipe(recipes()[name], place(name, **wishes))
+def make(name: str, **options: Any) -> Any:
+    return run_recipe(recipes()[name], place(name, **options))
 
 
 def apart(one: Any, other: Any) -> float:
     return float(np.abs(np.asarray(one, dtype=np.float64) - np.asarray(other, dtype=np.float64)).max())
 
 
-def split(name: str, parallel: str, **wishes: Any) -> dict[str, Any]:
+def split(name: str, parallel: str, **options: Any) -> dict[str, Any]:
     """A picture alone and shared: how far apart they are, and what a rank had of the model while it ran."""
     alone = make(name)
-    pipe = place(name, parallel=parallel, **wishes)
+    pipe = place(name, parallel=parallel, **options)
     denoiser = getattr(pipe, "transformer", None) or pipe.unet
     rows, tokens = set(), set()
     for module in denoiser.modules():
@@ -54,7 +54,7 @@ def split(name: str, parallel: str, **wishes: Any) -> dict[str, Any]:
         "spread": float(np.std(alone)),
         "plan": str(pipe.plan.parallel),
         "reason": pipe.plan.parallel.reason,
-        "compiling": str(pipe.plan.compiling),
+        "compiling": str(pipe.plan.compile_policy),
         "device": str(pipe.plan.device),
         "rows": sorted(rows),
         "tokens": sorted({shape[1] for shape in tokens if len(shape) == 3}),
@@ -64,10 +64,10 @@ def split(name: str, parallel: str, **wishes: Any) -> dict[str, Any]:
     }
 
 
-def refuse(name: str, parallel: str, **wishes: Any) -> dict[str, Any]:
+def refuse(name: str, parallel: str, **options: Any) -> dict[str, Any]:
     pipe: Any = recipes()[name].make()
     try:
-        anyaccel.place(pipe, DEVICE, dtype="fp32", parallel=parallel, **wishes)
+        anyaccel.place(pipe, DEVICE, dtype="fp32", parallel=parallel, **options)
         run_recipe(recipes()[name], pipe)
     except anyaccel.errors.UsageError as error:
         return {"message": error.message, "hint": error.hint, "moved": pipe.device.type != "cpu"}

@@ -21,7 +21,7 @@ import torch
 
 import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.memory_tracker import MemoryBook
+from anyaccel.emulator.memory_tracker import MemoryTracker
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DoesNotFitError
 from anyaccel.processes.forked_call import call_in_fork
@@ -98,9 +98,9 @@ def sweep_capacities(name: str, device: str, shrink: float = SHRINK) -> Iterator
 @contextmanager
 def failing_at(number: int, counted: list[int]) -> Iterator[None]:
     """Let one allocation of the device fail, by its number; `counted` holds how many there were."""
-    real = MemoryBook.add
+    real = MemoryTracker.add
 
-    def add(self: MemoryBook, tensor: torch.Tensor, index: int) -> None:
+    def add(self: MemoryTracker, tensor: torch.Tensor, index: int) -> None:
         known = self._alive.get(tensor.untyped_storage()._cdata)
         if known is None or known[0]() is None:
             counted[0] += 1
@@ -108,11 +108,11 @@ def failing_at(number: int, counted: list[int]) -> Iterator[None]:
                 raise torch.OutOfMemoryError("out of memory, injected")
         real(self, tensor, index)
 
-    MemoryBook.add = add  # type: ignore[method-assign]
+    MemoryTracker.add = add  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MemoryBook.add = real  # type: ignore[method-assign]
+        MemoryTracker.add = real  # type: ignore[method-assign]
 
 
 def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[str, Any]]:

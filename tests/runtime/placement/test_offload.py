@@ -172,4 +172,4 @@ def test_a_damaged_file_is_no_memory(content: str, tmp_path: Path, monkeypatch: 
     path.parent.mkdir(parents=True)
     kept = '"residence": "resident", "way": {}, "images_per_call": null'
     path.write_text(content.replace("}", f", {kept}}}"))
-    assert oom_history.recall("k", 1) is None
+    assert oom_history.load_outcome("k", 1) is None

@@ -15,7 +15,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import DoesNotFitError, UsageError
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import memory_plan, oom_history, oom_retry
@@ -90,11 +90,11 @@ def use_quietly() -> None:
 def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
     """The pictures are those that the seeds give alone, and the next process starts where this one ended."""
     call: dict[str, Any] = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
-    wishes = {"dtype": "float32", "memory": "resident", "vae_tiling": False, "attention_slicing": "max"}
+    options = {"dtype": "float32", "memory": "resident", "vae_tiling": False, "attention_slicing": "max"}
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, str, int]:
         use_quietly()
-        pipe = place(recipes()["stable-diffusion"].make(), "hpu", **wishes)
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", **options)
         alone = [pipe(**call, seed=seed).images[0] for seed in (3, 4, 5, 6)]
         counted = [0]
         with failing_at(700, counted):
@@ -111,7 +111,7 @@ def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
     def start_there(accelerator: VirtualAccelerator) -> str:
         use_quietly()
         assert not oom_history._LEARNT
-        pipe = place(recipes()["stable-diffusion"].make(), "hpu", **wishes)
+        pipe = place(recipes()["stable-diffusion"].make(), "hpu", **options)
         return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory_in_use)
 
     assert "2 images a call" in run_forked("hpu", start_there)
@@ -178,7 +178,7 @@ def test_a_pin_of_the_images_a_call_is_in_every_rule() -> None:
     pipe = recipes()["stable-diffusion"].make()
 
     def list_parts(at_once: int | None) -> set[int | None]:
-        rules = memory_plan.list_pipeline_rules(pipe, 4, at_once, Wishes(), unified_memory=False)
+        rules = memory_plan.list_pipeline_rules(pipe, 4, at_once, PlacementOptions(), unified_memory=False)
         return {rule.images_per_call for rule in rules}
 
     assert list_parts(None) == {None, 2, 1}

@@ -18,9 +18,9 @@ from tests.conftest import NEEDS_RECIPES
 pytestmark = NEEDS_RECIPES
 
 
-def make(device: Any = None, **wishes: Any) -> Any:
+def make(device: Any = None, **options: Any) -> Any:
     pipe = recipes()["stable-diffusion"].make()
-    return pipe if device is None else anyaccel.place(pipe, device, **wishes)
+    return pipe if device is None else anyaccel.place(pipe, device, **options)
 
 
 def test_every_spelling_of_a_device() -> None:
@@ -71,12 +71,12 @@ def test_virtual_is_said() -> None:
     is_virtual, printed = run_forked("hpu", use)
     assert is_virtual
     assert printed.splitlines()[0] == "StableDiffusionPipeline on hpu:0: Intel Gaudi (HPU) (virtual)"
-    for word in ("bfloat16", "eager", "host"):
+    for word in ("bfloat16", "eager", "cpu"):
         assert word in printed
 
 
-@pytest.mark.parametrize("wishes", [{}, {"hpu_migration": False}, {"sdp_on_bf16": False}, {"dtype": "fp32"}])
-def test_gaudis_switches(wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"hpu_migration": False}, {"sdp_on_bf16": False}, {"dtype": "fp32"}])
+def test_gaudis_switches(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`PT_HPU_*` stay for the process; the migration and the bfloat16 attention can be turned off."""
     for name in ("PT_HPU_GPU_MIGRATION", "PT_HPU_MAX_COMPOUND_OP_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -84,13 +84,13 @@ def test_gaudis_switches(wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     def use(accelerator: VirtualAccelerator) -> tuple[Any, Any, bool]:
         switched: list[bool] = []
         torch._C._set_math_sdp_allow_fp16_bf16_reduction = switched.append  # type: ignore[assignment]
-        pipe = make("hpu", **wishes)
+        pipe = make("hpu", **options)
         run(recipes()["stable-diffusion"], pipe)
         migration, size = (os.environ.get(f"PT_HPU_{name}") for name in ("GPU_MIGRATION", "MAX_COMPOUND_OP_SIZE"))
         assert pipe.plan.bf16_attention.value == bool(switched)
         return migration, size, bool(switched)
 
-    off, in_bf16 = wishes.get("hpu_migration") is False, wishes.get("sdp_on_bf16", True) and "dtype" not in wishes
+    off, in_bf16 = options.get("hpu_migration") is False, options.get("sdp_on_bf16", True) and "dtype" not in options
     assert run_forked("hpu", use) == (None if off else "1", "1", in_bf16)
 
 
@@ -127,7 +127,7 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("device", "wishes", "words"),
+    ("device", "options", "words"),
     [
         ("mps", {}, "mps is not available"),
         ("nonsense", {}, "unknown device 'nonsense'"),
@@ -141,13 +141,13 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
         ("virtual:nothing", {}, "nothing"),
     ],
 )
-def test_what_cannot_be_placed(device: Any, wishes: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_placed(device: Any, options: dict[str, Any], words: str) -> None:
     """The pipeline stays as it was, and usable."""
     recipe = recipes()["stable-diffusion"]
     pipe = make()
     expected = run(recipe, pipe)
     with pytest.raises(anyaccel.AnyaccelError, match=words):
-        anyaccel.place(pipe, device, **wishes)
+        anyaccel.place(pipe, device, **options)
     assert abs(expected - run(recipe, pipe)).max() < 1e-5
 
 

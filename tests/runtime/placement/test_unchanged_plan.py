@@ -42,7 +42,7 @@ def test_calls_compiling_and_reuse_leave_the_plan_alone(monkeypatch: pytest.Monk
     assert pipe.plan is plan
     assert read(plan) == before
     happened = dict(plan.report.entries())
-    assert {"compiled", "compiled_sizes", "reuse"} <= set(happened)
+    assert {"compiled_models", "compiled_sizes", "step_skipping"} <= set(happened)
     assert all(name in str(plan) for name in happened)
     assert {entry["name"] for entry in plan.to_dict()["report"]} == set(happened)
 

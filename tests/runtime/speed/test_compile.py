@@ -128,10 +128,14 @@ def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -
     expected = run(recipe, recipe.make())
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
-        pipe = anyaccel.place(recipe.make(), "neuron", dtype="fp32", compile=True, pictures=pictures)
+        pipe = anyaccel.place(recipe.make(), "neuron", dtype="fp32", compile=True, expected_images=pictures)
         pipe.set_progress_bar_config(disable=True)
         seen = run(recipe, pipe)
-        return pipe.plan.report.compiled.value, len(accelerator.compiler.graphs), float(abs(expected - seen).max())
+        return (
+            pipe.plan.report.compiled_models.value,
+            len(accelerator.compiler.graphs),
+            float(abs(expected - seen).max()),
+        )
 
     compiled, graphs, difference = run_forked("neuron", use)
     assert "transformer" in compiled
@@ -190,7 +194,7 @@ def test_all_models_and_named_ones() -> None:
         difference = float(abs(expected - run(recipe, pipe)).max())
         with pytest.raises(UnknownComponentError, match=r"no model 'unett'") as caught:
             make().enable_neuron_compile(["unett"])
-        return pipe.plan.report.compiled.value, len(accelerator.compiler.graphs), difference, str(caught.value)
+        return pipe.plan.report.compiled_models.value, len(accelerator.compiler.graphs), difference, str(caught.value)
 
     compiled, graphs, difference, message = run_forked("neuron", use)
     assert set(compiled) >= {"unet", "vae", "text_encoder"}

@@ -20,7 +20,7 @@ from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed import compile_cache
 from anyaccel.runtime.speed.compile import compiling
 from anyaccel.runtime.speed.compile_cache_key import describe_key
-from anyaccel.runtime.speed.session import Speed, load_compiled, save_compiled
+from anyaccel.runtime.speed.session import SpeedState, load_compiled, save_compiled
 from tests.conftest import NEEDS_RECIPES
 
 KEY = {"model": "M", "shape": "512 x 512", "torch": "2.13"}
@@ -280,8 +280,8 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
     pipe: Any = anyaccel.place(recipes()["flux"].make(), "cpu", compile=True)
     placement = find_placement(pipe)
     assert placement is not None
-    placement.speed = Speed(compiled=True)
-    placement.report.compiled = Decision(("transformer",), "for this test")
+    placement.speed = SpeedState(compiled=True)
+    placement.report.compiled_models = Decision(("transformer",), "for this test")
     return pipe, placement
 
 
@@ -293,7 +293,7 @@ def test_what_torch_cannot_load_is_said_so_removed_and_made_anew(
     pipe, placement = placed
     key = describe_key(pipe, placement, "16 × 16")
     compile_cache.save_payload(key, payload, 1.0)
-    speed = Speed(compiled=True)
+    speed = SpeedState(compiled=True)
     assert load_compiled(pipe, placement, speed, "16 × 16") == key
     assert not speed.cache_outcomes.total()
     assert compile_cache.list_entries() == []
@@ -307,7 +307,7 @@ def test_what_is_loaded_written_and_not_handed_out_is_counted(placed: tuple[Any,
     from torch.compiler._cache import CacheArtifactManager
 
     pipe, placement = placed
-    speed = Speed(compiled=True)
+    speed = SpeedState(compiled=True)
     with CacheArtifactManager.with_fresh_cache():
         key = load_compiled(pipe, placement, speed, "16 × 16")
         assert key is not None
@@ -324,13 +324,13 @@ def test_a_pipeline_compiles_elsewhere_where_its_folder_cannot_be_written(
     placed: tuple[Any, Placement], own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe, placement = placed
-    variable = placement.plan.compile.value.cache_variable
+    variable = placement.plan.compiler.value.cache_variable
     before = os.environ[variable]
     with compiling(placement):
         assert os.environ[variable].startswith(str(own_cache / "cache" / "graphs"))
     (own_cache / "file").write_text("a file where the folder would be")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file"))
-    key = load_compiled(pipe, placement, Speed(compiled=True), "16 × 16")
+    key = load_compiled(pipe, placement, SpeedState(compiled=True), "16 × 16")
     assert key is not None
     for _ in range(2):
         with compiling(placement):

@@ -56,7 +56,7 @@ def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
     for _ in range(2):
         numpy.testing.assert_array_equal(run(recipe, pipe), expected)
     report = pipe.plan.report
-    assert report.compiled.value == ()
+    assert report.compiled_models.value == ()
     assert {"unet", "transformer"} & set(report.not_compiled.value)
     assert "this backend compiles nothing" in report.not_compiled.reason
     assert "not_compiled" in str(pipe.plan)
@@ -72,7 +72,7 @@ def test_channels_last_is_for_2d_convolutions(name: str, monkeypatch: pytest.Mon
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True, channels_last=True)
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
     assert pipe.plan.report.not_compiled is None
-    assert pipe.plan.report.compiled.value
+    assert pipe.plan.report.compiled_models.value
 
 
 def test_what_the_model_itself_raises_is_raised() -> None:
@@ -186,9 +186,9 @@ def test_the_report_forgets_what_was_compiled_when_that_is_removed(monkeypatch: 
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
-    assert pipe.plan.report.compiled.value
+    assert pipe.plan.report.compiled_models.value
     pipe.to("cpu", compile=False)
-    assert pipe.plan.report.compiled is None
+    assert pipe.plan.report.compiled_models is None
 
 
 class Blocks(torch.nn.Module):
@@ -259,7 +259,7 @@ def test_the_report_tells_of_a_second_failure(monkeypatch: pytest.MonkeyPatch) -
     assert not pipe.plan.report.not_compiled
     run(recipe, pipe)
     assert "unet" in pipe.plan.report.not_compiled.value
-    assert "unet" not in pipe.plan.report.compiled.value
+    assert "unet" not in pipe.plan.report.compiled_models.value
 
 
 def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pyt
     assert find_compiled(pipe.unet) is None
     run(recipe, pipe)
     assert find_compiled(pipe.unet) is not None
-    assert "unet" in pipe.plan.report.compiled.value
+    assert "unet" in pipe.plan.report.compiled_models.value
 
 
 @pytest.mark.long

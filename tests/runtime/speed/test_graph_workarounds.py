@@ -9,19 +9,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import anyaccel
 from anyaccel.planning.attention import AttentionRule
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.plan import make_plan
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.speed import compile as compiling
-from anyaccel.runtime.speed.graph_workarounds import GraphRepairs, read_graph_repairs
+from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.workarounds import sliced_attention
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported", "compiler_imported")
 
 
-def compile_repaired(repairs: GraphRepairs, function: Any, dynamic: bool | None = False) -> Any:
+def compile_repaired(repairs: GraphWorkarounds, function: Any, dynamic: bool | None = False) -> Any:
     """Compile a function behind the repairs, traced as by inductor, without generating code."""
 
     def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -54,7 +54,7 @@ def test_a_compiled_pipeline_attends_in_the_slices_of_its_plan(monkeypatch: pyte
     expected = run(recipe, recipe.make())
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing=1, compile=True)
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-4)
-    assert "unet" in pipe.plan.report.compiled.value
+    assert "unet" in pipe.plan.report.compiled_models.value
     assert pipe.plan.report.not_compiled is None
     assert sliced
     assert not unsliced
@@ -68,7 +68,7 @@ def test_attention_in_a_graph_is_sliced(rule: AttentionRule, dynamic: bool) -> N
     def attend(query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(query, query, query, attn_mask=mask) + 1
 
-    compiled = compile_repaired(GraphRepairs("cpu", attention=rule), attend, dynamic)
+    compiled = compile_repaired(GraphWorkarounds("cpu", attention=rule), attend, dynamic)
     for queries in (5, 7):
         query, mask = torch.randn(2, 3, queries, 4), torch.randn(queries, queries)
         torch.testing.assert_close(compiled(query, mask), attend(query, mask))
@@ -80,7 +80,7 @@ def test_what_is_read_before_it_is_written_is_zero_in_a_graph() -> None:
         made = torch.empty(2, 3, 3), torch.empty_like(left), left.new_empty(4)
         return (*made, torch.empty(2, device="meta"))
 
-    compiled = compile_repaired(GraphRepairs("cpu", zeros=True), read)
+    compiled = compile_repaired(GraphWorkarounds("cpu", zeros=True), read)
     for made in compiled(torch.full((1 << 12,), float("nan")))[:3]:
         assert torch.equal(made, torch.zeros_like(made))
 
@@ -91,7 +91,7 @@ def test_an_addend_that_is_ignored_is_not_read_in_a_graph() -> None:
         return torch.baddbmm(addend, left, left, beta=0, alpha=0.5), addend.baddbmm(left, left, beta=2)
 
     seen: list[torch.fx.Node] = []
-    repairs = GraphRepairs("cpu", addends=True)
+    repairs = GraphWorkarounds("cpu", addends=True)
 
     def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         repairs.apply(module)
@@ -111,17 +111,17 @@ def test_an_addend_that_is_ignored_is_not_read_in_a_graph() -> None:
 
 
 def test_a_graph_has_the_repairs_of_its_device() -> None:
-    def read(name: str) -> GraphRepairs:
-        facts = Facts(pipeline="Pipeline", components=())
-        plan = make_plan(anyaccel.sheet(name), facts, Wishes(dtype="float16"), device=name)
-        return read_graph_repairs(plan, torch.device("cpu"))
+    def read(name: str) -> GraphWorkarounds:
+        facts = PipelineFacts(pipeline="Pipeline", components=())
+        plan = make_plan(anyaccel.sheet(name), facts, PlacementOptions(dtype="float16"), device=name)
+        return read_graph_workarounds(plan, torch.device("cpu"))
 
     mps = read("mps")
     assert mps.zeros
     assert mps.addends
     assert mps.attention is not None
     assert mps.attention.most_scores
-    assert read("rocm") == GraphRepairs("cpu", attention=AttentionRule(contiguous=True))
-    assert read("neuron") == GraphRepairs("cpu", dtypes=(("float64", "float32"),))
+    assert read("rocm") == GraphWorkarounds("cpu", attention=AttentionRule(contiguous=True))
+    assert read("neuron") == GraphWorkarounds("cpu", dtypes=(("float64", "float32"),))
     assert read("neuron")
     assert not read("cuda")

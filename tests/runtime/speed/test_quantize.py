@@ -104,8 +104,8 @@ def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     ask(pipe)
-    assert pipe.plan.report.quantized.value == ""
-    assert pipe.plan.report.quantized.reason == "torch cannot: torch._scaled_mm is only supported on other devices"
+    assert pipe.plan.report.quantization.value == ""
+    assert pipe.plan.report.quantization.reason == "torch cannot: torch._scaled_mm is only supported on other devices"
     assert not is_quantized(pipe.unet)
     assert not any(isinstance(part, Float8Linear) for part in pipe.unet.modules())
 
@@ -119,7 +119,7 @@ def test_a_busy_device_is_not_one_without_products_in_8_bits(pipe: Any, monkeypa
     placement = force_plan(pipe, quantized=Decision("float8", "for the test"))
     with pytest.raises(RuntimeError, match="XPU out of memory"):
         quantize.quantize_denoisers(pipe, placement)
-    assert placement.report.quantized is None
+    assert placement.report.quantization is None
 
 
 @pytest.mark.usefixtures("ready")

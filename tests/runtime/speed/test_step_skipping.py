@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyaccel.forward_overrides import Slot, get_override
-from anyaccel.planning.quality_levels import Reuse
+from anyaccel.planning.quality_levels import StepSkipping
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.step_skipping import counting_steps
@@ -34,8 +34,12 @@ def test_a_fast_pipeline_runs_fewer_steps() -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", speed="fast", capture=False)
     counted = Counted(pipe.unet.conv_in)
     fast = call(pipe, "stable-diffusion").images
-    assert counted.runs == pipe.plan.reuse.value.count(len(pipe.scheduler.timesteps)) < len(pipe.scheduler.timesteps)
-    assert "outputs reused" in pipe.plan.report.reuse.value
+    assert (
+        counted.runs
+        == pipe.plan.step_skipping.value.count(len(pipe.scheduler.timesteps))
+        < len(pipe.scheduler.timesteps)
+    )
+    assert "outputs reused" in pipe.plan.report.step_skipping.value
     assert "step" not in vars(pipe.scheduler), "nothing is left behind"
     numpy.testing.assert_array_equal(call(pipe, "stable-diffusion").images, fast)
     pipe.to("cpu", speed="exact", capture=False)
@@ -53,7 +57,7 @@ def test_it_is_for_every_kind_of_pipeline(name: str) -> None:
     counted = Counted(next(part for part in pipe.transformer.modules() if isinstance(part, torch.nn.Linear)))
     call(pipe, name, 6)
     fast = counted.runs
-    assert "outputs reused" in pipe.plan.report.reuse.value
+    assert "outputs reused" in pipe.plan.report.step_skipping.value
     pipe.to("cpu", speed="exact")
     call(pipe, name, 6)
     assert fast < counted.runs - fast
@@ -64,7 +68,7 @@ def test_an_exact_pipeline_has_nothing_standing_in() -> None:
     pipe = place(recipe.make(), "cpu", dtype="float32", capture=False)
     run(recipe, pipe)
     assert get_override(pipe.unet, Slot.STEP_REUSE) is None
-    assert pipe.plan.reuse.value is None
+    assert pipe.plan.step_skipping.value is None
 
 
 def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
@@ -79,7 +83,7 @@ def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
     class Pipe:
         scheduler = Scheduler()
 
-    rule = Reuse(2, 0.0, 2, "")
+    rule = StepSkipping(2, 0.0, 2, "")
     heard = []
     with counting_steps(Pipe(), rule) as steps:
         assert steps is not None
@@ -104,7 +108,7 @@ def test_another_shape_is_run() -> None:
     class Pipe:
         scheduler = Scheduler()
 
-    with counting_steps(Pipe(), Reuse(9, 0.0, 2, "")) as steps:
+    with counting_steps(Pipe(), StepSkipping(9, 0.0, 2, "")) as steps:
         assert steps is not None
         steps.answer(0, lambda x: x, (torch.zeros(1),), {})
         steps.next()
@@ -116,7 +120,7 @@ def test_another_shape_is_run() -> None:
 def test_a_copied_scheduler_steps_by_itself() -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.scheduler.set_timesteps(4)
-    with counting_steps(pipe, Reuse(2, 0.0, 2, "")) as steps:
+    with counting_steps(pipe, StepSkipping(2, 0.0, 2, "")) as steps:
         assert steps is not None
         other = copy.deepcopy(pipe.scheduler)
         other.step(torch.zeros(1, 4, 2, 2), other.timesteps[0], torch.zeros(1, 4, 2, 2))
@@ -148,9 +152,9 @@ def test_the_steps_that_are_left_of_a_schedule_count() -> None:
     pipe = place(recipes()[name].make(), "cpu", dtype="float32", speed="draft")
     given = {**recipes()[name].call(), "num_inference_steps": 8, "strength": 0.3}
     pipe(**given)
-    assert "every step was run" in pipe.plan.report.reuse.value, "two of eight are left"
+    assert "every step was run" in pipe.plan.report.step_skipping.value, "two of eight are left"
     pipe(**{**given, "strength": 1.0})
-    assert "outputs reused" in pipe.plan.report.reuse.value
+    assert "outputs reused" in pipe.plan.report.step_skipping.value
 
 
 def test_the_first_call_is_like_the_second() -> None:
@@ -159,7 +163,7 @@ def test_the_first_call_is_like_the_second() -> None:
     reasons = []
     for _ in range(2):
         call(pipe, name)
-        reasons.append(pipe.plan.report.reuse.value)
+        reasons.append(pipe.plan.report.step_skipping.value)
     assert reasons[0] == reasons[1]
 
 
@@ -168,4 +172,4 @@ def test_a_copy_is_as_fast() -> None:
     expected = call(pipe, "stable-diffusion").images
     other = copy.deepcopy(pipe)
     numpy.testing.assert_allclose(call(other, "stable-diffusion").images, expected, atol=1e-5)
-    assert "outputs reused" in other.plan.report.reuse.value
+    assert "outputs reused" in other.plan.report.step_skipping.value

@@ -13,18 +13,20 @@ from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import LimitError
-from anyaccel.planning import Facts, Wishes, make_plan
-from anyaccel.runtime.workarounds.complex_pairs import Pair, make_handlers, make_pair
-from anyaccel.runtime.workarounds.function_modes import ModelSeam, make_model_seam
+from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
+from anyaccel.runtime.workarounds.complex_pairs import ComplexPair, make_complex_pair, make_handlers
+from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, make_model_function_mode
 
 Tensor = torch.Tensor
 EXAMPLES = 150
 
 
-def seam_of(accelerator: VirtualAccelerator) -> ModelSeam:
-    plan = make_plan(open_device(accelerator.name).sheet, Facts(pipeline="Test"), Wishes(), device=accelerator.name)
-    assert "pairs" in plan.repairs.value
-    seam = make_model_seam(plan, accelerator.device())
+def seam_of(accelerator: VirtualAccelerator) -> ModelFunctionMode:
+    plan = make_plan(
+        open_device(accelerator.name).sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name
+    )
+    assert "complex_pairs" in plan.workarounds.value
+    seam = make_model_function_mode(plan, accelerator.device())
     assert seam is not None
     return seam
 
@@ -82,7 +84,7 @@ OPERATIONS: dict[str, Any] = {
     "lengths and angles": lambda a, b, n, real: torch.polar(a.abs() + 1, b.angle()),
     "write": lambda a, b, n, real: _write(a, b),
     "copy": lambda a, b, n, real: a.clone(),
-    "zeros": lambda a, b, n, real: torch.zeros_like(a) + b,
+    "zero_empty": lambda a, b, n, real: torch.zeros_like(a) + b,
     "ones": lambda a, b, n, real: torch.ones_like(a) * b,
     "made complex": lambda a, b, n, real: real(REAL).to(torch.complex64) * b,
     "zeros of a real one": lambda a, b, n, real: torch.ones_like(real(REAL), dtype=torch.complex64) - b,
@@ -116,7 +118,7 @@ def programs(names: list[str]) -> st.SearchStrategy[list[tuple[str, int, int, in
     return st.lists(st.tuples(st.sampled_from(names), NUMBER, NUMBER, NUMBER), min_size=2, max_size=12)
 
 
-def search(names: list[str], seam: ModelSeam, device: torch.device) -> int:
+def search(names: list[str], seam: ModelFunctionMode, device: torch.device) -> int:
     """Try many programs on pairs and on complex tensors; the error of a failure carries the shortest one."""
     tried = 0
 
@@ -135,9 +137,11 @@ def search(names: list[str], seam: ModelSeam, device: torch.device) -> int:
         tried += 1
         expected = run_program(program, HOST, lambda tensor: tensor)
         with seam:
-            found = run_program(program, [make_pair(one, device) for one in HOST], lambda tensor: tensor.to(device))
+            found = run_program(
+                program, [make_complex_pair(one, device) for one in HOST], lambda tensor: tensor.to(device)
+            )
         for place, (pair, number) in enumerate(zip(found, expected, strict=True)):
-            assert isinstance(pair, Pair), place
+            assert isinstance(pair, ComplexPair), place
             assert pair.shape == number.shape, place
             assert pair.dtype is torch.complex64, place
             assert pair.device == device, place
@@ -148,7 +152,7 @@ def search(names: list[str], seam: ModelSeam, device: torch.device) -> int:
     return tried
 
 
-def read(pair: Pair) -> Tensor:
+def read(pair: ComplexPair) -> Tensor:
     return torch.complex(pair.real_part.cpu(), pair.imaginary_part.cpu())
 
 
@@ -165,7 +169,7 @@ def test_random_programs_agree_with_complex64(device: str) -> None:
 
 def test_random_programs_on_pairs_whose_parts_are_plain_tensors() -> None:
     """As on a real device, with every operation: here the parts happen to lie on the host."""
-    seam = ModelSeam(make_handlers(torch.device("cpu"), {}))
+    seam = ModelFunctionMode(make_handlers(torch.device("cpu"), {}))
     names = sorted(set(OPERATIONS) - {"transform"})  # which is done on the host anyway
     assert search(names, seam, torch.device("cpu")) >= EXAMPLES
 
@@ -185,7 +189,7 @@ def test_every_operation_on_its_own() -> None:
                 same = found.shape == expected.shape and torch.allclose(
                     found.cpu(), expected.resolve_conj(), rtol=1e-4, atol=1e-5
                 )
-                if not same or not isinstance(found, Pair):
+                if not same or not isinstance(found, ComplexPair):
                     wrong.append(f"{name} {number}")
         return wrong
 
@@ -197,13 +201,13 @@ def test_a_real_tensor_of_a_virtual_device_before_a_pair() -> None:
     def use(accelerator: VirtualAccelerator) -> bool:
         with torch.no_grad(), seam_of(accelerator):
             real = torch.ones(2, device=accelerator.device())
-            return isinstance(real - torch.tensor([1j, 2j]).to(accelerator.device()), Pair)
+            return isinstance(real - torch.tensor([1j, 2j]).to(accelerator.device()), ComplexPair)
 
     assert run_forked("hpu", use, strict=True)
 
 
 MAKERS: dict[str, Any] = {
-    "zeros": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
+    "zero_empty": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
     "ones": lambda device: torch.ones((2,), dtype=torch.complex128, device=device),
     "full": lambda device: torch.full((2,), 1 + 2j, device=device),
     "full by name": lambda device: torch.full((2,), fill_value=3j, device=device),
@@ -227,7 +231,7 @@ def test_whatever_would_make_a_complex_tensor_makes_a_pair() -> None:
             for name, make in MAKERS.items():
                 made = make(accelerator.device())
                 expected = make("cpu").to(torch.complex64)
-                assert isinstance(made, Pair), name
+                assert isinstance(made, ComplexPair), name
                 torch.testing.assert_close(made.cpu(), expected, msg=name)
             assert torch.fft.irfft(torch.fft.rfft(torch.ones(4, device=accelerator.device()))).dtype is torch.float32
 
@@ -236,20 +240,20 @@ def test_whatever_would_make_a_complex_tensor_makes_a_pair() -> None:
 
 def test_from_numbers_without_the_help_of_the_emulator() -> None:
     """A virtual device builds tensors on the host itself: on the meta device the seam is alone."""
-    with ModelSeam(make_handlers(torch.device("meta"), {})):
+    with ModelFunctionMode(make_handlers(torch.device("meta"), {})):
         for name, make in MAKERS.items():
             if name != "transform":
-                assert isinstance(make("meta"), Pair), name
-        assert not isinstance(torch.tensor([1.0], device="meta"), Pair)
-        assert not isinstance(torch.tensor([1j]), Pair)
-        assert not isinstance(torch.ones(2, device="meta").to(torch.float16), Pair)
+                assert isinstance(make("meta"), ComplexPair), name
+        assert not isinstance(torch.tensor([1.0], device="meta"), ComplexPair)
+        assert not isinstance(torch.tensor([1j]), ComplexPair)
+        assert not isinstance(torch.ones(2, device="meta").to(torch.float16), ComplexPair)
 
 
 def test_to_the_host_to_a_real_type_and_to_python() -> None:
-    pair = make_pair(torch.tensor([1 + 2j]), "meta")
+    pair = make_complex_pair(torch.tensor([1 + 2j]), "meta")
     assert "Pair" in repr(pair)
     assert pair.to(torch.float16).dtype is torch.float16
-    there = Pair(torch.tensor([1.0]), torch.tensor([2.0]))
+    there = ComplexPair(torch.tensor([1.0]), torch.tensor([2.0]))
     assert there.item() == 1 + 2j
     target = torch.zeros(1, dtype=torch.complex64)
     target.copy_(there)
@@ -260,12 +264,12 @@ def test_to_the_host_to_a_real_type_and_to_python() -> None:
 
 def test_a_strided_view_of_parts_that_lie_otherwise() -> None:
     numbers = torch.arange(12.0).reshape(2, 3, 2)
-    pair, expected = Pair(numbers[..., 0], numbers[..., 1]), torch.view_as_complex(numbers)
+    pair, expected = ComplexPair(numbers[..., 0], numbers[..., 1]), torch.view_as_complex(numbers)
     assert torch.equal(pair.as_strided((3, 2), (1, 3)).real, expected.as_strided((3, 2), (1, 3)).real)
 
 
 def test_what_is_not_known_is_refused_and_not_guessed() -> None:
-    pair = Pair(torch.ones(2, 2), torch.ones(2, 2))
+    pair = ComplexPair(torch.ones(2, 2), torch.ones(2, 2))
     for operation in (torch.linalg.inv, torch.exp, torch.sin, lambda a: a @ a):
         with pytest.raises(LimitError, match="not known on pairs") as caught:
             operation(pair)
@@ -276,6 +280,6 @@ def test_what_is_not_known_is_refused_and_not_guessed() -> None:
 def test_a_real_tensor_of_the_device_times_a_complex_number() -> None:
     def use(accelerator: VirtualAccelerator) -> bool:
         with torch.no_grad(), seam_of(accelerator):
-            return isinstance(torch.ones(2, device=accelerator.device()) * 1j, Pair)
+            return isinstance(torch.ones(2, device=accelerator.device()) * 1j, ComplexPair)
 
     assert run_forked("hpu", use, strict=True)

@@ -15,11 +15,15 @@ from anyaccel.backends.device import open_device
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.forward_overrides import Slot, set_override
-from anyaccel.planning import Facts, Plan, Wishes, make_plan
+from anyaccel.planning import PipelineFacts, PlacementOptions, Plan, make_plan
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.workarounds.dtypes import make_handlers, read_target
-from anyaccel.runtime.workarounds.function_modes import ModelSeam, make_glue_seam, make_model_seam
+from anyaccel.runtime.workarounds.function_modes import (
+    ModelFunctionMode,
+    make_model_function_mode,
+    make_pipeline_function_mode,
+)
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
 
@@ -28,7 +32,7 @@ Tensor = torch.Tensor
 
 def plan_for(accelerator: VirtualAccelerator) -> Plan:
     sheet = open_device(accelerator.name).sheet
-    return make_plan(sheet, Facts(pipeline="Test"), Wishes(), device=accelerator.name)
+    return make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
 
 
 def replacements_of(plan: Plan) -> dict[torch.dtype, torch.dtype]:
@@ -40,7 +44,7 @@ count_to: Any = torch.arange
 WIDE, WHOLE = torch.float64, torch.int64
 PROGRAMS: dict[str, Any] = {
     # Factories, by what is asked for and by what they give by themselves.
-    "zeros": lambda on, d: torch.zeros(2, 3, dtype=WIDE, device=d),
+    "zero_empty": lambda on, d: torch.zeros(2, 3, dtype=WIDE, device=d),
     "ones": lambda on, d: torch.ones((2, 3), dtype=WHOLE, device=str(d)),
     "full": lambda on, d: torch.full((2,), 3, dtype=WIDE, device=d),
     "full of whole numbers": lambda on, d: torch.full((2,), 3, device=d),
@@ -146,7 +150,7 @@ def test_no_lacking_type_arises_on_the_device(device: str) -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         plan, place = plan_for(accelerator), accelerator.device()
         replaced = replacements_of(plan)
-        seams = [make_glue_seam(plan, place), make_model_seam(plan, place)]
+        seams = [make_pipeline_function_mode(plan, place), make_model_function_mode(plan, place)]
         for seam in [seam for seam in seams if seam is not None]:
             for name, program in (PROGRAMS | WITH_WHOLE_SOURCES).items():
                 check(name, program, seam, place, replaced)
@@ -160,7 +164,7 @@ def test_no_lacking_type_arises_on_the_device(device: str) -> None:
 def test_the_devices_lack_what_their_sheets_say() -> None:
     """So that the test above does not pass because nothing is replaced."""
     for device, lacking in (("neuron", 2), ("mps", 3), ("npu", 2), ("hpu", 1), ("mlu", 1), ("xpu", 0)):
-        plan = make_plan(anyaccel.sheet(device), Facts(pipeline="Test"), Wishes(), device=device)
+        plan = make_plan(anyaccel.sheet(device), PipelineFacts(pipeline="Test"), PlacementOptions(), device=device)
         assert len(replacements_of(plan)) == lacking, device
 
 
@@ -168,7 +172,7 @@ def test_the_devices_lack_what_their_sheets_say() -> None:
 def test_from_data_without_the_help_of_the_emulator(default: bool) -> None:
     """A virtual device builds tensors on the host itself: on the meta device the seam is alone."""
     meta, replaced = torch.device("meta"), {WIDE: torch.float32, WHOLE: torch.int32}
-    seam = ModelSeam(make_handlers(meta, replaced, {}))
+    seam = ModelFunctionMode(make_handlers(meta, replaced, {}))
     on = torch.ones(2, 3, device=meta)
     torch.set_default_device(meta if default else None)
     try:
@@ -214,7 +218,7 @@ def test_memory_that_is_read_before_it_is_written_holds_zeros_on_mps() -> None:
 
     def use(accelerator: VirtualAccelerator) -> None:
         plan, place = plan_for(accelerator), accelerator.device()
-        for seam in (make_glue_seam(plan, place), make_model_seam(plan, place)):
+        for seam in (make_pipeline_function_mode(plan, place), make_model_function_mode(plan, place)):
             assert seam is not None
             with torch.no_grad(), seam:
                 on = torch.ones(2, 3, 4, 4).to(place)
@@ -243,7 +247,7 @@ def test_memory_that_is_read_before_it_is_written_holds_zeros_on_mps() -> None:
 def test_an_argument_that_a_factor_of_nothing_silences_is_not_read() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         plan, place = plan_for(accelerator), accelerator.device()
-        seam = make_model_seam(plan, place)
+        seam = make_model_function_mode(plan, place)
         assert seam is not None
         left, right = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
         spoiled = torch.full((2, 3, 5), float("nan")).to(place)

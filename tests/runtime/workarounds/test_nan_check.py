@@ -18,8 +18,8 @@ pytestmark = NEEDS_RECIPES
 CALL: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "output_type": "np", "seed": 1}
 
 
-def make(device: str, dtype: str = "fp16", **wishes: Any) -> Any:
-    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), device, dtype=dtype, **wishes)
+def make(device: str, dtype: str = "fp16", **options: Any) -> Any:
+    pipe = anyaccel.place(recipes()["stable-diffusion"].make(), device, dtype=dtype, **options)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -114,7 +114,7 @@ def test_finiteness_is_read_once_and_after_the_last_step() -> None:
 
 def test_it_can_be_turned_off() -> None:
     def use(accelerator: VirtualAccelerator) -> bool:
-        pipe = make("neuron", watch=False)
+        pipe = make("neuron", check_finite=False)
         overflow(pipe)
         return bool(numpy.isfinite(pipe("a fox", **CALL).images).all())
 

@@ -17,11 +17,17 @@ from anyaccel.call_limits import read_seeds
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UsageError
-from anyaccel.planning import Facts, Wishes, make_plan
+from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 from anyaccel.recipes import recipes
 from anyaccel.recipes.parts.calls import picture
-from anyaccel.runtime.workarounds.function_modes import make_glue_seam, make_model_seam
-from anyaccel.runtime.workarounds.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
+from anyaccel.runtime.workarounds.function_modes import make_model_function_mode, make_pipeline_function_mode
+from anyaccel.runtime.workarounds.noise import (
+    BatchSliceNoise,
+    NoiseSource,
+    PerImageNoise,
+    drawing_from,
+    make_generators,
+)
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
 from tests.runtime.workarounds.test_scheduler_on_cpu import (
@@ -81,9 +87,9 @@ def draw_everything(device: torch.device, dtype: torch.dtype) -> list[torch.Tens
 
 def seams_of(accelerator: VirtualAccelerator) -> list[Any]:
     sheet = open_device(accelerator.name).sheet
-    plan = make_plan(sheet, Facts(pipeline="Test"), Wishes(), device=accelerator.name)
-    seams = [make_glue_seam(plan, accelerator.device())]
-    return seams + ([make_model_seam(plan, accelerator.device())] if "noise" in plan.repairs.value else [])
+    plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
+    seams = [make_pipeline_function_mode(plan, accelerator.device())]
+    return seams + ([make_model_function_mode(plan, accelerator.device())] if "noise" in plan.workarounds.value else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -122,7 +128,7 @@ def test_a_callers_generator_draws_in_the_dtype_that_stock_diffusers_draws_in() 
     """Before torch 2.13 a draw in half precision is not the rounded draw in float32."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, list[torch.dtype]]:
-        seam, seeds = seams_of(accelerator)[0], OneToAnImage([host(5)])
+        seam, seeds = seams_of(accelerator)[0], PerImageNoise([host(5)])
         seen = {}
         for label, source, generator in (
             ("caller's", NoiseSource(), host(5)),
@@ -145,7 +151,7 @@ def test_a_callers_generator_draws_in_the_dtype_that_stock_diffusers_draws_in() 
 
 def test_each_image_draws_its_rows_from_its_own_generator() -> None:
     alone = [torch.randn(2, 3, generator=host(seed)) for seed in (5, 6, 7)]
-    source = OneToAnImage(make_generators((5, 6, 7)))
+    source = PerImageNoise(make_generators((5, 6, 7)))
     drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), None)
     assert torch.equal(drawn, torch.cat(alone))
     given = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), host(9))
@@ -155,19 +161,19 @@ def test_each_image_draws_its_rows_from_its_own_generator() -> None:
 def test_one_generator_of_a_batch_gives_each_image_its_rows() -> None:
     whole = torch.randn(3, 4, generator=host(5))
     for row in range(3):
-        source = OneOfABatch(host(5), 3, row)
+        source = BatchSliceNoise(host(5), 3, row)
         drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (1, 4), None)
         assert torch.equal(drawn, whole[row : row + 1])
 
 
 def test_a_source_holds_for_its_block_and_its_thread() -> None:
     sheet = anyaccel.sheet("neuron")
-    plan = make_plan(sheet, Facts(pipeline="Test"), Wishes(), device="meta")
-    seam = make_glue_seam(plan, torch.device("meta"))
+    plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device="meta")
+    seam = make_pipeline_function_mode(plan, torch.device("meta"))
     torch.manual_seed(1)
-    with drawing_from(OneToAnImage([host(5)])), seam:
+    with drawing_from(PerImageNoise([host(5)])), seam:
         inner = torch.randn(3)
-        with drawing_from(OneToAnImage([host(6)])):
+        with drawing_from(PerImageNoise([host(6)])):
             innermost = torch.randn(3)
         again = torch.randn(3)
     outer = host(5)
@@ -393,7 +399,7 @@ def test_a_seed_and_a_generator_together_are_refused() -> None:
 @pytest.mark.parametrize("name", [IMAGE_TO_IMAGE, INPAINT])
 @pytest.mark.xfail(
     strict=True,
-    reason="OneOfABatch takes a draw to have a row an image; diffusers encodes a picture that the images share once",
+    reason="BatchSliceNoise expects one row per image; diffusers encodes an image that the batch shares once",
 )
 def test_one_generator_for_a_batch_that_shares_a_picture_where_images_run_one_by_one(name: str) -> None:
     def use(accelerator: VirtualAccelerator) -> float:

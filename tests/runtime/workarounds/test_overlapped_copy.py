@@ -19,7 +19,7 @@ from anyaccel.errors import NotFiniteError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement_state import find_placement, keep_placement
-from anyaccel.runtime.workarounds.overlapped_copy import Ferry
+from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
 from anyaccel.server.batching.shared_pipeline import light_copy
 
 DEVICE, RECIPE, SIDE = "hpu", "stable-diffusion", 8
@@ -104,7 +104,7 @@ def test_tensors_keep_their_values_and_types_in_every_spelling(dtype: torch.dtyp
     def use(accelerator: VirtualAccelerator) -> Any:
         placement = find_placement(make_pipe()[0])
         assert placement is not None
-        ferry = Ferry(placement.opened)
+        ferry = OverlappedCopy(placement.opened)
         handlers = ferry.make_handlers({})
         values, device = torch.randn(SIDE, SIDE), placement.device
         more = () if dtype is None else (dtype,)

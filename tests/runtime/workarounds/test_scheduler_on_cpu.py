@@ -19,7 +19,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.runtime.workarounds.scheduler_on_cpu import HostNumbers, keep_on_host
+from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors, keep_on_cpu
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -457,7 +457,7 @@ def test_a_scheduler_whose_tables_a_plain_call_took_to_the_device() -> None:
 def test_the_numbers_of_a_scheduler_are_known_and_nothing_else() -> None:
     make: Any = diffusers.EulerDiscreteScheduler
     scheduler = make()
-    with keep_on_host({"scheduler": scheduler, "again": scheduler, "unet": torch.nn.Linear(1, 1)}) as numbers:
+    with keep_on_cpu({"scheduler": scheduler, "again": scheduler, "unet": torch.nn.Linear(1, 1)}) as numbers:
         scheduler.set_timesteps(4, device="meta")
         assert scheduler.timesteps.device.type == "cpu"
         assert numbers.owns(scheduler.timesteps[1:])
@@ -468,7 +468,7 @@ def test_the_numbers_of_a_scheduler_are_known_and_nothing_else() -> None:
         inner.set_timesteps(3, device="meta")
         assert len(inner.timesteps) == 3
         assert len(scheduler.timesteps) == 4
-        with keep_on_host({"scheduler": scheduler}):
+        with keep_on_cpu({"scheduler": scheduler}):
             scheduler.set_timesteps(2, device="meta")
         assert "step" in vars(scheduler), "the outer call still runs"
     assert "step" not in vars(scheduler)
@@ -476,6 +476,6 @@ def test_the_numbers_of_a_scheduler_are_known_and_nothing_else() -> None:
 
 
 def test_an_empty_tensor_is_none_of_the_numbers() -> None:
-    numbers = HostNumbers()
+    numbers = CpuTensors()
     numbers.add(torch.ones(0))
     assert not numbers.owns(torch.ones(0, 3))

@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 import anyaccel
 from anyaccel.backends.claim import SizeLimit
-from anyaccel.backends.device import announce_virtual
+from anyaccel.backends.device import register_virtual
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
-from anyaccel.planning import Wishes
+from anyaccel.planning import PlacementOptions
 from anyaccel.planning.attention import AttentionRule, choose_attention
 from anyaccel.recipes import recipes, run
-from anyaccel.runtime.workarounds.function_modes import ModelSeam
+from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode
 from anyaccel.runtime.workarounds.sliced_attention import make_handlers
 from tests.conftest import NEEDS_RECIPES
 
@@ -51,12 +51,12 @@ class Recorder(TorchFunctionMode):
 
 def attend(rule: AttentionRule, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Recorder]:
     """One attention call inside the seam, and what became of it."""
-    with Recorder() as recorder, ModelSeam(make_handlers(rule)):
+    with Recorder() as recorder, ModelFunctionMode(make_handlers(rule)):
         return scaled_dot_product_attention(*args, **kwargs), recorder
 
 
 SMALL = st.integers(1, 4)
-MASKS = ("none", "whole", "queries", "keys", "heads", "batch", "numbers", "causal")
+MASKS = ("none", "whole", "queries", "keys", "heads", "batch", "clone_scalars", "causal")
 
 
 @st.composite
@@ -85,10 +85,10 @@ def problems(draw: st.DrawFn) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | 
         "keys": (1, keys),
         "heads": (*([1] * (len(lead) - 1)), *whole[-3:]),
         "batch": (*whole[:-3], 1, *whole[-2:]),
-        "numbers": whole,
+        "clone_scalars": whole,
     }[kind]
     mask = normal(*shape)
-    if kind != "numbers":
+    if kind != "clone_scalars":
         mask = mask > 0
         mask[..., 0] = True  # a query that sees nothing gives no number
     return (query, key, value), mask, options
@@ -140,7 +140,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize("clone_scalars", [False, True])
 def test_a_mask_beside_causal_counts_too(numbers: bool) -> None:
     """As on the CPU; torch's own slow path refuses both together."""
     parts = [torch.randn(1, 2, 4, 3) for _ in range(3)]
@@ -155,7 +155,9 @@ def test_a_mask_beside_causal_counts_too(numbers: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores_past_two_to_the_32_are_sliced_by_the_plan_of_mps(causal: bool) -> None:
     """Shapes alone, on the meta device: one head of a picture of 2048 pixels, and eight of 1024."""
-    rule = choose_attention(anyaccel.sheet("mps").on(versions={"macos": "15.0", "torch": "2.13"}), Wishes(), 2).value
+    rule = choose_attention(
+        anyaccel.sheet("mps").on(versions={"macos": "15.0", "torch": "2.13"}), PlacementOptions(), 2
+    ).value
     assert rule.most_scores == 2**30
     for heads, length in ((1, 2**16 + 8), (8, 2**14 * 2)):
         parts = [torch.empty(1, heads, length, 8, device="meta", dtype=torch.float16) for _ in range(3)]
@@ -193,7 +195,7 @@ def lower_the_limit(accelerator: VirtualAccelerator, scores: int) -> None:
     )
     sheet = replace(accelerator.sheet, largest_tensor=limits)
     accelerator.restart(sheet, accelerator.capacity_bytes, accelerator.strict)
-    announce_virtual(sheet, accelerator.count)
+    register_virtual(sheet, accelerator.count)
 
 
 PIPELINES = ("stable-diffusion", "stable-diffusion-xl", "flux", "stable-diffusion-3")

@@ -20,9 +20,9 @@ from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.batching.batched_args import join, make_ticket, split
+from anyaccel.server.batching.batched_args import join, make_call_args, split
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
-from anyaccel.server.batching.step_batcher import MeetingPlace, Rendezvous, _Waiting
+from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher, _Waiting
 
 
 def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
     set_override(meeting.module, Slot.RECORDING, wait_first)
 
 
-def call_at(meeting: MeetingPlace, *args: Any) -> Any:
+def call_at(meeting: BatchedForward, *args: Any) -> Any:
     """Call a model as its override does."""
     return meeting(meeting.run, args, {})
 
 
-def step_together(meeting: MeetingPlace, calls: int, steps: int, between: Callable[[], None] = lambda: None) -> None:
+def step_together(meeting: BatchedForward, calls: int, steps: int, between: Callable[[], None] = lambda: None) -> None:
     """Let so many calls take so many steps, with something to do after each; none begins before all are there."""
     there, begin = meeting.rendezvous, threading.Barrier(calls)
 
@@ -167,7 +167,7 @@ def test_arguments_are_joined_row_by_row() -> None:
     shared = torch.arange(6).view(2, 3)
 
     def ticket(rows: int, time: float, **more: Any) -> Any:
-        return make_ticket((torch.full((rows, 5), time), torch.tensor(time)), {"ids": shared.clone(), **more})
+        return make_call_args((torch.full((rows, 5), time), torch.tensor(time)), {"ids": shared.clone(), **more})
 
     first, second = ticket(1, 1.0), ticket(3, 2.0)
     assert first.joins(second)
@@ -180,15 +180,15 @@ def test_arguments_are_joined_row_by_row() -> None:
     assert other[1]["a"].shape == (3, 5)
     assert not first.joins(ticket(1, 1.0, scale=2)), "another argument"
     assert not ticket(1, 1.0, scale=1).joins(ticket(1, 1.0, scale=2))
-    assert make_ticket((object(),), {}) is None
-    nested = make_ticket((torch.zeros(1, 5),), {"more": {"ids": [shared]}, "scale": 1})
+    assert make_call_args((object(),), {}) is None
+    nested = make_call_args((torch.zeros(1, 5),), {"more": {"ids": [shared]}, "scale": 1})
     assert nested is not None
     assert nested.joins(nested)
     assert not nested.joins(first)
     (again,), named = join([nested])
     assert torch.equal(again, torch.zeros(1, 5))
     assert named == {"more": {"ids": [shared]}, "scale": 1}
-    other_ids = make_ticket((torch.zeros(1, 5), torch.tensor(0.0)), {"ids": shared + 1})
+    other_ids = make_call_args((torch.zeros(1, 5), torch.tensor(0.0)), {"ids": shared + 1})
     assert other_ids is not None
     assert not first.joins(other_ids), "what they share is not the same"
 
@@ -232,8 +232,8 @@ def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
             with there.changed:
                 assert there.changed.wait_for(lambda: len(meeting.waiting) == 2, 60)
 
-    there = Rendezvous(most_calls=4, patience_s=60, mark=mark)
-    meeting = MeetingPlace(Later(), there)
+    there = StepBatcher(most_calls=4, patience_s=60, mark=mark)
+    meeting = BatchedForward(Later(), there)
 
     def call() -> torch.Tensor:
         made = torch.zeros(1, 2)
@@ -260,8 +260,8 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
             seen.append("run")
             return given
 
-    there = Rendezvous(most_calls=4, mark=mark_in(seen))
-    meeting = MeetingPlace(Told(), there)
+    there = StepBatcher(most_calls=4, mark=mark_in(seen))
+    meeting = BatchedForward(Told(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(4):
             call_at(meeting, torch.zeros(1, 2))
@@ -271,9 +271,9 @@ def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
 def test_a_decoder_keeps_no_round_from_being_asked_for() -> None:
     """It lies behind one round, and the next one behind both: the device does not stand idle after a decoder."""
     seen: list[str] = []
-    there = Rendezvous(most_calls=4, mark=mark_in(seen))
-    meeting = MeetingPlace(torch.nn.Identity(), there)
-    decoder = MeetingPlace(torch.nn.Identity(), there, joins=False, steps=False)
+    there = StepBatcher(most_calls=4, mark=mark_in(seen))
+    meeting = BatchedForward(torch.nn.Identity(), there)
+    decoder = BatchedForward(torch.nn.Identity(), there, joins=False, steps=False)
     with there.taking_part(), torch.no_grad():
         call_at(meeting, torch.zeros(1, 2))
         call_at(decoder, torch.zeros(1, 2))
@@ -285,8 +285,8 @@ def test_a_decoder_keeps_no_round_from_being_asked_for() -> None:
 
 def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None:
     seen: list[str] = []
-    there = Rendezvous(most_calls=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
+    meeting = BatchedForward(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         call_at(meeting, torch.zeros(1, 2))
         with there.changed:
@@ -300,8 +300,8 @@ def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None
 
 def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyaccel.server.batching.step_batcher._TURN_S", 60)
-    there = Rendezvous(most_calls=4, patience_s=60)
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=4, patience_s=60)
+    meeting = BatchedForward(torch.nn.Identity(), there)
     inside, most = [0], [0]
 
     def go_on() -> None:
@@ -319,7 +319,7 @@ def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 def test_a_turn_is_waited_for_as_long_as_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are before, each by itself is short."""
     monkeypatch.setattr("anyaccel.server.batching.step_batcher._TURN_S", 1)
-    there = Rendezvous(most_calls=8)
+    there = StepBatcher(most_calls=8)
     inside, most = [0], [0]
 
     def go_on() -> None:
@@ -337,8 +337,8 @@ def test_a_turn_is_waited_for_as_long_as_it_is_passed_on(monkeypatch: pytest.Mon
 
 
 def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
-    there = Rendezvous(most_calls=4, patience_s=0.01)
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=4, patience_s=0.01)
+    meeting = BatchedForward(torch.nn.Identity(), there)
     has_the_turn, other_done = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -387,8 +387,8 @@ def test_a_graph_of_another_model_is_not_replayed() -> None:
 
 
 def test_a_call_that_is_decoded_does_not_take_the_turn() -> None:
-    there = Rendezvous(most_calls=4)
-    decoder = MeetingPlace(torch.nn.Identity(), there, steps=False)
+    there = StepBatcher(most_calls=4)
+    decoder = BatchedForward(torch.nn.Identity(), there, steps=False)
     with there.taking_part(), torch.no_grad():
         call_at(decoder, torch.zeros(1, 2))
         assert there.whose is None
@@ -408,8 +408,8 @@ def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: 
         fail()
         return True
 
-    there = Rendezvous(most_calls=4, mark=lambda: lambda: None)
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=4, mark=lambda: lambda: None)
+    meeting = BatchedForward(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(2):
             call_at(meeting, torch.zeros(1, 2))
@@ -426,8 +426,8 @@ def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: 
 
 def test_a_device_that_cannot_tell_how_far_it_is_has_one_round_at_a_time() -> None:
     seen: list[str] = []
-    there = Rendezvous(most_calls=4, mark=lambda: lambda: seen.append(f"wait, busy: {there.busy}"), exact=False)
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=4, mark=lambda: lambda: seen.append(f"wait, busy: {there.busy}"), exact=False)
+    meeting = BatchedForward(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(3):
             call_at(meeting, torch.zeros(1, 2))
@@ -441,7 +441,7 @@ def test_what_calls_share_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> N
     equal = torch.equal
     monkeypatch.setattr(torch, "equal", lambda one, other: asked.append(True) or equal(one, other))  # type: ignore[func-returns-value]
     rows, places, others = torch.zeros(1, 2), torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2)
-    first, second = make_ticket((rows, places), {}), make_ticket((rows, others), {})
+    first, second = make_call_args((rows, places), {}), make_call_args((rows, others), {})
     assert first is not None
     assert second is not None
     assert [first.joins(second) for _ in range(3)] == [True] * 3
@@ -451,16 +451,16 @@ def test_what_calls_share_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_round_has_no_more_calls_than_were_asked_for() -> None:
-    there = Rendezvous(most_calls=2, patience_s=60)
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=2, patience_s=60)
+    meeting = BatchedForward(torch.nn.Identity(), there)
     step_together(meeting, 3, 4)
     assert meeting.seen.sizes == {2: 4, 1: 4}, "the two that came first together, and then the third"
 
 
 def test_who_came_beyond_a_full_batch_takes_the_place_of_one_that_is_missing() -> None:
-    there = Rendezvous(most_calls=2)
-    meeting = MeetingPlace(torch.nn.Identity(), there)
-    ticket = make_ticket((torch.zeros(1, 2),), {})
+    there = StepBatcher(most_calls=2)
+    meeting = BatchedForward(torch.nn.Identity(), there)
+    ticket = make_call_args((torch.zeros(1, 2),), {})
     assert ticket is not None
     there.where = dict.fromkeys((1, 2, 3), meeting)  # in the order of their coming
     third, first, second = (_Waiting(ticket, who, since=0.0) for who in (3, 1, 2))
@@ -487,12 +487,12 @@ def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[i
             assert given.shape[0] in seconds, "a size that nobody made ready"
             return given + 1
 
-    there = Rendezvous(most_calls=4, patience_s=60)
-    meeting = MeetingPlace(Count(), there)
+    there = StepBatcher(most_calls=4, patience_s=60)
+    meeting = BatchedForward(Count(), there)
     meeting.full_rows = seconds
     together = threading.Barrier(3)
 
-    def go(where: MeetingPlace | None) -> None:
+    def go(where: BatchedForward | None) -> None:
         with there.changed:
             there.where[threading.get_ident()] = where
             there.changed.notify_all()
@@ -525,8 +525,8 @@ def test_what_ends_the_thread_that_runs_a_round_ends_no_other() -> None:
                 raise KeyboardInterrupt
             return rows + 1
 
-    there = Rendezvous(most_calls=3)
-    meeting, begin = MeetingPlace(Once(), there), threading.Barrier(3)
+    there = StepBatcher(most_calls=3)
+    meeting, begin = BatchedForward(Once(), there), threading.Barrier(3)
 
     def call(start: float) -> float | str:
         with there.taking_part(), torch.no_grad():
@@ -548,8 +548,8 @@ def test_what_ends_the_thread_that_runs_a_round_ends_no_other() -> None:
 
 def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
     waited: list[float] = []
-    there = Rendezvous(most_calls=4, mark=lambda: lambda: waited.append(time.monotonic()))
-    meeting = MeetingPlace(torch.nn.Identity(), there)
+    there = StepBatcher(most_calls=4, mark=lambda: lambda: waited.append(time.monotonic()))
+    meeting = BatchedForward(torch.nn.Identity(), there)
     with there.taking_part(), torch.no_grad():
         for _ in range(3):
             call_at(meeting, torch.zeros(1, 2))

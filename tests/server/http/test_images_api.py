@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import anyaccel
-from anyaccel.generation.image_format import read_origins
+from anyaccel.generation.image_format import read_metadata
 from tests.server.conftest import BOB
 from tests.server.live import Live
 
@@ -41,7 +41,7 @@ def test_a_picture_is_the_one_that_the_library_makes(live: Live, tmp_path: Any) 
         assert differ(read(there.b64_json), image) <= 1
     file = tmp_path / "picture.png"
     file.write_bytes(base64.b64decode(made.data[0].b64_json or ""))
-    (origin,) = read_origins(file)
+    (origin,) = read_metadata(file)
     assert (origin.prompt, origin.seed, origin.steps) == ("a red apple", 7, 8), "the file carries its recipe"
 
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from anyaccel.server.jobs.events import Bus, News, Subscription
+from anyaccel.server.jobs.events import EventBus, JobEvent, Subscription
 
 
-def listen(bus: Bus, *later: News) -> list[News]:
+def listen(bus: EventBus, *later: JobEvent) -> list[JobEvent]:
     """What one hears who comes now, and stays while more happens."""
 
-    async def hear() -> list[News]:
+    async def hear() -> list[JobEvent]:
         with bus.listening("job") as news:
             for one in later:
                 bus.publish("job", one)
@@ -21,12 +21,12 @@ def listen(bus: Bus, *later: News) -> list[News]:
 
 
 def test_one_who_comes_late_hears_of_every_preview() -> None:
-    bus = Bus()
-    previews = [News("preview", picture, number=number, content=b"x") for number in (0, 1) for picture in (0, 1)]
-    for one in (News("step", 0, 1, 4), *previews, News("step", 0, 2, 4), News("made", 1, content=b"y")):
+    bus = EventBus()
+    previews = [JobEvent("preview", picture, number=number, content=b"x") for number in (0, 1) for picture in (0, 1)]
+    for one in (JobEvent("step", 0, 1, 4), *previews, JobEvent("step", 0, 2, 4), JobEvent("made", 1, content=b"y")):
         bus.publish("job", one)
-    state = News("state")
-    assert listen(bus, state) == [News("step", 0, 2, 4), *previews, News("made", 1, content=b"y"), state]
+    state = JobEvent("state")
+    assert listen(bus, state) == [JobEvent("step", 0, 2, 4), *previews, JobEvent("made", 1, content=b"y"), state]
     assert bus.share("job", 2) == 0.25
     bus.forget("job")
     assert listen(bus, state) == [state], "it begins anew"
@@ -34,14 +34,14 @@ def test_one_who_comes_late_hears_of_every_preview() -> None:
 
 
 def test_a_slow_reader_loses_steps_and_no_state() -> None:
-    async def fill() -> list[News]:
+    async def fill() -> list[JobEvent]:
         news = Subscription()
-        news.put(News("state"))
+        news.put(JobEvent("state"))
         for number in range(500):
-            news.put(News("step", 0, number, 500))
+            news.put(JobEvent("step", 0, number, 500))
         return news.rest()
 
     left = asyncio.run(fill())
-    assert left[0] == News("state")
-    assert left[-1] == News("step", 0, 499, 500)
+    assert left[0] == JobEvent("state")
+    assert left[-1] == JobEvent("step", 0, 499, 500)
     assert len(left) == 64

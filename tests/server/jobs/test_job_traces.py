@@ -6,8 +6,8 @@ from pathlib import Path
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from anyaccel.server.jobs.job_traces import Spans
-from anyaccel.server.jobs.store import Jobs
+from anyaccel.server.jobs.job_traces import JobTraces
+from anyaccel.server.jobs.store import JobStore
 
 REQUEST = {"model": "embedded", "prompt": "a secret", "seeds": [7], "width": 128, "height": 128}
 
@@ -27,8 +27,8 @@ def test_a_collector_is_told_how_long_a_job_waited_and_ran(tmp_path: Path) -> No
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
-        spans = Spans(f"http://127.0.0.1:{collector.server_port}")
-        jobs = Jobs(tmp_path)
+        spans = JobTraces(f"http://127.0.0.1:{collector.server_port}")
+        jobs = JobStore(tmp_path)
         job, _ = jobs.submit(REQUEST)
         parent = spans.read_parent({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"})
         spans.note_job(job.id, parent)
@@ -48,7 +48,7 @@ def test_a_collector_is_told_how_long_a_job_waited_and_ran(tmp_path: Path) -> No
 
 
 def test_without_a_collector_nothing_is_sent(tmp_path: Path) -> None:
-    spans, jobs = Spans(None), Jobs(tmp_path)
+    spans, jobs = JobTraces(None), JobStore(tmp_path)
     job, _ = jobs.submit(REQUEST)
     spans.note_job(job.id)
     spans.note_end(job)

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.server.jobs.store import ENDED, Jobs, KeyTakenError, QueueFullError
+from anyaccel.server.jobs.store import ENDED, JobStore, KeyTakenError, QueueFullError
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    found = Jobs(tmp_path)
+def jobs(tmp_path: Path) -> Iterator[JobStore]:
+    found = JobStore(tmp_path)
     yield found
     found.close()
 
 
-def test_the_life_of_a_job(jobs: Jobs) -> None:
+def test_the_life_of_a_job(jobs: JobStore) -> None:
     job, new = jobs.submit({"prompt": "a cat"})
     assert (job.state, new, jobs.count("queued")) == ("queued", True, 1)
     taken = jobs.take()
@@ -44,7 +44,7 @@ def test_the_life_of_a_job(jobs: Jobs) -> None:
     assert not file.exists()
 
 
-def test_the_oldest_first_and_a_key_once(jobs: Jobs) -> None:
+def test_the_oldest_first_and_a_key_once(jobs: JobStore) -> None:
     first, _ = jobs.submit({"n": 1}, owner="a", key="k")
     again, new = jobs.submit({"n": 1}, owner="a", key="k")
     assert (again.id, new) == (first.id, False)
@@ -59,7 +59,7 @@ def test_the_oldest_first_and_a_key_once(jobs: Jobs) -> None:
     assert [job.id for job in jobs.list(owner="b")] == [other.id]
 
 
-def test_the_queue_has_an_end_and_turns_are_fair(jobs: Jobs) -> None:
+def test_the_queue_has_an_end_and_turns_are_fair(jobs: JobStore) -> None:
     many = [jobs.submit({"n": number}, lane="many")[0].id for number in range(3)]
     one = jobs.submit({}, lane="one", max_queue=4)[0].id
     with pytest.raises(QueueFullError):
@@ -70,7 +70,7 @@ def test_the_queue_has_an_end_and_turns_are_fair(jobs: Jobs) -> None:
     assert order == [many[0], one, many[1], many[2]]
 
 
-def test_what_came_with_a_job_stays_until_it_ended(jobs: Jobs) -> None:
+def test_what_came_with_a_job_stays_until_it_ended(jobs: JobStore) -> None:
     job, _ = jobs.submit({"image": "digest"}, inputs={"image": b"picture"}, key="k")
     jobs.submit({"image": "digest"}, inputs={"image": b"picture"}, key="k")
     assert [file.read_bytes() for file in jobs.list_inputs(job).values()] == [b"picture"]
@@ -88,28 +88,28 @@ def test_what_came_with_a_job_stays_until_it_ended(jobs: Jobs) -> None:
     assert not list((jobs.folder / "inputs").iterdir())
 
 
-def test_one_service_a_folder(jobs: Jobs) -> None:
+def test_one_service_a_folder(jobs: JobStore) -> None:
     with pytest.raises(UsageError, match="another service"):
-        Jobs(jobs.folder)
+        JobStore(jobs.folder)
     jobs.close()
-    Jobs(jobs.folder).close()
+    JobStore(jobs.folder).close()
 
 
 def test_a_file_that_is_damaged_or_of_another_version_is_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "jobs.sqlite"
     file.write_bytes(b"no database" * 1000)
     with pytest.raises(UsageError, match="cannot be read"):
-        Jobs(tmp_path)
+        JobStore(tmp_path)
     assert file.read_bytes().startswith(b"no database")
     file.unlink()
     with sqlite3.connect(file) as base:
         base.execute("CREATE TABLE jobs (id TEXT)")
     base.close()
     with pytest.raises(UsageError, match="another version"):
-        Jobs(tmp_path)
+        JobStore(tmp_path)
 
 
-def test_cancelling(jobs: Jobs) -> None:
+def test_cancelling(jobs: JobStore) -> None:
     waiting, running = jobs.submit({})[0], jobs.submit({})[0]
     assert jobs.cancel(waiting.id).state == "cancelled"
     assert jobs.take() == jobs.get(running.id)
@@ -124,18 +124,18 @@ def test_cancelling(jobs: Jobs) -> None:
 
 
 def test_what_was_running_runs_once_more(tmp_path: Path) -> None:
-    first = Jobs(tmp_path)
+    first = JobStore(tmp_path)
     name = first.submit({})[0].id
     first.take()
     for left in (name, f".{name}"):
         (tmp_path / "results" / left).mkdir()
     first.close()
-    second = Jobs(tmp_path)
+    second = JobStore(tmp_path)
     assert [job.state for job in second.recover()] == ["queued"]
     assert [place.name for place in (tmp_path / "results").iterdir()] == [f".{name}"], "only a job's own name is ours"
     second.take()
     second.close()
-    third = Jobs(tmp_path)
+    third = JobStore(tmp_path)
     assert [job.state for job in third.recover()] == ["failed"]
     job = third.get(name)
     assert job is not None
@@ -146,7 +146,7 @@ def test_what_was_running_runs_once_more(tmp_path: Path) -> None:
     third.close()
 
 
-def test_an_attempt_that_an_orderly_stop_ended_does_not_count(jobs: Jobs) -> None:
+def test_an_attempt_that_an_orderly_stop_ended_does_not_count(jobs: JobStore) -> None:
     name, cancelled = jobs.submit({})[0].id, jobs.submit({})[0].id
     for _ in range(3):
         assert jobs.take() is not None
@@ -163,7 +163,7 @@ def test_an_attempt_that_an_orderly_stop_ended_does_not_count(jobs: Jobs) -> Non
 
 @pytest.mark.parametrize("broken", ["file", "table"])
 def test_a_result_that_cannot_be_written_leaves_no_files(
-    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, broken: str
+    jobs: JobStore, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     job, _ = jobs.submit({})
     jobs.take()
@@ -186,7 +186,7 @@ def test_a_result_that_cannot_be_written_leaves_no_files(
     assert jobs.fail(job.id, {"code": "storage"}).state == "failed"
 
 
-def test_results_expire_by_age_and_size(jobs: Jobs) -> None:
+def test_results_expire_by_age_and_size(jobs: JobStore) -> None:
     names = []
     for number in range(4):
         names.append(jobs.submit({})[0].id)
@@ -201,7 +201,7 @@ def test_results_expire_by_age_and_size(jobs: Jobs) -> None:
 @pytest.mark.parametrize(
     "name", ["", "job_", "../jobs.sqlite", "job_" + "g" * 32, "job_" + "0" * 32, "job_" + "0" * 33]
 )
-def test_names_that_are_no_jobs(jobs: Jobs, name: str) -> None:
+def test_names_that_are_no_jobs(jobs: JobStore, name: str) -> None:
     assert jobs.get(name) is None
 
 
@@ -236,7 +236,7 @@ def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
             time.sleep(chance.random() * 0.05)
             os.kill(process.pid, signal.SIGKILL)
             accepted |= {line for line in process.stdout.read().split("\n") if len(line) == 36}
-    jobs = Jobs(tmp_path)
+    jobs = JobStore(tmp_path)
     jobs.recover()
     while (job := jobs.take()) is not None:
         jobs.finish(job.id, [("0.png", bytes(1000))], {})
@@ -256,7 +256,7 @@ def test_kills_at_any_moment_lose_nothing(tmp_path: Path) -> None:
 
 def test_nobody_else_reads_what_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    Jobs(folder).close()
+    JobStore(folder).close()
     for name in ("results", "inputs", "jobs.sqlite"):
         assert not (folder / name).stat().st_mode & 0o077, f"{name} has prompts in it"
 
@@ -265,4 +265,4 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     place = tmp_path / "data"
     place.touch()
     with pytest.raises(UsageError, match="is a file"):
-        Jobs(place)
+        JobStore(place)

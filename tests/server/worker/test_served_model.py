@@ -15,18 +15,18 @@ from anyaccel.generation.call_validation import pick_images
 from anyaccel.progress import StoppedError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import DiffusionPipeline
-from anyaccel.server.batching.model_lock import Turnstile
-from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.batching.model_lock import AdapterLock
+from anyaccel.server.settings import ServedName, ServerSettings
 from anyaccel.server.worker.denoise_progress import Watcher
-from anyaccel.server.worker.job_spec import Work
-from anyaccel.server.worker.model_cache import Shelf
+from anyaccel.server.worker.job_spec import JobSpec
+from anyaccel.server.worker.model_cache import ModelCache
 from anyaccel.server.worker.served_model import RefusedError, ServedModel
 
 SIZE = 64
 
 
-def make_settings(folder: Path, **more: Any) -> Settings:
-    return Settings(
+def make_settings(folder: Path, **more: Any) -> ServerSettings:
+    return ServerSettings(
         models=(ServedName("tiny", str(folder)),), data=folder, device="cpu", dtype="float32", sizes=((SIZE, SIZE),),
         max_batch=4, **more,
     )  # fmt: skip
@@ -38,9 +38,9 @@ def model(folder: Path) -> ServedModel:
     return ServedModel(settings.models[0], settings)
 
 
-def make_work(**more: Any) -> Work:
+def make_job_spec(**more: Any) -> JobSpec:
     values: dict[str, Any] = {"task": "generate", "model": "tiny", "prompt": "a cat", "seeds": (7,), "width": SIZE}
-    return Work(**{**values, "height": SIZE, "num_inference_steps": 4, **more})
+    return JobSpec(**{**values, "height": SIZE, "num_inference_steps": 4, **more})
 
 
 def look(done: int, total: int) -> None:
@@ -64,14 +64,14 @@ def test_its_tasks_are_those_that_run(model: ServedModel, folder: Path) -> None:
     assert facts.tasks == ("generate", "edit", "inpaint")
     assert facts.at_once == 4
     assert facts.joins["unet"]
-    image, origin = model.make(make_work(), 0, {}, Watcher(look))
+    image, origin = model.make(make_job_spec(), 0, {}, Watcher(look))
     assert abs(pixels(image) - alone(folder)).max() <= 1
     assert (origin.seed, origin.steps, origin.width) == (7, 4, SIZE)
     grey = Image.new("RGB", (32, 32), "grey")
     left = Image.new("L", (SIZE, SIZE), 0)
     left.paste(255, (0, 0, SIZE // 2, SIZE))
     inputs = {"image": grey, "mask_image": left}
-    painted, origin = model.make(make_work(task="inpaint", strength=1.0), 0, inputs, Watcher(look))
+    painted, origin = model.make(make_job_spec(task="inpaint", strength=1.0), 0, inputs, Watcher(look))
     assert painted.size == (SIZE, SIZE)
     assert origin.unrecorded == ("image", "mask_image")
 
@@ -84,8 +84,10 @@ def test_one_that_is_stopped_leaves_the_others_alone(model: ServedModel, folder:
             stop.set()
 
     with ThreadPoolExecutor(2) as threads:
-        stopped = threads.submit(model.make, make_work(seeds=(1,)), 0, {}, Watcher(end_early, is_stopped=stop.is_set))
-        going = threads.submit(model.make, make_work(), 0, {}, Watcher(look))
+        stopped = threads.submit(
+            model.make, make_job_spec(seeds=(1,)), 0, {}, Watcher(end_early, is_stopped=stop.is_set)
+        )
+        going = threads.submit(model.make, make_job_spec(), 0, {}, Watcher(look))
         with pytest.raises(StoppedError):
             stopped.result(180)
         assert abs(pixels(going.result(180)[0]) - alone(folder)).max() <= 1
@@ -109,7 +111,7 @@ def test_memory_that_runs_out_is_answered_as_in_the_library(model: ServedModel, 
 
     meeting.run = run  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda seed: model.make(make_work(seeds=(seed,)), 0, {}, Watcher(look))[0], (7, 8)))
+        made = list(threads.map(lambda seed: model.make(make_job_spec(seeds=(seed,)), 0, {}, Watcher(look))[0], (7, 8)))
     assert len(failures) >= 2
     assert abs(pixels(made[0]) - alone(folder)).max() <= 1
     assert abs(pixels(made[1]) - alone(folder, 8)).max() <= 1
@@ -131,7 +133,7 @@ def test_a_picture_that_is_not_finite_does_not_take_others_down(model: ServedMod
         return result
 
     meeting.run = run  # type: ignore[method-assign]
-    image, _ = model.make(make_work(), 0, {}, Watcher(look))
+    image, _ = model.make(make_job_spec(), 0, {}, Watcher(look))
     assert broken
     assert abs(pixels(image) - alone(folder)).max() <= 1
     assert model.shared is not None
@@ -143,7 +145,7 @@ def test_what_a_safety_checker_refuses_is_an_error_of_its_own(model: ServedModel
     try:
         kind.run_safety_checker = lambda self, image, device, dtype: (image, [True])
         with pytest.raises(RefusedError):
-            model.make(make_work(), 0, {}, Watcher(look))
+            model.make(make_job_spec(), 0, {}, Watcher(look))
     finally:
         kind.run_safety_checker = plain
 
@@ -166,11 +168,11 @@ def test_adapters_are_switched_when_nobody_is_inside(folder: Path, tmp_path: Pat
     model = ServedModel(settings.models[0], settings)
     assert model.facts().loras == ("ink",)
     asked = [
-        make_work(),
-        make_work(lora="ink"),
-        make_work(),
-        make_work(lora="ink"),
-        make_work(lora="ink", lora_scale=0),
+        make_job_spec(),
+        make_job_spec(lora="ink"),
+        make_job_spec(),
+        make_job_spec(lora="ink"),
+        make_job_spec(lora="ink", lora_scale=0),
     ]
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(lambda work: pixels(model.make(work, 0, {}, Watcher(look))[0]), asked))
@@ -184,17 +186,19 @@ def test_adapters_are_switched_when_nobody_is_inside(folder: Path, tmp_path: Pat
 
 def test_the_model_used_longest_ago_leaves(folder: Path) -> None:
     names = tuple(ServedName(name, str(folder)) for name in ("one", "two", "three"))
-    settings = Settings(models=names, data=folder, device="cpu", dtype="float32", max_models=2, sizes=((SIZE, SIZE),))
+    settings = ServerSettings(
+        models=names, data=folder, device="cpu", dtype="float32", max_models=2, sizes=((SIZE, SIZE),)
+    )
     loaded: list[str] = []
 
     def load(served: ServedName) -> Any:
         loaded.append(served.name)
         return ServedModel(served, settings)
 
-    shelf = Shelf(settings, load)
+    shelf = ModelCache(settings, load)
     for name in ("one", "two", "one"):
         with shelf.using(name) as model:
-            model.make(make_work(model=name), 0, {}, Watcher(look))
+            model.make(make_job_spec(model=name), 0, {}, Watcher(look))
     with shelf.using("one"), shelf.using("three"):
         assert set(shelf.models) == {"one", "three"}, "the one in use stays, the older one leaves"
     assert loaded == ["one", "two", "three"]
@@ -202,8 +206,10 @@ def test_the_model_used_longest_ago_leaves(folder: Path) -> None:
 
 def test_a_model_that_waits_for_room_is_not_passed_for_ever(folder: Path) -> None:
     names = tuple(ServedName(name, str(folder)) for name in ("one", "two"))
-    settings = Settings(models=names, data=folder, device="cpu", dtype="float32", max_models=1, sizes=((SIZE, SIZE),))
-    shelf = Shelf(settings, lambda served: ServedModel(served, settings))
+    settings = ServerSettings(
+        models=names, data=folder, device="cpu", dtype="float32", max_models=1, sizes=((SIZE, SIZE),)
+    )
+    shelf = ModelCache(settings, lambda served: ServedModel(served, settings))
     ending, begun = threading.Event(), threading.Event()
     loop_over = 0
 
@@ -249,7 +255,7 @@ def test_pictures_are_read_as_they_are_meant(tmp_path: Path) -> None:
 
 def test_turns_are_taken_in_order() -> None:
     switched: list[str | None] = []
-    turnstile, order = Turnstile(2, switched.append), []
+    turnstile, order = AdapterLock(2, switched.append), []
     inside = threading.Event()
     go_on = threading.Event()
 

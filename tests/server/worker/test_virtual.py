@@ -9,9 +9,9 @@ import pytest
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
-from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.settings import ServedName, ServerSettings
 from anyaccel.server.worker.denoise_progress import Watcher
-from anyaccel.server.worker.job_spec import Work
+from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.served_model import ServedModel
 
 SIZE, SEEDS = 64, (7, 8, 9)
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
 def serve(folder: Path, device: str) -> tuple[ServedModel, list[Any]]:
     """Three calls at once."""
-    settings = Settings(
+    settings = ServerSettings(
         models=(ServedName("tiny", str(folder)),), data=folder, device=device, dtype="float32", sizes=((SIZE, SIZE),),
         max_batch=3,
     )  # fmt: skip
     model = ServedModel(settings.models[0], settings)
     works = [
-        Work(
+        JobSpec(
             task="generate", model="tiny", prompt="a cat", seeds=(seed,), width=SIZE, height=SIZE, num_inference_steps=3
         )
         for seed in SEEDS

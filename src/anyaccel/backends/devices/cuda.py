@@ -32,7 +32,7 @@ from anyaccel.backends.sheet import (
     Dtypes,
     MemoryTerms,
     Product,
-    Quantisation,
+    Quantization,
     Sheet,
     Speedup,
     Variable,
@@ -167,22 +167,22 @@ CUDA = Sheet(
         segment_bytes=2 * 2**20,
         fixed_bytes=33 * 2**20,
     ),
-    quantised_weights=(
-        Quantisation(
+    quantized_weights=(
+        Quantization(
             name="torchao-int8",
             bits=8.1,
             says="Weights in eight bits, products in the type that the model runs in.",
             source="https://github.com/huggingface/diffusers/pull/10009",
             evidence="documented",
         ),
-        Quantisation(
+        Quantization(
             name="gguf-q4",
             bits=4.5,
             says="GGUF weights are unpacked by plain torch as they are used.",
             source="https://github.com/huggingface/diffusers/pull/9964",
             evidence="documented",
         ),
-        Quantisation(
+        Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
             says="Weights in four bits.",
@@ -324,7 +324,7 @@ ROCM = replace(
     fused_attention=Unknown(says="Which cards and releases have fused attention was not found."),
     memory=Unknown(says="What the device's software keeps for itself was not found."),
     speedups=(),
-    quantised_weights=(),
+    quantized_weights=(),
     dtypes=replace(
         CUDA.dtypes,
         float64=Yes(says="Used through the interface of CUDA.", source=_HIP, evidence="documented"),

@@ -28,7 +28,7 @@ from anyaccel.backends.sheet import (
     Dtypes,
     MemoryTerms,
     Product,
-    Quantisation,
+    Quantization,
     Sheet,
     Variable,
 )
@@ -165,15 +165,15 @@ SHEET = Sheet(
         evidence="hardware",
         shares=((32 * GIB, 2 / 3), (None, 3 / 4)),
     ),
-    quantised_weights=(
-        Quantisation(
+    quantized_weights=(
+        Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
             says="Four bits work since diffusers took it in: FLUX.2-dev was tried.",
             source="https://github.com/huggingface/diffusers/pull/13915",
             evidence="hardware",
         ),
-        Quantisation(
+        Quantization(
             name="gguf-q4",
             bits=4.5,
             says="GGUF weights are unpacked by plain torch as they are used.",

@@ -15,7 +15,7 @@ from anyaccel.backends.citations import (
 from anyaccel.backends.claim import DtypeLimit, OperationLimit, Quirk, RoundTrip, SizeLimit, Unknown, Yes
 from anyaccel.backends.registry import Backend
 from anyaccel.backends.requirement import BuiltFor, SystemIs
-from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Quantisation, Sheet, Variable
+from anyaccel.backends.sheet import Compiler, Distributed, DtypeOrder, Dtypes, Product, Quantization, Sheet, Variable
 
 _GET_STARTED = "https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
 _OPS = "https://github.com/intel/torch-xpu-ops/issues/"
@@ -120,15 +120,15 @@ SHEET = Sheet(
         source="https://github.com/pytorch/pytorch/pull/147614",
         evidence="documented",
     ),
-    quantised_weights=(
-        Quantisation(
+    quantized_weights=(
+        Quantization(
             name="gguf-q4",
             bits=4.5,
             says="GGUF weights are unpacked by plain torch as they are used.",
             source="https://github.com/huggingface/diffusers/pull/11404",
             evidence="hardware",
         ),
-        Quantisation(
+        Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
             says="Weights in four bits.",

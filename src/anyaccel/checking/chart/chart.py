@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.checking.report import DeviceReport, State, Violation
-from anyaccel.checking.run import Ways, run_on_device, run_on_host
+from anyaccel.checking.run import CheckMode, run_on_device, run_on_host
 from anyaccel.errors import UsageError, nearest, summarize_error
 from anyaccel.processes.forked_call import forking_threads
 from anyaccel.recipes import Recipe
 
-__all__ = ["Attempt", "Cell", "Chart", "Found", "Line", "Site", "find_families", "make_chart"]
+__all__ = ["Attempt", "Chart", "ChartCell", "ChartRow", "CodeLine", "LimitFinding", "find_families", "make_chart"]
 
 _PACKAGES = Path(__file__).parents[3]
-_PLAIN, _PLACED = Ways(placed=False), Ways(placed=True)
+_PLAIN, _PLACED = CheckMode(placed=False), CheckMode(placed=True)
 _LARGEST_GROUP = 12
 """How many pipelines one process runs: fewer cost more processes, more are lost with one that dies."""
 
 
 @dataclass(frozen=True)
-class Site:
+class CodeLine:
     """One line of code."""
 
     file: str
@@ -33,12 +33,12 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Found:
+class LimitFinding:
     """A line of code that met one limit: how often, and the step at which it first did (None: outside of them)."""
 
     limit: str
     effect: str
-    site: Site
+    site: CodeLine
     count: int
     step: int | None
 
@@ -51,7 +51,7 @@ class Attempt:
     error: str = ""
     max_difference: float | None = None
     waits_a_step: float | None = None
-    found: tuple[Found, ...] = ()
+    found: tuple[LimitFinding, ...] = ()
 
     def count(self) -> dict[str, int]:
         """How many lines of code met limits, by effect."""
@@ -60,7 +60,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ChartCell:
     """One pipeline on one device, both ways."""
 
     device: str
@@ -69,15 +69,15 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartRow:
     """One pipeline."""
 
     recipe: str
     pipeline: str
     family: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ChartCell, ...]
 
-    def cell(self, device: str) -> Cell:
+    def cell(self, device: str) -> ChartCell:
         """The cell of one device."""
         return next(cell for cell in self.cells if cell.device == device)
 
@@ -87,7 +87,7 @@ class Chart:
     """Every line, and what it was made with."""
 
     devices: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[ChartRow, ...]
     seconds: float
     made: dict[str, Any] = field(default_factory=dict)
     """The date, the versions and the machine."""
@@ -97,7 +97,7 @@ class Chart:
         return sum(getattr(line.cell(device), way).state == state for line in self.lines)
 
 
-Told = Callable[[int, int, str], None]
+OnReport = Callable[[int, int, str], None]
 """Hears how many attempts of how many are made, and of which pipelines the last ones were."""
 
 
@@ -112,8 +112,8 @@ def find_families(asked: Sequence[str], known: Iterable[Recipe]) -> list[Recipe]
 
 
 def make_chart(
-    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, told: Told | None = None
-) -> Generator[Line, None, None]:
+    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, told: OnReport | None = None
+) -> Generator[ChartRow, None, None]:
     """Run every recipe on every virtual device, both ways; a line comes as soon as it is whole.
 
     Closing the generator, or an error in it, ends the processes.
@@ -151,18 +151,19 @@ def _group(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
     yield from sorted(parts, key=len, reverse=True)
 
 
-def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[Line]:
+def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[ChartRow]:
     expected = run_on_host(recipes)
-    cells: dict[str, list[Cell]] = {recipe.name: [] for recipe in recipes}
+    cells: dict[str, list[ChartCell]] = {recipe.name: [] for recipe in recipes}
     for device in devices:
         for recipe, cell in zip(recipes, _run_guarded(device, recipes, expected), strict=True):
             cells[recipe.name].append(cell)
     return [
-        Line(recipe=one.name, pipeline=one.pipeline, family=one.family, cells=tuple(cells[one.name])) for one in recipes
+        ChartRow(recipe=one.name, pipeline=one.pipeline, family=one.family, cells=tuple(cells[one.name]))
+        for one in recipes
     ]
 
 
-def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[Cell]:
+def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[ChartCell]:
     """The cells of some recipes; where their process dies, each runs in one of its own, and the guilty one says so."""
     try:
         reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
@@ -172,9 +173,9 @@ def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any
         if len(recipes) > 1:
             return [cell for recipe in recipes for cell in _run_guarded(device, [recipe], expected)]
         died = Attempt("stops", error=summarize_error(error))
-        return [Cell(device, died, died)]
+        return [ChartCell(device, died, died)]
     pairs = zip(reports[::2], reports[1::2], strict=True)
-    return [Cell(device, _shorten(plain), _shorten(placed)) for plain, placed in pairs]
+    return [ChartCell(device, _shorten(plain), _shorten(placed)) for plain, placed in pairs]
 
 
 def _shorten(report: DeviceReport) -> Attempt:
@@ -187,14 +188,14 @@ def _shorten(report: DeviceReport) -> Attempt:
     )
 
 
-def _join(violations: Sequence[Violation]) -> Iterator[Found]:
+def _join(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
     """One for each line of code and limit, whichever operations of the line met it."""
-    together: dict[tuple[str, str, Site], list[Violation]] = {}
+    together: dict[tuple[str, str, CodeLine], list[Violation]] = {}
     for one in violations:
-        site = Site(_name_file(one.file), one.line, one.code)
+        site = CodeLine(_name_file(one.file), one.line, one.code)
         together.setdefault((one.limit, one.effect, site), []).append(one)
     for (limit, effect, site), ones in together.items():
-        yield Found(limit, effect, site, sum(one.count for one in ones), ones[0].step)
+        yield LimitFinding(limit, effect, site, sum(one.count for one in ones), ones[0].step)
 
 
 def _name_file(file: str) -> str:

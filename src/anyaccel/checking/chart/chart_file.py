@@ -10,7 +10,7 @@ from typing import Any
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.device import sheet
 from anyaccel.backends.evidence import Verification
-from anyaccel.checking.chart.chart import Attempt, Cell, Chart, Found, Line, Site
+from anyaccel.checking.chart.chart import Attempt, Chart, ChartCell, ChartRow, CodeLine, LimitFinding
 from anyaccel.checking.chart.known_failures import find_reason
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
@@ -47,7 +47,7 @@ def read_chart(path: Path) -> Chart:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
             raise ValueError(f"it has format {document['format']}, and this version reads format {_FORMAT}")
-        sites = [Site(*site) for site in document["sites"]]
+        sites = [CodeLine(*site) for site in document["sites"]]
         limits = {name: device["limits"] for name, device in document["devices"].items()}
         lines = tuple(_read_line(line, sites, limits) for line in document["lines"])
         return Chart(tuple(document["devices"]), lines, document["seconds"], document["made"])
@@ -55,7 +55,7 @@ def read_chart(path: Path) -> Chart:
         raise UsageError(f"{path} is no chart: {error}", hint=f"anyaccel chart --json > {path}") from error
 
 
-def _all_found(chart: Chart) -> Iterable[Found]:
+def _all_found(chart: Chart) -> Iterable[LimitFinding]:
     for line in chart.lines:
         for cell in line.cells:
             yield from cell.plain.found
@@ -111,7 +111,7 @@ def _describe_hardware(verifications: Iterable[Verification]) -> dict[str, list[
     return hardware
 
 
-def _line_as_dict(line: Line, index: dict[Site, int]) -> dict[str, Any]:
+def _line_as_dict(line: ChartRow, index: dict[CodeLine, int]) -> dict[str, Any]:
     cells: dict[str, dict[str, Any]] = {}
     for cell in line.cells:
         both = {"plain": _attempt_as_dict(cell.plain, index), "placed": _attempt_as_dict(cell.placed, index)}
@@ -120,7 +120,7 @@ def _line_as_dict(line: Line, index: dict[Site, int]) -> dict[str, Any]:
     return {"recipe": line.recipe, "pipeline": line.pipeline, "family": line.family, "cells": cells}
 
 
-def _attempt_as_dict(attempt: Attempt, index: dict[Site, int]) -> dict[str, Any]:
+def _attempt_as_dict(attempt: Attempt, index: dict[CodeLine, int]) -> dict[str, Any]:
     short = {"state": attempt.state, "error": attempt.error} if attempt.error else {"state": attempt.state}
     difference = None if attempt.max_difference is None else float(f"{attempt.max_difference:.2e}")
     waits = None if attempt.waits_a_step is None else round(attempt.waits_a_step, 2)
@@ -128,21 +128,22 @@ def _attempt_as_dict(attempt: Attempt, index: dict[Site, int]) -> dict[str, Any]
     return short | {"max_difference": difference, "waits_a_step": waits, "found": found}
 
 
-def _read_line(line: dict[str, Any], sites: list[Site], limits: dict[str, Any]) -> Line:
+def _read_line(line: dict[str, Any], sites: list[CodeLine], limits: dict[str, Any]) -> ChartRow:
     cells = tuple(
-        Cell(
+        ChartCell(
             device,
             _read_attempt(cell["plain"], sites, limits[device]),
             _read_attempt(cell["placed"], sites, limits[device]),
         )
         for device, cell in line["cells"].items()
     )
-    return Line(line["recipe"], line["pipeline"], line["family"], cells)
+    return ChartRow(line["recipe"], line["pipeline"], line["family"], cells)
 
 
-def _read_attempt(attempt: dict[str, Any], sites: list[Site], limits: dict[str, Any]) -> Attempt:
+def _read_attempt(attempt: dict[str, Any], sites: list[CodeLine], limits: dict[str, Any]) -> Attempt:
     found = tuple(
-        Found(limit, limits[limit]["effect"], sites[site], count, step) for limit, site, count, step in attempt["found"]
+        LimitFinding(limit, limits[limit]["effect"], sites[site], count, step)
+        for limit, site, count, step in attempt["found"]
     )
     difference, waits = attempt["max_difference"], attempt["waits_a_step"]
     return Attempt(attempt["state"], attempt.get("error", ""), difference, waits, found)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from anyaccel.backends.evidence import Verification
-from anyaccel.checking.chart.chart import Cell, Chart, Line
+from anyaccel.checking.chart.chart import Chart, ChartCell, ChartRow
 from anyaccel.checking.chart.known_failures import find_reason
 
 __all__ = ["write_markdown"]
@@ -63,7 +63,7 @@ def _tell_hardware(chart: Chart, verifications: tuple[Verification, ...]) -> Ite
         yield f"| {one.device_name} | {right} | {len(found)} | {one.date} | {one.versions.get('torch', '')} |"
 
 
-def _table(chart: Chart, lines: list[Line]) -> Iterator[str]:
+def _table(chart: Chart, lines: list[ChartRow]) -> Iterator[str]:
     yield f"| pipeline | {' | '.join(chart.devices)} | runs on |"
     yield f"|---|{'---|' * (len(chart.devices) + 1)}"
     for line in lines:
@@ -72,7 +72,7 @@ def _table(chart: Chart, lines: list[Line]) -> Iterator[str]:
         yield f"| {line.recipe} `{line.pipeline}` | {' | '.join(cells)} | {' '.join(map(_badge, working))} |"
 
 
-def _marks(cell: Cell) -> str:
+def _marks(cell: ChartCell) -> str:
     return f"{_MARKS[cell.plain.state]} → {_MARKS[cell.placed.state]}"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from anyaccel.cli.generate.options import Options
-from anyaccel.cli.generate.run import GenerateWork
+from anyaccel.cli.generate.run import GenerateRun
 from anyaccel.cli.terminal_image import WAYS
 
 __all__ = ["generate_pictures"]
@@ -46,7 +46,7 @@ def generate_pictures(
 
     The file of each picture holds its whole recipe. --from makes it again, with whatever else is given changed.
     """
-    GenerateWork(
+    GenerateRun(
         Options(
             prompts=prompts or (),
             prompts_file=prompts_file,

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.call_limits import check_steps, parse_image_size, read_seed
-from anyaccel.cli.terminal_image import check_way
+from anyaccel.cli.terminal_image import check_protocol
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
-    from anyaccel.generation.metadata import Origin
+    from anyaccel.generation.metadata import ImageMetadata
     from anyaccel.generation.output_files import Destination
 
 __all__ = ["STDOUT", "Options", "read_prompts_file"]
@@ -81,7 +81,7 @@ class Options:
         if self.guidance is not None and not math.isfinite(self.guidance):
             raise UsageError(f"guidance is a number, not {self.guidance}", hint="for example --guidance 5")
         self.read_call()
-        check_way(self.show)
+        check_protocol(self.show)
         if self.output == STDOUT and self.as_json:
             raise UsageError("-o - and --json both want stdout", hint="write the picture to a file: -o picture.png")
 
@@ -99,11 +99,11 @@ class Options:
 
         return read_destination(self.output, pictures=pictures, sheet=self.grid, force=self.force)
 
-    def read_origins(self) -> tuple[Origin, ...]:
+    def read_metadata(self) -> tuple[ImageMetadata, ...]:
         """How the pictures of `--from` were made; none without it."""
-        from anyaccel.generation.image_format import read_origins
+        from anyaccel.generation.image_format import read_metadata
 
-        return () if self.source is None else read_origins(self.source)
+        return () if self.source is None else read_metadata(self.source)
 
 
 def read_prompts_file(name: str) -> list[str]:

@@ -9,28 +9,28 @@ from typing import Any
 from anyaccel.backends.device import find_device, read_device
 from anyaccel.cli.generate.options import Options
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.generation.metadata import Origin
-from anyaccel.generation.request import Order, make_order
+from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.request import GenerationRequest, make_request
 
-__all__ = ["Job", "make_jobs"]
+__all__ = ["GenerateTask", "make_jobs"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class GenerateTask:
     """An order, and what it repeats."""
 
-    order: Order
-    then: Origin | None = None
+    order: GenerationRequest
+    then: ImageMetadata | None = None
     """How the picture was made that is to be made again."""
 
 
-def make_jobs(options: Options, prompts: Sequence[str], origins: Sequence[Origin]) -> list[Job]:
+def make_jobs(options: Options, prompts: Sequence[str], origins: Sequence[ImageMetadata]) -> list[GenerateTask]:
     """Everything that is to be made, with the options that were given over what a record says."""
     if origins:
         return [_repeat(options, origin) for origin in origins]
     if not prompts and options.explain:
         prompts = [""]  # a plan needs no prompt
-    order = make_order(
+    order = make_request(
         prompts,
         options.model,
         options.device or "auto",
@@ -39,10 +39,10 @@ def make_jobs(options: Options, prompts: Sequence[str], origins: Sequence[Origin
         speed=options.speed or "exact",
         **options.read_call(),
     )
-    return [Job(order=order)]
+    return [GenerateTask(order=order)]
 
 
-def _repeat(options: Options, origin: Origin) -> Job:
+def _repeat(options: Options, origin: ImageMetadata) -> GenerateTask:
     """The order that makes a picture again; on the kind of device that made it, if that is here."""
     recorded = origin.arguments()
     kind = recorded["device"]
@@ -54,13 +54,13 @@ def _repeat(options: Options, origin: Origin) -> Job:
     given = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed}
     changed |= {name: value for name, value in given.items() if value is not None}
     try:
-        order = make_order(**(recorded | changed | options.read_call()))
+        order = make_request(**(recorded | changed | options.read_call()))
     except ModelError as error:
         raise ModelError(
             f"the picture was made with {origin.model}, which is not here: {error.message}",
             hint="--model says where it is now",
         ) from error
-    return Job(order=order, then=origin)
+    return GenerateTask(order=order, then=origin)
 
 
 def _can_have(kind: str) -> bool:

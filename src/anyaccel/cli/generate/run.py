@@ -14,7 +14,7 @@ from anyaccel.cli.generate.options import Options
 from anyaccel.cli.generate.warnings import find_notes
 from anyaccel.cli.interrupts import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display
-from anyaccel.cli.terminal_image import show_picture
+from anyaccel.cli.terminal_image import show_image
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.processes.gc_control import gc_paused
 from anyaccel.progress import ProgressListener
@@ -22,15 +22,15 @@ from anyaccel.progress import ProgressListener
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from anyaccel.cli.generate.requests import Job
-    from anyaccel.generation.image import Picture
+    from anyaccel.cli.generate.requests import GenerateTask
+    from anyaccel.generation.image import GeneratedImage
     from anyaccel.generation.model_cache import LoadedModel
     from anyaccel.generation.output_files import Destination
 
-__all__ = ["GenerateWork"]
+__all__ = ["GenerateRun"]
 
 
-class GenerateWork(ProgressListener):
+class GenerateRun(ProgressListener):
     """Carries the options out. It imports torch as late as it can: what is wrong with them is said at once."""
 
     def __init__(self, options: Options) -> None:
@@ -40,7 +40,7 @@ class GenerateWork(ProgressListener):
         self.destination: Destination | None = None
         """None is stdout."""
         self.total = 0
-        self.made: list[tuple[Path | None, Picture]] = []
+        self.made: list[tuple[Path | None, GeneratedImage]] = []
         self.sheet_path: Path | None = None
         self.refused: UsageError | None = None
 
@@ -77,7 +77,7 @@ class GenerateWork(ProgressListener):
     def _run(self) -> None:
         options = self.options
         options.check()
-        prompts, origins = options.read_prompts(), options.read_origins()
+        prompts, origins = options.read_prompts(), options.read_metadata()
         self.total = (len(prompts) + len(origins)) * options.count
         if not options.explain:
             with self.interruption.after_file():
@@ -103,7 +103,7 @@ class GenerateWork(ProgressListener):
             with self.interruption.after_file():
                 self._write_sheet()
 
-    def _load(self, job: Job) -> LoadedModel:
+    def _load(self, job: GenerateTask) -> LoadedModel:
         with gc_paused():
             from anyaccel.generation.model_cache import load_model
 
@@ -136,12 +136,12 @@ class GenerateWork(ProgressListener):
         for note in find_notes(loaded, self.options.read_call(), self.options.read_prompts()):
             self.display.say(f"note: {note}")
 
-    def _warn_of_differences(self, loaded: LoadedModel, job: Job) -> None:
-        from anyaccel.generation.image import foresee_origin
+    def _warn_of_differences(self, loaded: LoadedModel, job: GenerateTask) -> None:
+        from anyaccel.generation.image import expected_metadata
         from anyaccel.generation.metadata import find_differences
 
         assert job.then is not None
-        now = foresee_origin(loaded, *job.order.pictures[0], job.order.call)
+        now = expected_metadata(loaded, *job.order.pictures[0], job.order.call)
         for difference in find_differences(job.then, now):
             self.display.say(f"warning: {difference}: the picture may not be the same")
 
@@ -150,13 +150,13 @@ class GenerateWork(ProgressListener):
         plan = loaded.pipe.plan
         _print_json(plan.to_dict()) if self.options.as_json else print(plan)
 
-    def _make(self, loaded: LoadedModel, job: Job, prompt: str, seed: int) -> None:
-        from anyaccel.generation.image import make_picture
+    def _make(self, loaded: LoadedModel, job: GenerateTask, prompt: str, seed: int) -> None:
+        from anyaccel.generation.image import generate_image
 
         place = len(self.made)
         self.display.begin(f"picture {place + 1} of {self.total}" if self.total > 1 else "picture")
         with self.interruption.at_steps():
-            picture = make_picture(loaded, prompt, seed, job.order.call, self)
+            picture = generate_image(loaded, prompt, seed, job.order.call, self)
         self.display.clear()
         with self.interruption.after_file():
             path = self._write(picture, place)
@@ -164,32 +164,32 @@ class GenerateWork(ProgressListener):
             if path is None:
                 self.display.say(f"seed {seed}")
             elif not self.options.as_json:
-                show_picture(picture.image, sys.stdout, self.options.show)
+                show_image(picture.image, sys.stdout, self.options.show)
                 _tell(f"{path}  seed {seed}")
 
-    def _write(self, picture: Picture, place: int) -> Path | None:
-        from anyaccel.generation.image_format import encode_picture
+    def _write(self, picture: GeneratedImage, place: int) -> Path | None:
+        from anyaccel.generation.image_format import encode_image
 
         origin = picture.origin
         if self.destination is None:
             if not self.options.grid:
-                _write_to_stdout(encode_picture(picture.image, ".png", [origin]))
+                _write_to_stdout(encode_image(picture.image, ".png", [origin]))
             return None
-        content = encode_picture(picture.image, self.destination.suffix, [origin])
+        content = encode_image(picture.image, self.destination.suffix, [origin])
         return self._save(self.destination, self.destination.path_of(place, origin.prompt, origin.seed), content)
 
     def _write_sheet(self) -> None:
         from anyaccel.generation.contact_sheet import make_contact_sheet
-        from anyaccel.generation.image_format import encode_picture
+        from anyaccel.generation.image_format import encode_image
 
         origins = [picture.origin for _, picture in self.made]
         several = len({origin.prompt for origin in origins}) > 1 and self.options.count > 1
         columns = self.options.count if several else None  # a row a prompt
         sheet = make_contact_sheet([picture.image for _, picture in self.made], columns)
         if self.destination is None:
-            _write_to_stdout(encode_picture(sheet, ".png", origins))
+            _write_to_stdout(encode_image(sheet, ".png", origins))
             return
-        content = encode_picture(sheet, self.destination.suffix, origins)
+        content = encode_image(sheet, self.destination.suffix, origins)
         path = self.destination.sheet_path(origins[0].prompt, origins[0].seed)
         self.sheet_path = self._save(self.destination, path, content)
         if not self.options.as_json:
@@ -209,7 +209,7 @@ class GenerateWork(ProgressListener):
             )
             return kept
 
-    def _as_json(self, path: Path | None, picture: Picture) -> dict[str, Any]:
+    def _as_json(self, path: Path | None, picture: GeneratedImage) -> dict[str, Any]:
         record = asdict(picture.origin)
         del record["scheduler_config"]
         sheet = {"grid": str(self.sheet_path)} if self.sheet_path else {}

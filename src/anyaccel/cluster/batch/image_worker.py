@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from anyaccel.cluster.batch.rows import Row
+from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError
 from anyaccel.progress import ProgressListener
 
-__all__ = ["Facts", "Made", "Maker", "Refused", "Settings"]
+__all__ = ["ImageWorker", "RowFailed", "RowImage", "WorkerFacts", "WorkerSettings"]
 
 _ROWS_A_CALL = 8
 _LONGEST_ERROR = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class WorkerSettings:
     """What a worker needs to know."""
 
     model: str | None = None
@@ -35,7 +35,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class WorkerFacts:
     """What a worker found when it had loaded its model."""
 
     pipeline: str
@@ -50,7 +50,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class RowImage:
     """A picture, as the bytes of its file."""
 
     row: int
@@ -61,17 +61,17 @@ class Made:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class RowFailed:
     """A row that failed, and why."""
 
     row: int
     error: str
 
 
-class Maker:
+class ImageWorker:
     """A model on its device."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         """Load the model; this is where torch is imported."""
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
@@ -81,20 +81,20 @@ class Maker:
             import torch
 
             from anyaccel.generation.call_validation import list_parameters
-            from anyaccel.generation.model_cache import load_afresh
-            from anyaccel.generation.request import make_order
-            from anyaccel.planning.options import Wishes
+            from anyaccel.generation.model_cache import load_uncached
+            from anyaccel.generation.request import make_request
+            from anyaccel.planning.options import PlacementOptions
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        self.order = make_order(
+        self.order = make_request(
             "", settings.model, _name_device(settings), 0, dtype=settings.dtype, speed=settings.speed
         )
-        wishes = Wishes(dtype=self.order.dtype, speed=settings.speed)
-        self.loaded = load_afresh(self.order, wishes, ProgressListener())
+        options = PlacementOptions(dtype=self.order.dtype, speed=settings.speed)
+        self.loaded = load_uncached(self.order, options, ProgressListener())
         self.loaded.pipe.set_progress_bar_config(disable=True)
         plan = self.loaded.pipe.plan
-        self.facts = Facts(
+        self.facts = WorkerFacts(
             pipeline=type(self.loaded.pipe).__name__,
             parameters=tuple(list_parameters(self.loaded.pipe)),
             revision=self.loaded.revision,
@@ -105,32 +105,32 @@ class Maker:
             load_s=round(self.loaded.load_s, 3),
         )
 
-    def make(self, rows: Sequence[Row]) -> list[Made | Refused]:
+    def make(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
         """The pictures of rows of one shape; where they cannot be made at once, each is made by itself."""
         try:
             return self._make(rows)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is that row's, and the others go on
             if len(rows) == 1:
-                return [Refused(row=rows[0].number, error=_describe(error))]
+                return [RowFailed(row=rows[0].number, error=_describe(error))]
         return [outcome for row in rows for outcome in self.make([row])]
 
-    def _make(self, rows: Sequence[Row]) -> list[Made | Refused]:
-        from anyaccel.generation.image import make_pictures
-        from anyaccel.generation.image_format import encode_picture
+    def _make(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
+        from anyaccel.generation.image import generate_images
+        from anyaccel.generation.image_format import encode_image
 
         start = time.perf_counter()
         call = {**self.order.call, **rows[0].call}
-        pictures = make_pictures(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
-        contents = [encode_picture(picture.image, ".png", [picture.origin]) for picture in pictures]
+        pictures = generate_images(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
+        contents = [encode_image(picture.image, ".png", [picture.origin]) for picture in pictures]
         seconds = round((time.perf_counter() - start) / len(rows), 4)
         facts = self.facts
         return [
-            Made(row=row.number, content=content, device=facts.device, dtype=facts.dtype, seconds=seconds)
+            RowImage(row=row.number, content=content, device=facts.device, dtype=facts.dtype, seconds=seconds)
             for row, content in zip(rows, contents, strict=True)
         ]
 
 
-def _name_device(settings: Settings) -> str:
+def _name_device(settings: WorkerSettings) -> str:
     """The device of this worker, with its index."""
     if settings.index is None:
         return settings.device

@@ -14,21 +14,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from anyaccel.cluster.batch.rows import Row
+from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError, UsageError
-from anyaccel.generation.image_format import read_origins
+from anyaccel.generation.image_format import read_metadata
 from anyaccel.generation.output_files import make_stem, write_whole
 from anyaccel.storage.atomic_write import remove_temporary_files
 from anyaccel.storage.file_lock import lock_file
 
-__all__ = ["Folder"]
+__all__ = ["OutputFolder"]
 
 _RUN, _MANIFEST, _LOCK, _PICTURES = "run.json", "manifest.jsonl", ".lock", "pictures"
 _FORMAT = 1
 _MAKE_ROOM = "make room and start again: what is made is kept"
 
 
-class Folder:
+class OutputFolder:
     """The folder, held by this process alone until it is closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
@@ -63,13 +63,13 @@ class Folder:
             self._write(path, b"".join(map(_as_line, self.entries.values())))
             self._file = path.open("ab")
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> OutputFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def picture_path(self, row: Row) -> Path:
+    def picture_path(self, row: BatchRow) -> Path:
         """Where a row's picture goes."""
         return self.path / _PICTURES / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
 
@@ -80,7 +80,7 @@ class Folder:
             self._write(self.path / _RUN, _as_line(self.run, indent=1))
         return self.run[name]
 
-    def find_open(self, rows: Iterable[Row]) -> list[Row]:
+    def find_open(self, rows: Iterable[BatchRow]) -> list[BatchRow]:
         """The rows that are yet to be made: those without a picture, and those that failed the last time."""
         found = []
         for row in rows:
@@ -91,13 +91,13 @@ class Folder:
                 found.append(row)
         return found
 
-    def add_picture(self, row: Row, content: bytes, facts: Mapping[str, Any]) -> None:
+    def add_picture(self, row: BatchRow, content: bytes, facts: Mapping[str, Any]) -> None:
         """Write a picture, and its line."""
         path = self.picture_path(row)
         self._write(path, content)
         self._add(row, {**self._describe(path, content), **facts})
 
-    def add_failure(self, row: Row, error: str, facts: Mapping[str, Any]) -> None:
+    def add_failure(self, row: BatchRow, error: str, facts: Mapping[str, Any]) -> None:
         """Write the line of a row that failed."""
         self._add(row, {"error": error, **facts})
 
@@ -164,7 +164,7 @@ class Folder:
                 ) from error
         return entries
 
-    def _holds(self, row: Row, entry: Mapping[str, Any]) -> bool:
+    def _holds(self, row: BatchRow, entry: Mapping[str, Any]) -> bool:
         """Whether the picture of a line is there as it was written."""
         try:
             content = (self.path / entry["path"]).read_bytes()
@@ -172,13 +172,13 @@ class Folder:
             return False
         return hashlib.sha256(content).hexdigest() == entry.get("sha256") and entry.get("seed") == row.seed
 
-    def _adopt(self, row: Row) -> bool:
+    def _adopt(self, row: BatchRow) -> bool:
         """Write the line of a picture that is there without one, if it says itself that it is this row's."""
         path = self.picture_path(row)
         if not path.exists():
             return False
         try:
-            (origin,) = read_origins(path)
+            (origin,) = read_metadata(path)
             asked = origin.arguments()
         except (UsageError, ValueError):
             return False
@@ -199,7 +199,7 @@ class Folder:
         except AnyaccelError as error:
             raise AnyaccelError(error.message, hint=_MAKE_ROOM) from error
 
-    def _add(self, row: Row, facts: Mapping[str, Any]) -> None:
+    def _add(self, row: BatchRow, facts: Mapping[str, Any]) -> None:
         entry = {"row": row.number, "prompt": row.prompt, "seed": row.seed, **row.call, **facts}
         try:
             self._file.write(_as_line(entry))

@@ -8,31 +8,31 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anyaccel.cluster.batch.image_worker import Facts, Made, Maker, Refused, Settings
-from anyaccel.cluster.batch.rows import Row
-from anyaccel.cluster.batch.worker_pool import Broken, Event, Finished, Lost, Ready
+from anyaccel.cluster.batch.image_worker import ImageWorker, RowFailed, RowImage, WorkerFacts, WorkerSettings
+from anyaccel.cluster.batch.rows import BatchRow
+from anyaccel.cluster.batch.worker_pool import Event, RowsFinished, WorkerDied, WorkerStarted, WorkerStartFailed
 from anyaccel.cluster.device_slots import claim_device
 from anyaccel.cluster.ray_cluster import environment
 from anyaccel.errors import AnyaccelError
 from anyaccel.library_logging import quiet_libraries
 
-__all__ = ["RayCrew"]
+__all__ = ["RayWorkerPool"]
 
 
 class _Actor:
     """What Ray runs; an error on loading is an answer, so that it is told from a death."""
 
-    def __init__(self, settings: Settings, counted_by_ray: bool) -> None:
+    def __init__(self, settings: WorkerSettings, counted_by_ray: bool) -> None:
         self.settings, self.counted = settings, counted_by_ray
 
-    def load(self) -> Facts | AnyaccelError:
+    def load(self) -> WorkerFacts | AnyaccelError:
         try:
             if not self.counted:
                 device, self.claim = claim_device(self.settings.device)
                 self.settings = replace(self.settings, device=device)
             self.quiet = ExitStack()  # until the actor's process ends
             self.quiet.enter_context(quiet_libraries())
-            self.maker = Maker(self.settings)
+            self.maker = ImageWorker(self.settings)
         except AnyaccelError as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it is, the leader tells it
@@ -41,18 +41,18 @@ class _Actor:
             )
         return self.maker.facts
 
-    def make(self, rows: list[Row]) -> list[Made | Refused]:
+    def make(self, rows: list[BatchRow]) -> list[RowImage | RowFailed]:
         return self.maker.make(rows)
 
 
 @dataclass
-class _Worker:
+class _RayWorker:
     actor: Any
     answers: deque[Any] = field(default_factory=deque)
     """What it will say, in turn."""
 
 
-class RayCrew:
+class RayWorkerPool:
     """Actors of the cluster that was joined; `options` are what each takes of it."""
 
     def __init__(self, options: Mapping[str, Any], counted_by_ray: bool) -> None:
@@ -60,14 +60,14 @@ class RayCrew:
 
         self._ray, self._counted = ray, counted_by_ray
         self._actor = ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment())
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _RayWorker] = {}
 
-    def start(self, worker: int, settings: Settings) -> None:
+    def start(self, worker: int, settings: WorkerSettings) -> None:
         """Ask for an actor; it waits until the cluster has room."""
         actor: Any = self._actor.remote(settings, self._counted)
-        self._workers[worker] = _Worker(actor, deque([actor.load.remote()]))
+        self._workers[worker] = _RayWorker(actor, deque([actor.load.remote()]))
 
-    def give(self, worker: int, rows: Sequence[Row]) -> None:
+    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
         """Ask an actor, which does things in turn."""
         found = self._workers.get(worker)
         if found is not None:
@@ -93,14 +93,14 @@ class RayCrew:
             said = self._ray.get(found.answers.popleft())
         except self._ray.exceptions.RayError as error:
             del self._workers[worker]
-            return Lost(worker, _describe(error))
-        if isinstance(said, Facts):
-            return Ready(worker, said)
+            return WorkerDied(worker, _describe(error))
+        if isinstance(said, WorkerFacts):
+            return WorkerStarted(worker, said)
         if isinstance(said, AnyaccelError):
             del self._workers[worker]
             self._ray.kill(found.actor)
-            return Broken(worker, said)
-        return Finished(worker, said)
+            return WorkerStartFailed(worker, said)
+        return RowsFinished(worker, said)
 
 
 def _describe(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from anyaccel.call_limits import SIDES, check_side, check_steps, read_seed
 from anyaccel.errors import UsageError, nearest
 
-__all__ = ["Row", "check_parameters", "read_rows"]
+__all__ = ["BatchRow", "check_parameters", "read_rows"]
 
 _NOT_TAKEN = {
     "generator": "give the row a seed",
@@ -27,7 +27,7 @@ _MOST_TOLD = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BatchRow:
     """One picture that is to be made."""
 
     number: int
@@ -43,7 +43,7 @@ class Row:
         return json.dumps(self.call, sort_keys=True)
 
 
-def read_rows(source: str) -> tuple[list[Row], str]:
+def read_rows(source: str) -> tuple[list[BatchRow], str]:
     """The rows of a file, `-` being stdin, and a digest of it; says what is wrong with the first lines that are.
 
     A row without a seed gets one that its line and its prompt decide, so that a second start means the same picture.
@@ -67,7 +67,7 @@ def read_rows(source: str) -> tuple[list[Row], str]:
     return rows, hashlib.sha256(content).hexdigest()
 
 
-def check_parameters(rows: Iterable[Row], known: Iterable[str], pipeline: str) -> None:
+def check_parameters(rows: Iterable[BatchRow], known: Iterable[str], pipeline: str) -> None:
     """Raise if a row has a parameter that the pipeline does not take."""
     names = [name for name in known if name not in _NOT_TAKEN]
     unknown = [(row.number, name) for row in rows for name in row.call if name not in names]
@@ -89,7 +89,7 @@ def _read(source: str) -> bytes:
         ) from error
 
 
-def _read_row(number: int, line: bytes) -> Row:
+def _read_row(number: int, line: bytes) -> BatchRow:
     try:
         found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -110,7 +110,7 @@ def _read_row(number: int, line: bytes) -> Row:
     seed = found.pop("seed", None)
     if seed is None:
         seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
-    return Row(number=number, prompt=prompt, seed=read_seed(seed), call=found)
+    return BatchRow(number=number, prompt=prompt, seed=read_seed(seed), call=found)
 
 
 def _refuse_constant(text: str) -> Any:

@@ -8,14 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from anyaccel.cluster.batch.image_worker import Facts, Made, Refused, Settings
-from anyaccel.cluster.batch.manifest import Folder
-from anyaccel.cluster.batch.rows import Row, check_parameters
-from anyaccel.cluster.batch.worker_pool import Broken, Crew, Event, Finished, Lost, Ready
+from anyaccel.cluster.batch.image_worker import RowFailed, RowImage, WorkerFacts, WorkerSettings
+from anyaccel.cluster.batch.manifest import OutputFolder
+from anyaccel.cluster.batch.rows import BatchRow, check_parameters
+from anyaccel.cluster.batch.worker_pool import (
+    Event,
+    RowsFinished,
+    WorkerDied,
+    WorkerPool,
+    WorkerStarted,
+    WorkerStartFailed,
+)
 from anyaccel.errors import AnyaccelError
 from anyaccel.progress import ProgressListener
 
-__all__ = ["Batch", "Summary"]
+__all__ = ["BatchRun", "BatchSummary"]
 
 _WAIT_S = 0.5
 _AHEAD = 2
@@ -29,10 +36,10 @@ _VAIN_STARTS = 10
 
 
 @dataclass(eq=False)
-class _Task:
+class _RowTask:
     """A row, and what became of it so far."""
 
-    row: Row
+    row: BatchRow
     errors: int = 0
     deaths: int = 0
     failed_on: int | None = None
@@ -40,18 +47,18 @@ class _Task:
 
 
 @dataclass
-class _Worker:
-    settings: Settings
-    facts: Facts | None = None
-    queue: deque[list[_Task]] = field(default_factory=deque)
+class _WorkerState:
+    settings: WorkerSettings
+    facts: WorkerFacts | None = None
+    queue: deque[list[_RowTask]] = field(default_factory=deque)
     """What it was given and has not done, in turn."""
-    vain_starts: int = 0
+    failed_starts: int = 0
     gone: bool = False
     """Given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class BatchSummary:
     """How it ended."""
 
     rows: int
@@ -62,20 +69,25 @@ class Summary:
     seconds: float
 
 
-class Batch:
+class BatchRun:
     """Leads a crew through the rows of a folder."""
 
     def __init__(
-        self, folder: Folder, rows: Sequence[Row], crew: Crew, workers: Sequence[Settings], listener: ProgressListener
+        self,
+        folder: OutputFolder,
+        rows: Sequence[BatchRow],
+        crew: WorkerPool,
+        workers: Sequence[WorkerSettings],
+        listener: ProgressListener,
     ) -> None:
         self.folder, self.rows, self.crew, self.listener = folder, rows, crew, listener
-        self.tasks = deque(_Task(row) for row in folder.find_open(rows))
-        self.workers = {number: _Worker(settings) for number, settings in enumerate(workers)}
+        self.tasks = deque(_RowTask(row) for row in folder.find_open(rows))
+        self.workers = {number: _WorkerState(settings) for number, settings in enumerate(workers)}
         self.over = len(rows) - len(self.tasks)
         self.made = self.failed = 0
         self.began = self.working_since = time.monotonic()
 
-    def run(self) -> Summary:
+    def run(self) -> BatchSummary:
         """Make what is open; what was made stays, however this ends."""
         self.listener.on_start(self.over, len(self.rows))
         try:
@@ -89,7 +101,7 @@ class Batch:
                 self._feed()
         finally:
             self.crew.stop()
-        return Summary(
+        return BatchSummary(
             rows=len(self.rows),
             done=self.over - self.failed,
             failed=self.failed,
@@ -103,11 +115,14 @@ class Batch:
 
     def _handle(self, event: Event) -> None:
         handlers: dict[type, Callable[..., None]] = {
-            Ready: self._on_ready, Finished: self._on_finished, Broken: self._on_broken, Lost: self._on_lost,
-        }  # fmt: skip
+            WorkerStarted: self._on_started,
+            RowsFinished: self._on_finished,
+            WorkerStartFailed: self._on_start_failed,
+            WorkerDied: self._on_died,
+        }
         handlers[type(event)](event)
 
-    def _on_ready(self, event: Ready) -> None:
+    def _on_started(self, event: WorkerStarted) -> None:
         facts = event.facts
         check_parameters((task.row for task in self.tasks), facts.parameters, facts.pipeline)
         for name in ("revision", "dtype"):
@@ -124,25 +139,25 @@ class Batch:
         if self.made == 0:
             self.working_since = time.monotonic()
 
-    def _on_finished(self, event: Finished) -> None:
+    def _on_finished(self, event: RowsFinished) -> None:
         worker = self.workers[event.worker]
         tasks = {task.row.number: task for task in worker.queue.popleft()}
         for outcome in event.outcomes:
             task = tasks.pop(outcome.row)
-            if isinstance(outcome, Made):
+            if isinstance(outcome, RowImage):
                 self._keep(task, outcome, event.worker)
             else:
                 self._on_refused(task, outcome, event.worker)
         for other in self.workers.values():
-            other.vain_starts = 0
+            other.failed_starts = 0
 
-    def _keep(self, task: _Task, made: Made, worker: int) -> None:
+    def _keep(self, task: _RowTask, made: RowImage, worker: int) -> None:
         facts = {"device": made.device, "dtype": made.dtype, "seconds": made.seconds, "worker": worker}
         self.folder.add_picture(task.row, made.content, facts)
         self.made += 1
         self._end_row()
 
-    def _on_refused(self, task: _Task, refused: Refused, worker: int) -> None:
+    def _on_refused(self, task: _RowTask, refused: RowFailed, worker: int) -> None:
         task.errors += 1
         task.failed_on = worker
         if task.errors < _TRIES:
@@ -151,7 +166,7 @@ class Batch:
             return
         self._fail(task, refused.error, worker)
 
-    def _fail(self, task: _Task, error: str, worker: int) -> None:
+    def _fail(self, task: _RowTask, error: str, worker: int) -> None:
         self.folder.add_failure(task.row, error, {"worker": worker})
         self.failed += 1
         self.listener.on_warning(f"line {task.row.number} failed: {error}")
@@ -166,7 +181,7 @@ class Batch:
         failed = f", {self.failed} failed" if self.failed else ""
         self.listener.on_row(self.over, len(self.rows), f"{words}{failed}")
 
-    def _on_broken(self, event: Broken) -> None:
+    def _on_start_failed(self, event: WorkerStartFailed) -> None:
         """A worker that cannot begin: with others at work it is given up, else there is no use in going on."""
         worker = self.workers[event.worker]
         worker.gone = True
@@ -175,7 +190,7 @@ class Batch:
             return
         raise event.error
 
-    def _on_lost(self, event: Lost) -> None:
+    def _on_died(self, event: WorkerDied) -> None:
         """Give what it had to others; it began the first of it, which may be what it died of."""
         worker = self.workers[event.worker]
         if worker.gone:
@@ -190,9 +205,9 @@ class Batch:
                     self.tasks.append(task)
                 else:
                     self._fail(task, f"{_DEATHS} workers died of it; the last: {event.reason}", event.worker)
-        worker.vain_starts += not ready
+        worker.failed_starts += not ready
         self.listener.on_warning(f"worker {event.worker} is gone ({event.reason}), and another takes its place")
-        if worker.vain_starts < _VAIN_STARTS:
+        if worker.failed_starts < _VAIN_STARTS:
             self._start(event.worker)
             return
         worker.gone = True
@@ -213,7 +228,7 @@ class Batch:
                 worker.queue.append(tasks)
                 self.crew.give(number, [task.row for task in tasks])
 
-    def _take(self, number: int, most: int) -> list[_Task]:
+    def _take(self, number: int, most: int) -> list[_RowTask]:
         """The next rows of one shape; one that failed or killed goes alone, and to another worker if there is one."""
         alone = sum(worker.facts is not None for worker in self.workers.values()) < 2
         first = next((task for task in self.tasks if alone or task.failed_on != number), None)

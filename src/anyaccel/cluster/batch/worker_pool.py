@@ -7,35 +7,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from anyaccel.cluster.batch.image_worker import Facts, Made, Maker, Refused, Settings
-from anyaccel.cluster.batch.rows import Row
+from anyaccel.cluster.batch.image_worker import ImageWorker, RowFailed, RowImage, WorkerFacts, WorkerSettings
+from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker, wait_for_messages
 
-__all__ = ["Broken", "Crew", "Event", "Finished", "LocalCrew", "Lost", "Ready"]
+__all__ = ["Event", "LocalWorkerPool", "RowsFinished", "WorkerDied", "WorkerPool", "WorkerStartFailed", "WorkerStarted"]
 
 _END_S = 5.0
 
 
 @dataclass(frozen=True)
-class Ready:
+class WorkerStarted:
     """A worker has its model."""
 
     worker: int
-    facts: Facts
+    facts: WorkerFacts
 
 
 @dataclass(frozen=True)
-class Finished:
+class RowsFinished:
     """A worker has done the first of what it was given."""
 
     worker: int
-    outcomes: list[Made | Refused]
+    outcomes: list[RowImage | RowFailed]
 
 
 @dataclass(frozen=True)
-class Broken:
+class WorkerStartFailed:
     """A worker cannot have its model, and says why."""
 
     worker: int
@@ -43,23 +43,23 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Lost:
+class WorkerDied:
     """A worker is gone, with all that it had to do."""
 
     worker: int
     reason: str
 
 
-Event: TypeAlias = Ready | Finished | Broken | Lost
+Event: TypeAlias = WorkerStarted | RowsFinished | WorkerStartFailed | WorkerDied
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Workers by number; each does what it is given in turn."""
 
-    def start(self, worker: int, settings: Settings) -> None:
+    def start(self, worker: int, settings: WorkerSettings) -> None:
         """Let a worker begin to load its model; one of that number that is gone is replaced."""
 
-    def give(self, worker: int, rows: Sequence[Row]) -> None:
+    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
         """Give a worker rows of one shape to make."""
 
     def wait(self, seconds: float) -> list[Event]:
@@ -69,20 +69,20 @@ class Crew(Protocol):
         """End all workers at once."""
 
 
-class LocalCrew:
+class LocalWorkerPool:
     """A process a worker, each at the end of a pipe."""
 
     def __init__(self) -> None:
         self._workers: dict[int, PipeWorker] = {}
 
-    def start(self, worker: int, settings: Settings) -> None:
+    def start(self, worker: int, settings: WorkerSettings) -> None:
         """Start a process."""
         threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
         process = PipeWorker(run_worker, settings, name=f"anyaccel-batch-{worker}", env=threads)
         process.start()
         self._workers[worker] = process
 
-    def give(self, worker: int, rows: Sequence[Row]) -> None:
+    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
         """Send rows; that a worker is gone is told by `wait`."""
         self._workers[worker].send(list(rows))
 
@@ -104,10 +104,10 @@ class LocalCrew:
             said = process.receive()
         except EOFError:
             del self._workers[worker]
-            return Lost(worker, _describe_end(process.wait(_END_S)))
-        if isinstance(said, Facts):
-            return Ready(worker, said)
-        return Broken(worker, said) if isinstance(said, AnyaccelError) else Finished(worker, said)
+            return WorkerDied(worker, _describe_end(process.wait(_END_S)))
+        if isinstance(said, WorkerFacts):
+            return WorkerStarted(worker, said)
+        return WorkerStartFailed(worker, said) if isinstance(said, AnyaccelError) else RowsFinished(worker, said)
 
 
 def _describe_end(code: int | None) -> str:
@@ -116,16 +116,16 @@ def _describe_end(code: int | None) -> str:
     return f"it ended with status {code}"
 
 
-def run_worker(pipe: ParentPipe, settings: Settings) -> None:
+def run_worker(pipe: ParentPipe, settings: WorkerSettings) -> None:
     """The entry of a worker's process."""
     with quiet_libraries():
         _serve(pipe, settings)
 
 
-def _serve(pipe: ParentPipe, settings: Settings) -> None:
+def _serve(pipe: ParentPipe, settings: WorkerSettings) -> None:
     said: Any
     try:
-        maker = Maker(settings)
+        maker = ImageWorker(settings)
     except AnyaccelError as error:
         said = error
     except Exception as error:  # noqa: BLE001 - whatever it is, the leader tells it

@@ -23,10 +23,18 @@ from anyaccel.cluster.ray_cluster import (
 )
 from anyaccel.errors import UsageError
 from anyaccel.library_logging import log_errors_only
-from anyaccel.server.settings import ServedName, Settings
-from anyaccel.server.worker.messages import Broken, ModelFacts
+from anyaccel.server.settings import ServedName, ServerSettings
+from anyaccel.server.worker.messages import LoadFailed, ModelFacts
 
-__all__ = ["Application", "Applications", "Kind", "State", "find_kinds", "import_serve", "read_replicas"]
+__all__ = [
+    "Application",
+    "Applications",
+    "DeploymentState",
+    "DeviceGroup",
+    "find_device_groups",
+    "import_serve",
+    "read_replicas",
+]
 
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
 _HEALTH_MISSES = 3
@@ -40,7 +48,7 @@ _ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class DeviceGroup:
     """Devices of one kind in the cluster, and how many replicas stand on them."""
 
     device: str
@@ -55,7 +63,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class State:
+class DeploymentState:
     """How far the replicas of an application are."""
 
     running: int
@@ -72,7 +80,7 @@ def read_replicas(text: str | None) -> int | str | None:
     return int(text)
 
 
-def find_kinds(devices: Sequence[str], replicas: int | str | None, max_batch: int) -> tuple[Kind, ...]:
+def find_device_groups(devices: Sequence[str], replicas: int | str | None, max_batch: int) -> tuple[DeviceGroup, ...]:
     """The kinds of devices that were asked for, which the cluster must have."""
     if list(devices) == ["auto"]:
         spec = read_device(AUTO)
@@ -95,7 +103,7 @@ def _list_counted() -> list[str]:
     return list(found.values()) or [host.name]
 
 
-def _find_kind(device: str, replicas: int | str | None, max_batch: int) -> Kind:
+def _find_kind(device: str, replicas: int | str | None, max_batch: int) -> DeviceGroup:
     spec = read_device(device)
     sheet, virtual = find_sheet(spec), spec.virtual
     if spec.index is not None:
@@ -105,7 +113,7 @@ def _find_kind(device: str, replicas: int | str | None, max_batch: int) -> Kind:
     on_host = virtual or sheet.is_host
     wanted = places if replicas == "auto" else replicas if isinstance(replicas, int) else 1 if on_host else places
     check_places(sheet, virtual, max(1, wanted))
-    return Kind(
+    return DeviceGroup(
         device=str(spec),
         sheet=sheet,
         virtual=virtual,
@@ -120,19 +128,19 @@ class Application:
     """What Serve runs for one kind of device."""
 
     name: str
-    kind: Kind
+    kind: DeviceGroup
     handle: Any = None
 
-    def ask_for_facts(self, timeout_s: float) -> tuple[ModelFacts, ...] | Broken:
+    def ask_for_facts(self, timeout_s: float) -> tuple[ModelFacts, ...] | LoadFailed:
         """What any of its replicas says of its models: all of them are alike."""
-        found: tuple[ModelFacts, ...] | Broken = self.handle.facts.remote().result(timeout_s=timeout_s)
+        found: tuple[ModelFacts, ...] | LoadFailed = self.handle.facts.remote().result(timeout_s=timeout_s)
         return found
 
 
 class Applications:
     """All of one service; their names tell whose they are, so that a service that was killed finds its own again."""
 
-    def __init__(self, settings: Settings, kinds: Sequence[Kind]) -> None:
+    def __init__(self, settings: ServerSettings, kinds: Sequence[DeviceGroup]) -> None:
         self.settings = _for_others(settings)
         mark = hashlib.sha256(f"{socket.gethostname()}:{settings.data}".encode()).hexdigest()[:8]
         self._prefix = f"anyaccel-{mark}-"
@@ -150,7 +158,7 @@ class Applications:
         for app in self.all.values():
             app.handle = serve.get_app_handle(app.name)
 
-    def _bind(self, kind: Kind) -> Any:
+    def _bind(self, kind: DeviceGroup) -> Any:
         from ray.serve.config import AutoscalingConfig
 
         from anyaccel.cluster.serve.replica import Replica
@@ -180,7 +188,7 @@ class Applications:
         counted = kind.virtual or bool(kind.sheet.ray_resource)
         return deployment.bind(replace(self.settings, device=kind.device), counted)
 
-    def look(self) -> dict[str, State]:
+    def look(self) -> dict[str, DeploymentState]:
         """How far each is, by its name."""
         found = import_serve().status().applications
         return {name: _read_state(found.get(name), app.kind) for name, app in self.all.items()}
@@ -193,18 +201,18 @@ class Applications:
                 serve.delete(name)
 
 
-def _read_state(found: Any, kind: Kind) -> State:
+def _read_state(found: Any, kind: DeviceGroup) -> DeploymentState:
     deployment = None if found is None else found.deployments.get("replica")
     if deployment is None:
-        return State(0, "waiting for Ray Serve", False)
+        return DeploymentState(0, "waiting for Ray Serve", False)
     running = int(deployment.replica_states.get("RUNNING", 0))
     failed = str(getattr(found.status, "value", found.status)) == "DEPLOY_FAILED"
     lines = deployment.message.strip().splitlines()
     words = lines[-1] if failed and lines else f"{running} of {1 if kind.scales else kind.replicas} replicas are ready"
-    return State(running, words, failed)
+    return DeploymentState(running, words, failed)
 
 
-def _for_others(settings: Settings) -> Settings:
+def _for_others(settings: ServerSettings) -> ServerSettings:
     """What replicas need: no keys, and whole paths, since they stand elsewhere."""
     return replace(
         settings,

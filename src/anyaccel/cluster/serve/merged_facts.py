@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from anyaccel.server.worker.messages import Beat, ModelFacts
+from anyaccel.server.worker.messages import Heartbeat, ModelFacts
 
-__all__ = ["add_beats", "join_facts"]
+__all__ = ["add_heartbeats", "merge_facts"]
 
 
-def join_facts(kinds: Sequence[Sequence[ModelFacts]], room: int) -> tuple[ModelFacts, ...]:
+def merge_facts(kinds: Sequence[Sequence[ModelFacts]], room: int) -> tuple[ModelFacts, ...]:
     """One model a name: a request is checked against what every device takes, since any of them may answer."""
     return tuple(_join(list(same), room) for same in zip(*kinds, strict=True))
 
@@ -43,11 +43,11 @@ def _join(same: Sequence[ModelFacts], room: int) -> ModelFacts:
     )
 
 
-def add_beats(new: Beat, last: Iterable[Beat]) -> Beat:
+def add_heartbeats(new: Heartbeat, last: Iterable[Heartbeat]) -> Heartbeat:
     """What all replicas hold together, as each told last; the rounds are those of the one that tells now."""
     all_of_them = list(last)
     held = [one.device_bytes for one in all_of_them if one.device_bytes is not None]
-    return Beat(
+    return Heartbeat(
         device_bytes=sum(held) if held else None,
         host_bytes=sum(one.host_bytes for one in all_of_them),
         rounds=new.rounds,

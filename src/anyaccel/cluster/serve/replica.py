@@ -10,9 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from anyaccel.cluster.device_slots import claim_device
-from anyaccel.server.settings import Settings
-from anyaccel.server.worker.malloc_arenas import share_one_heap
-from anyaccel.server.worker.messages import Beat, Broken, Failed, Loading, Made, ModelFacts, Run, StoppedJob
+from anyaccel.server.settings import ServerSettings
+from anyaccel.server.worker.malloc_arenas import use_one_malloc_arena
+from anyaccel.server.worker.messages import (
+    Heartbeat,
+    ImageDone,
+    JobFailed,
+    JobStopped,
+    LoadFailed,
+    LoadProgress,
+    ModelFacts,
+    RunJob,
+)
 from anyaccel.server.worker.worker import Worker, describe_start
 
 __all__ = ["Replica"]
@@ -24,12 +33,12 @@ _PATIENCE_S = 20.0
 class Replica:
     """What Serve runs; a picture is one request, whose answer is a stream of what becomes of it."""
 
-    def __init__(self, settings: Settings, counted_by_ray: bool) -> None:
-        share_one_heap()
+    def __init__(self, settings: ServerSettings, counted_by_ray: bool) -> None:
+        use_one_malloc_arena()
         self.settings = settings
         self.outlets: dict[str, _Outlet] = {}
-        self.broken: Broken | None = None
-        self.last_beat: Beat | None = None
+        self.broken: LoadFailed | None = None
+        self.last_beat: Heartbeat | None = None
         self.last_sign = self.born = time.monotonic()
         self.models: tuple[ModelFacts, ...] = ()
         try:
@@ -43,11 +52,11 @@ class Replica:
             return
         threading.Thread(target=self.worker.beat, daemon=True).start()
 
-    def facts(self) -> tuple[ModelFacts, ...] | Broken:
+    def facts(self) -> tuple[ModelFacts, ...] | LoadFailed:
         """The models with their plans here, or why there are none."""
         return self.broken or self.models
 
-    async def make(self, said: Run) -> AsyncIterator[list[Any]]:
+    async def make(self, said: RunJob) -> AsyncIterator[list[Any]]:
         """Make the picture of a job that has one; what is told meanwhile goes out together.
 
         Where the caller goes away or cancels, the picture stops at its next step.
@@ -62,7 +71,7 @@ class Replica:
             ended = False
             while not ended:
                 told = await outlet.take()
-                ended = any(isinstance(one, Made | Failed | StoppedJob) for one in told)
+                ended = any(isinstance(one, ImageDone | JobFailed | JobStopped) for one in told)
                 beat, self.last_beat = self.last_beat, None
                 yield [*told, *([beat] if beat is not None else [])]
         finally:
@@ -78,12 +87,12 @@ class Replica:
             raise RuntimeError(f"no step was taken for {limit:.0f} s")
 
     def _tell(self, message: Any) -> None:
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             before = self.last_beat
             self.last_beat = message if before is None else replace(message, rounds=_add(before.rounds, message.rounds))
             return
         self.last_sign = time.monotonic()
-        if isinstance(message, Loading):
+        if isinstance(message, LoadProgress):
             return
         outlet = self.outlets.get(message.job)
         if outlet is not None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["BOARD", "Board", "Shape", "find_shape"]
+__all__ = ["BOARD", "ReplicaLoad", "Shape", "find_shape"]
 
 Shape: TypeAlias = tuple[Any, ...]
 _NOTICED_S = 30.0
@@ -25,19 +25,19 @@ def find_shape(work: Mapping[str, Any]) -> Shape:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ReplicaState:
     app: str
     replica: str
     shape: Shape
 
 
-class Board:
+class ReplicaLoad:
     """Which picture is made where, as this process knows it: it is the only one that gives them out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._routers: dict[str, Any] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _ReplicaState] = {}
         self._lost: dict[str, float] = {}
 
     def add_router(self, app: str, router: Any) -> None:
@@ -54,7 +54,7 @@ class Board:
     def put(self, errand: str, app: str, replica: str, shape: Shape) -> None:
         """A picture goes there."""
         with self._lock:
-            self._places[errand] = _Place(app, replica, shape)
+            self._places[errand] = _ReplicaState(app, replica, shape)
 
     def take_off(self, errand: str) -> str | None:
         """A picture ended, or its replica did; where it was."""
@@ -96,5 +96,5 @@ class Board:
         return min(found)[2] if found else None
 
 
-BOARD = Board()
+BOARD = ReplicaLoad()
 """Serve makes the routers, and they find the board here."""

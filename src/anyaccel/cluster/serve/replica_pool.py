@@ -13,26 +13,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from anyaccel.cluster.serve.applications import Application, Applications, State
-from anyaccel.cluster.serve.merged_facts import add_beats, join_facts
+from anyaccel.cluster.serve.applications import Application, Applications, DeploymentState
+from anyaccel.cluster.serve.merged_facts import add_heartbeats, merge_facts
 from anyaccel.cluster.serve.replica_load import BOARD, Shape, find_shape
 from anyaccel.server.worker.messages import (
-    Beat,
-    Broken,
-    Cancel,
-    Failed,
-    Loading,
-    Made,
+    CancelJob,
+    Heartbeat,
+    ImageDone,
+    JobFailed,
+    JobStopped,
+    LoadFailed,
+    LoadProgress,
     ModelFacts,
-    Preview,
-    Ready,
-    Run,
-    StoppedJob,
-    Unready,
+    ModelsReady,
+    NotReady,
+    PreviewImage,
+    RunJob,
     WorkerLost,
 )
 
-__all__ = ["Pool"]
+__all__ = ["ReplicaPool"]
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 0.25
@@ -43,12 +43,12 @@ _MOST_DEATHS = 5
 
 
 @dataclass
-class _Errand:
+class _ImageTask:
     """One picture of a job, until it is made."""
 
-    job: _Job
+    job: _PoolJob
     picture: int
-    run: Run
+    run: RunJob
     """What a replica is sent: a job with this one picture."""
     shape: Shape
     deaths: int = 0
@@ -58,16 +58,16 @@ class _Errand:
 
 
 @dataclass
-class _Job:
+class _PoolJob:
     name: str
-    errands: list[_Errand] = field(default_factory=list)
+    errands: list[_ImageTask] = field(default_factory=list)
     left: int = 0
-    error: Failed | None = None
+    error: JobFailed | None = None
     stopped: bool = False
 
 
-class Pool:
-    """A `Workplace` on a cluster that was joined."""
+class ReplicaPool:
+    """A `WorkerTransport` on a cluster that was joined."""
 
     heals = True
 
@@ -76,9 +76,9 @@ class Pool:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._deploying = threading.Lock()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _PoolJob] = {}
         self._facts: dict[str, tuple[ModelFacts, ...]] = {}
-        self._beats: dict[str, Beat] = {}
+        self._beats: dict[str, Heartbeat] = {}
         self._apps: dict[str, int] = {}
         """The applications that are ready, with the pictures that a replica of each makes at once."""
         self._ended = self._broken = False
@@ -88,9 +88,9 @@ class Pool:
         """Ask Serve for the replicas, and watch them."""
         threading.Thread(target=self._watch, name="replicas", daemon=True).start()
 
-    def send(self, message: Run | Cancel) -> None:
+    def send(self, message: RunJob | CancelJob) -> None:
         """Begin with a job, or stop it."""
-        if isinstance(message, Cancel):
+        if isinstance(message, CancelJob):
             with self._lock:
                 job = self._jobs.get(message.job)
             if job is not None:
@@ -99,7 +99,9 @@ class Pool:
         try:
             job = _split(message)
         except OSError as error:
-            self._inbox.put(Failed(message.job, "storage", f"what came with the request cannot be read: {error}", 500))
+            self._inbox.put(
+                JobFailed(message.job, "storage", f"what came with the request cannot be read: {error}", 500)
+            )
             return
         with self._lock:
             self._jobs[job.name] = job
@@ -143,12 +145,12 @@ class Pool:
 
     # One picture
 
-    def _run(self, errand: _Errand) -> None:
+    def _run(self, errand: _ImageTask) -> None:
         try:
             outcome = self._make(errand)
         except Exception as error:  # noqa: BLE001 - a fault here must not leave a job without an end
             _LOG.exception("anyaccel: a picture was given up")
-            outcome = Failed(errand.job.name, "internal_error", f"{type(error).__name__}: {error}", 500)
+            outcome = JobFailed(errand.job.name, "internal_error", f"{type(error).__name__}: {error}", 500)
         job = errand.job
         with self._lock:
             job.left -= 1
@@ -160,11 +162,11 @@ class Pool:
             if job.error is not None:
                 self._inbox.put(job.error)
             elif job.stopped:
-                self._inbox.put(StoppedJob(job.name))
+                self._inbox.put(JobStopped(job.name))
         elif failed:
             self._stop(job)
 
-    def _make(self, errand: _Errand) -> Failed | None:
+    def _make(self, errand: _ImageTask) -> JobFailed | None:
         """Ask replicas until one has made it; None where that, or its stop, came about."""
         while not errand.job.stopped:
             app = BOARD.choose(self._apps, errand.shape)
@@ -182,10 +184,10 @@ class Pool:
             errand.deaths += 1
             if errand.deaths >= _MOST_DEATHS:
                 words = f"{errand.deaths} replicas ended while they made this picture"
-                return Failed(errand.job.name, "worker_died", words, 500)
+                return JobFailed(errand.job.name, "worker_died", words, 500)
         return None
 
-    def _ask(self, errand: _Errand, app: Application) -> Failed | _Lost | None:
+    def _ask(self, errand: _ImageTask, app: Application) -> JobFailed | _Lost | None:
         from ray.exceptions import RayError, RayTaskError, TaskCancelledError
         from ray.serve.exceptions import RayServeException, RequestCancelledError
 
@@ -195,43 +197,45 @@ class Pool:
         try:
             for told in errand.stream:
                 for said in told:
-                    if isinstance(said, Made | Failed | StoppedJob | Broken):
+                    if isinstance(said, ImageDone | JobFailed | JobStopped | LoadFailed):
                         return self._conclude(errand, said)
                     self._pass_on(errand, said)
         except (RequestCancelledError, TaskCancelledError):
             return None if errand.job.stopped else _Lost("it was cancelled")
         except RayTaskError as error:
-            return Failed(errand.job.name, "internal_error", f"{type(error.cause).__name__}: {error.cause}", 500)
+            return JobFailed(errand.job.name, "internal_error", f"{type(error.cause).__name__}: {error.cause}", 500)
         except (RayError, RayServeException) as error:
             return _Lost(type(error).__name__)
         finally:
             errand.stream = None
         return _Lost("it said nothing to the end")
 
-    def _conclude(self, errand: _Errand, said: Made | Failed | StoppedJob | Broken) -> Failed | _Lost | None:
-        if isinstance(said, Made):
+    def _conclude(
+        self, errand: _ImageTask, said: ImageDone | JobFailed | JobStopped | LoadFailed
+    ) -> JobFailed | _Lost | None:
+        if isinstance(said, ImageDone):
             self._pass_on(errand, said)
-        if isinstance(said, Failed):
+        if isinstance(said, JobFailed):
             return replace(said, job=errand.job.name)
-        return _Lost(said.message) if isinstance(said, Broken) else None
+        return _Lost(said.message) if isinstance(said, LoadFailed) else None
 
-    def _pass_on(self, errand: _Errand, said: Any) -> None:
-        if isinstance(said, Beat):
+    def _pass_on(self, errand: _ImageTask, said: Any) -> None:
+        if isinstance(said, Heartbeat):
             self._inbox.put(self._note_beat(BOARD.find(errand.run.job) or "", said))
             return
-        if isinstance(said, Preview):
+        if isinstance(said, PreviewImage):
             if said.number < errand.previews:
                 return
             errand.previews = said.number + 1
         self._inbox.put(replace(said, job=errand.job.name, picture=errand.picture))
 
-    def _note_beat(self, replica: str, beat: Beat) -> Beat:
+    def _note_beat(self, replica: str, beat: Heartbeat) -> Heartbeat:
         living = {replica, *(one for app in self._apps for one in BOARD.list_replicas(app))}
         with self._lock:
             self._beats = {name: last for name, last in self._beats.items() if name in living} | {replica: beat}
-            return add_beats(beat, self._beats.values())
+            return add_heartbeats(beat, self._beats.values())
 
-    def _stop(self, job: _Job) -> None:
+    def _stop(self, job: _PoolJob) -> None:
         with self._lock:
             job.stopped = True
             streams = [errand.stream for errand in job.errands if errand.stream is not None]
@@ -251,7 +255,7 @@ class Pool:
                 if not self._ended:
                     self._applications.deploy()
         except Exception as error:  # noqa: BLE001 - whatever Ray raises, the service ends with its words
-            self._inbox.put(Broken(f"Ray Serve cannot start: {error}", "look at the cluster with `ray status`"))
+            self._inbox.put(LoadFailed(f"Ray Serve cannot start: {error}", "look at the cluster with `ray status`"))
             return
         while not self._ended and not self._broken:
             try:
@@ -268,10 +272,10 @@ class Pool:
                 self._inbox.put(self._describe(room))
             time.sleep(_LOOK_S)
 
-    def _describe(self, room: int) -> Ready | Unready:
+    def _describe(self, room: int) -> ModelsReady | NotReady:
         if not room:
-            return Unready("no replica is there now; what waits is made as soon as one is")
-        return Ready(join_facts([self._facts[app] for app in self._apps], room))
+            return NotReady("no replica is there now; what waits is made as soon as one is")
+        return ModelsReady(merge_facts([self._facts[app] for app in self._apps], room))
 
     def _look_for_facts(self) -> bool:
         """Ask each application that has a replica for its plans; whether all have answered."""
@@ -283,7 +287,7 @@ class Pool:
             if not state.running and not state.failed:
                 continue
             found = _describe_failure(app, state) if state.failed else app.ask_for_facts(_SILENT_S)
-            if isinstance(found, Broken):
+            if isinstance(found, LoadFailed):
                 self._broken = True
                 self._inbox.put(found)
                 return False
@@ -292,15 +296,15 @@ class Pool:
         words = ", ".join(f"{app.kind.device}: {states[name].words}" for name, app in self._applications.all.items())
         if words != self._words:
             self._words = words
-            self._inbox.put(Loading(len(self._facts), len(self._applications.all), words))
+            self._inbox.put(LoadProgress(len(self._facts), len(self._applications.all), words))
         return len(self._facts) == len(self._applications.all)
 
     def _count_room(self) -> int:
         return sum(most * len(BOARD.list_replicas(app)) for app, most in list(self._apps.items()))
 
 
-def _describe_failure(app: Application, state: State) -> Broken:
-    return Broken(f"no replica can start on {app.kind.device}: {state.words}", "its own log is among those of Ray")
+def _describe_failure(app: Application, state: DeploymentState) -> LoadFailed:
+    return LoadFailed(f"no replica can start on {app.kind.device}: {state.words}", "its own log is among those of Ray")
 
 
 @dataclass(frozen=True)
@@ -310,14 +314,14 @@ class _Lost:
     words: str
 
 
-def _split(message: Run) -> _Job:
+def _split(message: RunJob) -> _PoolJob:
     """A job as errands of one picture each."""
     inputs = {name: _read(given) for name, given in message.inputs.items()}
     seeds: Sequence[int] = message.work["seeds"]
-    job = _Job(message.job, left=len(seeds))
+    job = _PoolJob(message.job, left=len(seeds))
     for picture, seed in enumerate(seeds):
         work: Mapping[str, Any] = {**message.work, "seeds": [seed]}
-        job.errands.append(_Errand(job, picture, Run(message.job, work, inputs), find_shape(work)))
+        job.errands.append(_ImageTask(job, picture, RunJob(message.job, work, inputs), find_shape(work)))
     return job
 
 

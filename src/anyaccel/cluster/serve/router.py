@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from anyaccel.cluster.serve import replica_load
-from anyaccel.server.worker.messages import Run
+from anyaccel.server.worker.messages import RunJob
 
 __all__ = ["ShapeRouter"]
 
@@ -48,6 +48,6 @@ def _rank(replicas: Iterable[RunningReplica], shape: replica_load.Shape) -> list
     )
 
 
-def _find_run(pending: PendingRequest | None) -> Run | None:
+def _find_run(pending: PendingRequest | None) -> RunJob | None:
     given = pending.args[0] if pending is not None and pending.args else None
-    return given if isinstance(given, Run) else None
+    return given if isinstance(given, RunJob) else None

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from anyaccel.cluster.ray_cluster import import_ray, join, leave, started_here
-from anyaccel.cluster.serve.applications import Applications, find_kinds, import_serve
-from anyaccel.cluster.serve.replica_pool import Pool
+from anyaccel.cluster.serve.applications import Applications, find_device_groups, import_serve
+from anyaccel.cluster.serve.replica_pool import ReplicaPool
 from anyaccel.server.run_server import serve
-from anyaccel.server.settings import Settings
+from anyaccel.server.settings import ServerSettings
 
 __all__ = ["serve_on_ray"]
 
 
 def serve_on_ray(
-    settings: Settings,
+    settings: ServerSettings,
     address: str,
     devices: Sequence[str],
     replicas: int | str | None,
@@ -26,9 +26,9 @@ def serve_on_ray(
     on_progress("joining the Ray cluster" if address not in ("auto", "local") else "looking for a Ray cluster")
     join(address)
     try:
-        kinds = find_kinds(devices, replicas, settings.max_batch)
+        kinds = find_device_groups(devices, replicas, settings.max_batch)
         with _leaving_serve_as_it_was():
-            serve(settings, on_progress, on_ready, lambda current: Pool(Applications(current, kinds)))
+            serve(settings, on_progress, on_ready, lambda current: ReplicaPool(Applications(current, kinds)))
     finally:
         leave()
 

@@ -16,22 +16,34 @@ from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.batch_split import SharedProgress, join_results
-from anyaccel.runtime.call.validation import admit
-from anyaccel.runtime.call_request import Request, read_request
+from anyaccel.runtime.call.validation import validate_call
+from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
-from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_at_home
+from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import fall_back_in_dtype, keep_float32, place_newcomers
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed.compile import compiling, note_shape
 from anyaccel.runtime.speed.quantize import is_quantized
 from anyaccel.runtime.speed.session import apply_speedups
-from anyaccel.runtime.workarounds.function_modes import keeping_function_modes, make_glue_seam
-from anyaccel.runtime.workarounds.model_inputs import find_boundaries, set_boundaries
-from anyaccel.runtime.workarounds.nan_check import Outputs, explain_black, find_broken, trace_first_break, watching
-from anyaccel.runtime.workarounds.noise import NoiseSource, OneOfABatch, OneToAnImage, drawing_from, make_generators
-from anyaccel.runtime.workarounds.overlapped_copy import find_ferry
-from anyaccel.runtime.workarounds.scheduler_on_cpu import keep_on_host
+from anyaccel.runtime.workarounds.function_modes import keeping_function_modes, make_pipeline_function_mode
+from anyaccel.runtime.workarounds.model_inputs import find_input_adapters, set_input_adapters
+from anyaccel.runtime.workarounds.nan_check import (
+    Outputs,
+    find_first_non_finite,
+    find_non_finite,
+    warn_safety_checker,
+    watching,
+)
+from anyaccel.runtime.workarounds.noise import (
+    BatchSliceNoise,
+    NoiseSource,
+    PerImageNoise,
+    drawing_from,
+    make_generators,
+)
+from anyaccel.runtime.workarounds.overlapped_copy import find_overlapped_copy
+from anyaccel.runtime.workarounds.scheduler_on_cpu import keep_on_cpu
 from anyaccel.upstream.diffusers_internals import is_argument_error
 
 __all__ = ["run_call"]
@@ -53,22 +65,24 @@ def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...],
 
 
 def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    request = read_request(pipe, call, args, kwargs)
-    admit(placement, request)
+    request = read_call_request(pipe, call, args, kwargs)
+    validate_call(placement, request)
     place_newcomers(pipe, placement)
     split = placement.plan.parallel.value
     if split is not None:
         request = share_noise(request)
     draws = _Draws(request)
 
-    def run(part: Request, first: int, parts: int) -> Any:
+    def run(part: CallRequest, first: int, parts: int) -> Any:
         if parts > 1 and (placement.progress is None or placement.progress.calls != parts):
             placement.progress = SharedProgress(parts)
         note_shape(placement, part)
         placement.running = True
         try:
             with apply_speedups(pipe, placement, part):
-                return run_split(pipe, split, _Run(pipe, placement, call, part, draws.take(first, part.images)).finish)
+                return run_split(
+                    pipe, split, _CallRun(pipe, placement, call, part, draws.take(first, part.images)).finish
+                )
         finally:
             _set_idle(pipe, placement)
 
@@ -87,8 +101,8 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
         placement.progress = None
         _set_idle(pipe, placement)
     result = join_results(results)
-    if placement.plan.watch.value:
-        explain_black(result)
+    if placement.plan.check_finite.value:
+        warn_safety_checker(result)
     _label(result, placement, request)
     return result
 
@@ -101,7 +115,7 @@ def _set_idle(pipe: Any, placement: Placement) -> None:
         current.running, current.progress = False, None
 
 
-def _label(result: Any, placement: Placement, request: Request) -> None:
+def _label(result: Any, placement: Placement, request: CallRequest) -> None:
     """A result carries its plan and its seeds, where it is an object that can."""
     if hasattr(result, "to_tuple"):
         plan = replace(placement.plan, report=replace(placement.report))  # later calls do not change this one
@@ -111,7 +125,7 @@ def _label(result: Any, placement: Placement, request: Request) -> None:
 class _Draws:
     """Where the noise of each part of a request comes from, at its beginning and again for a replay."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: CallRequest) -> None:
         self.request = request
         given = request.arguments.get("generator")
         self.shared = torch.default_generator if given is None else given
@@ -126,26 +140,26 @@ class _Draws:
         for generator, state in self.states:
             generator.set_state(state)
 
-    def take(self, first: int, images: int) -> Callable[[Request], tuple[Request, NoiseSource]]:
+    def take(self, first: int, images: int) -> Callable[[CallRequest], tuple[CallRequest, NoiseSource]]:
         """A function that sets the noise of one part to its start, and gives the part and its source."""
 
-        def begin(part: Request) -> tuple[Request, NoiseSource]:
+        def begin(part: CallRequest) -> tuple[CallRequest, NoiseSource]:
             if part.seeds:
                 generators = make_generators(part.seeds)
                 if "generator" in part.accepts:
                     part = part.with_arguments(generator=generators if len(generators) > 1 else generators[0])
-                return part, OneToAnImage(generators)
+                return part, PerImageNoise(generators)
             if self.one_for_all:
                 assert self.start is not None
                 self.shared.set_state(self.start)
                 if images < self.request.images:
-                    return part, OneOfABatch(self.shared, self.request.images, first, images)
+                    return part, BatchSliceNoise(self.shared, self.request.images, first, images)
             return part, NoiseSource()
 
         whole = len(self.states) != self.request.images
         states = self.states if whole else self.states[first : first + images]
 
-        def begin_again(part: Request) -> tuple[Request, NoiseSource]:
+        def begin_again(part: CallRequest) -> tuple[CallRequest, NoiseSource]:
             for generator, state in states:
                 generator.set_state(state)
             return begin(part)
@@ -159,26 +173,26 @@ def _states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
 
 def _runs_as_stock(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
     """Return whether a mode around the models would change nothing, and only cost time at every call of torch."""
-    return is_host(placement.device) and not plan.repairs.value and type(source) is NoiseSource
+    return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
-class _Run:
+class _CallRun:
     """One part of a request: run, looked at, and run again where it has to be."""
 
-    def __init__(self, pipe: Any, placement: Placement, call: Call, part: Request, begin: Any) -> None:
+    def __init__(self, pipe: Any, placement: Placement, call: Call, part: CallRequest, begin: Any) -> None:
         self.pipe, self.placement, self.call, self.part, self.begin = pipe, placement, call, part, begin
         self.components = find_components(pipe)
-        self.ferry = find_ferry(placement)
+        self.ferry = find_overlapped_copy(placement)
 
     def finish(self) -> Any:
         """The result, which is finite."""
         result, outputs = self._once()
-        if not self.placement.plan.watch.value:
+        if not self.placement.plan.check_finite.value:
             return result
         broken = (
-            find_broken(outputs)
+            find_non_finite(outputs)
             if self.ferry is None
-            else self.ferry.read(outputs.done, functools.partial(find_broken, outputs))
+            else self.ferry.read(outputs.done, functools.partial(find_non_finite, outputs))
         )
         if broken:
             result = self._mend(broken)
@@ -199,14 +213,14 @@ class _Run:
     def _seams(self, source: NoiseSource) -> Iterator[None]:
         placement = self.placement
         plan = placement.call_plan
-        set_boundaries(self.components, plan, placement.device)
+        set_input_adapters(self.components, plan, placement.device)
         with ExitStack() as stack:
             stack.enter_context(compiling(placement))
-            on_host = plan.schedule.value == "host"
-            numbers = stack.enter_context(keep_on_host(self.components)) if on_host else None
+            on_host = plan.scheduler.value == "cpu"
+            numbers = stack.enter_context(keep_on_cpu(self.components)) if on_host else None
             stack.enter_context(drawing_from(source))
             if numbers is not None or self.ferry is not None or not _runs_as_stock(placement, plan, source):
-                stack.enter_context(make_glue_seam(plan, placement.device, numbers, self.ferry))
+                stack.enter_context(make_pipeline_function_mode(plan, placement.device, numbers, self.ferry))
             stack.enter_context(keeping_function_modes())
             yield
 
@@ -217,7 +231,7 @@ class _Run:
                 f"the picture is not finite: {broken[0]} gave numbers that are not, on {self.placement.plan.device}",
                 hint="others use the model now; by itself the call would be tried in float32",
             )
-        with trace_first_break(self.components) as found:
+        with find_first_non_finite(self.components) as found:
             self._once()
         module, step = found[0] if found else (broken[0], 1)
         name = module.split(".")[0]
@@ -229,7 +243,7 @@ class _Run:
             self._cast(component, torch.float32, torch.float32)
             try:
                 result, outputs = self._once()
-                is_finite = not find_broken(outputs)
+                is_finite = not find_non_finite(outputs)
             finally:  # also after Ctrl-C or a lack of memory
                 if not is_finite:
                     self._cast(component, next(iter(narrow)), None)
@@ -244,11 +258,11 @@ class _Run:
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:
         """Cast one model, and what goes into it; weights that wait elsewhere are written there anew."""
-        with weights_at_home(self.pipe), drop_log_records(*FLOAT32_ADVICE):
+        with weights_on_cpu(self.pipe), drop_log_records(*FLOAT32_ADVICE):
             component.to(dtype)
             if inputs is None:
                 keep_float32(self.pipe, self.placement.plan)
-        for boundary in find_boundaries(component):
+        for boundary in find_input_adapters(component):
             boundary.cast_to = inputs
 
     def _report_float32(self, name: str, where: str) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 from anyaccel.backends.device import is_available
 from anyaccel.call_limits import SIDES, check_side, check_steps
 from anyaccel.errors import DeviceUnavailableError, UsageError
-from anyaccel.runtime.call_request import Request
+from anyaccel.runtime.call_request import CallRequest
 from anyaccel.runtime.placement_state import Placement
 
-__all__ = ["admit", "find_multiple"]
+__all__ = ["find_multiple", "validate_call"]
 
 
-def admit(placement: Placement, request: Request) -> None:
+def validate_call(placement: Placement, request: CallRequest) -> None:
     """Raise an error of our tree, with a hint, if the request cannot be run."""
     if not is_available(placement.plan.device):
         raise DeviceUnavailableError(
@@ -24,7 +24,7 @@ def admit(placement: Placement, request: Request) -> None:
     _admit_generators(request)
 
 
-def _admit_steps(request: Request) -> None:
+def _admit_steps(request: CallRequest) -> None:
     """Raise for fewer steps than one, of which some schedulers would return noise; a custom schedule has its own."""
     steps = request.arguments.get("num_inference_steps")
     custom = any(request.arguments.get(name) is not None for name in ("timesteps", "sigmas"))
@@ -32,7 +32,7 @@ def _admit_steps(request: Request) -> None:
         check_steps(steps)
 
 
-def _admit_size(request: Request) -> None:
+def _admit_size(request: CallRequest) -> None:
     """Raise for a negative size; what else a size must be is the pipeline's to say, and some round it."""
     for name in SIDES:
         side = request.arguments.get(name)
@@ -40,7 +40,7 @@ def _admit_size(request: Request) -> None:
             check_side(name, side)
 
 
-def _admit_generators(request: Request) -> None:
+def _admit_generators(request: CallRequest) -> None:
     """A list holds one for each image; where nothing is prompted, images are counted at the least."""
     given = request.arguments.get("generator")
     if not isinstance(given, list | tuple):

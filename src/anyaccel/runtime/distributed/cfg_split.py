@@ -17,7 +17,7 @@ from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.tracing.meta_module import map_tensors
 
-__all__ = ["share_guidance"]
+__all__ = ["split_cfg_over_ranks"]
 
 Forward = Callable[..., Any]
 
@@ -27,16 +27,16 @@ _COARSE = 5e-2
 """How far halves may be from the batch, against its largest number: in half precision sums of another order differ."""
 
 
-def share_guidance(model: torch.nn.Module, *, insist: bool) -> None:
+def split_cfg_over_ranks(model: torch.nn.Module, *, insist: bool) -> None:
     """Let each of two ranks run one half of every batch that a model is given.
 
     Where halves do not give what the batch gives, it is an error if one insists, else batches are run whole.
     """
     first = next(iter(inspect.signature(model.forward).parameters))
-    set_override(model, Slot.CFG_SPLIT, _SharedGuidance(first, insist))
+    set_override(model, Slot.CFG_SPLIT, _CfgSplit(first, insist))
 
 
-class _SharedGuidance:
+class _CfgSplit:
     """The override of one model's forward."""
 
     def __init__(self, first: str, insist: bool) -> None:

@@ -22,12 +22,12 @@ from anyaccel.backends.sheet import Distributed
 from anyaccel.backends.torch_device import is_host
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
 from anyaccel.library_logging import EXPERIMENTAL_ADVICE, drop_log_records
-from anyaccel.planning.facts import Facts
-from anyaccel.planning.options import FLOATING_BYTES, Wishes
+from anyaccel.planning.facts import PipelineFacts
+from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 from anyaccel.planning.parallel import Ranks, Split
 from anyaccel.planning.plan import Plan
-from anyaccel.runtime.call_request import Request
-from anyaccel.runtime.distributed.cfg_split import share_guidance
+from anyaccel.runtime.call_request import CallRequest
+from anyaccel.runtime.distributed.cfg_split import split_cfg_over_ranks
 from anyaccel.runtime.introspection import find_models, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.upstream.diffusers_internals import (
@@ -65,21 +65,21 @@ def count_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else 1
 
 
-def read_ranks(opened: OpenDevice, facts: Facts, wishes: Wishes) -> Ranks:
+def read_ranks(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> Ranks:
     """The processes that there are, as far as a plan depends on them."""
-    if wishes.parallel is None:
+    if options.parallel is None:
         return Ranks()
     types = read_tensor_parallel_devices()
-    return Ranks(count=count_ranks(), tensor_types=types, fits_alone=_fits_alone(opened, facts, wishes))
+    return Ranks(count=count_ranks(), tensor_types=types, fits_alone=_fits_alone(opened, facts, options))
 
 
-def _fits_alone(opened: OpenDevice, facts: Facts, wishes: Wishes) -> bool | None:
+def _fits_alone(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> bool | None:
     """Whether the weights fit on one device, by the memory on its label: what is free may differ between ranks."""
     try:
         total = opened.driver.memory(opened.index).total_bytes
     except NotMeasurableError:
         return None
-    number = FLOATING_BYTES[wishes.dtype or opened.sheet.default_dtypes.order[0]]
+    number = FLOATING_BYTES[options.dtype or opened.sheet.default_dtypes.order[0]]
     return sum(one.parameters for one in facts.components) * number <= total * _FREE_SHARE
 
 
@@ -143,8 +143,8 @@ def split_models(pipe: Any, placement: Placement) -> None:
         model = models[name]
         if vars(model).get(_MARK) == split:
             continue
-        if split.way == "cfg":
-            share_guidance(model, insist=placement.wishes.parallel != "auto")
+        if split.strategy == "cfg":
+            split_cfg_over_ranks(model, insist=placement.options.parallel != "auto")
         else:
             _enable(model, split, placement)
         vars(model)[_MARK] = split
@@ -154,7 +154,7 @@ def _enable(model: Any, split: Split, placement: Placement) -> None:
     from diffusers import ContextParallelConfig
 
     mesh = _make_mesh(placement.opened.sheet.torch_name, split)
-    if split.way == "context":
+    if split.strategy == "context":
         config: Any = ContextParallelConfig(ulysses_degree=split.ranks, mesh=mesh)
     else:
         config = make_tensor_parallel_config(split.ranks, mesh)
@@ -172,12 +172,12 @@ def _make_mesh(kind: str, split: Split) -> Any:
     """The ranks in the shape that diffusers takes them in; made once, since making one is a meeting of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if split.way == "context":
+    if split.strategy == "context":
         return init_device_mesh(kind, (1, split.ranks), mesh_dim_names=("ring", "ulysses"))
     return init_device_mesh(kind, (split.ranks,), mesh_dim_names=("tp",))
 
 
-def share_noise(request: Request) -> Request:
+def share_noise(request: CallRequest) -> CallRequest:
     """The request with rank 0's seeds, and every generator as rank 0 has it: all ranks draw the same noise."""
     given = request.arguments.get("generator")
     generators = [torch.default_generator, *(given if isinstance(given, list | tuple) else [given] if given else [])]

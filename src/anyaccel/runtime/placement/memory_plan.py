@@ -22,16 +22,16 @@ from anyaccel.planning.memory import (
     list_rules,
     make_forecast,
 )
-from anyaccel.planning.options import Wishes
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.parallel import weigh_rank
 from anyaccel.runtime.batch_split import split_request
-from anyaccel.runtime.call_request import Request, shape_of
+from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
 from anyaccel.tracing.meta_module import map_tensors
-from anyaccel.tracing.pipeline_trace import Traced
+from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.units import readable
 
 __all__ = [
@@ -120,7 +120,7 @@ def list_pipeline_rules(
     pipe: Any,
     images: int,
     at_once: int | None,
-    wishes: Wishes,
+    options: PlacementOptions,
     *,
     unified_memory: bool,
 ) -> list[MemoryRule]:
@@ -129,23 +129,23 @@ def list_pipeline_rules(
     `at_once` is how many a call may make, None for as many as fit: where it is given, no rule splits them further.
     """
     whole = at_once is not None and at_once >= images
-    wishes = replace(wishes, images_per_call=None if whole else at_once)
+    options = replace(options, images_per_call=None if whole else at_once)
     residences = _list_residences(pipe, unified_memory)
-    rules = list_rules(1 if whole else images, wishes, residences, has_parts=has_parts(pipe))
+    rules = list_rules(1 if whole else images, options, residences, has_parts=has_parts(pipe))
     return list(dict.fromkeys(rules))
 
 
 def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[MemoryRule]:
     """The ways in which a pipeline could run a call of so many images, the cheapest first."""
-    wishes = placement.wishes
+    options = placement.options
     if placement.offloaded_by_user:  # where the weights are was decided
-        wishes = replace(wishes, memory=placement.residence)
+        options = replace(options, memory=placement.residence)
     plan = placement.plan
     return list_pipeline_rules(
         pipe,
         images,
         plan.images_per_call.value,
-        wishes,
+        options,
         unified_memory=placement.opened.sheet.unified_memory,
     )
 
@@ -158,8 +158,8 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
-    whole = split is not None and split.way == "tensor"  # what is split cannot come and go
-    pinned, unified = "resident" if whole else placement.wishes.memory, placement.opened.sheet.unified_memory
+    whole = split is not None and split.strategy == "tensor"  # what is split cannot come and go
+    pinned, unified = "resident" if whole else placement.options.memory, placement.opened.sheet.unified_memory
     if capacity is None:
         reason = "asked for" if pinned else "the device does not tell how much memory it has"
         return Decision(MemoryRule(pinned or "resident"), reason)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def _bytes_of(name: str, placement: Placement) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def plan_call(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:
+def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
     """The first rule that fits a call; where nothing can be worked out, the one that the weights suggest."""
     capacity = find_capacity(pipe, placement)
     usual = _find_usual(placement.weights_rule, rules)
@@ -208,7 +208,7 @@ def _find_usual(weights_rule: Decision[MemoryRule], rules: list[MemoryRule]) -> 
 def does_not_fit(
     pipe: Any,
     placement: Placement,
-    request: Request,
+    request: CallRequest,
     reason: str,
     rules: list[MemoryRule] | None = None,
     capacity: int | None = None,
@@ -222,7 +222,7 @@ def does_not_fit(
 
 
 def _find_smaller(
-    pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule], capacity: int
+    pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule], capacity: int
 ) -> tuple[int, int] | None:
     """Return the first size that fits of 3/4, 1/2, 3/8 and 1/4 of each side, or None."""
     width, height = request.arguments.get("width"), request.arguments.get("height")
@@ -241,7 +241,7 @@ def _find_smaller(
     return None
 
 
-def _is_sure(pipe: Any, placement: Placement, request: Request, capacity: int) -> bool:
+def _is_sure(pipe: Any, placement: Placement, request: CallRequest, capacity: int) -> bool:
     """Whether a call fits by so much that it need not be worked out."""
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
@@ -262,8 +262,8 @@ def _is_sure(pipe: Any, placement: Placement, request: Request, capacity: int) -
     return weights + held <= capacity
 
 
-def _make_measurement(pipe: Any, placement: Placement, request: Request) -> Measurement:
-    traced = Traced()
+def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
+    traced = PipelineTrace()
     clone = clone_pipeline(pipe, type(pipe)._plain_class, traced)
 
     def arguments(images: int) -> dict[str, Any]:

@@ -36,11 +36,11 @@ from anyaccel.upstream.diffusers_internals import read_never_offloaded
 from anyaccel.upstream.torch_internals import read_buffer_table, read_parameter_table, read_version
 
 __all__ = [
-    "bring_home",
     "end_phase",
     "find_lost_change",
     "has_unstreamed_weights",
     "make_lost_change_error",
+    "move_to_cpu",
     "set_residence",
 ]
 
@@ -81,7 +81,7 @@ def has_unstreamed_weights(pipe: Any) -> bool:
 def end_phase(pipe: Any, *, failed: bool = False) -> None:
     """Let go of the weights of the last phase, where they come from disk, and of layers that a call left behind."""
     room = vars(pipe).get(_ROOM)
-    if isinstance(room, _Room):
+    if isinstance(room, _PhaseOffloader):
         room.empty()
     for model in find_models(pipe).values():
         end_streaming_call(model, failed=failed)
@@ -93,7 +93,9 @@ def find_lost_change(pipe: Any) -> str | None:
         if not isinstance(part, torch.nn.Module):
             continue
         hook = find_hook(part)
-        known = {id(_get(places)) for places in hook.shelf.places.values()} if isinstance(hook, _FromDisk) else None
+        known = (
+            {id(_get(places)) for places in hook.shelf.places.values()} if isinstance(hook, _LoadFromDiskHook) else None
+        )
         for one in part.parameters():
             if one.is_meta and (read_version(one) or (known is not None and id(one) not in known)):
                 return name
@@ -109,14 +111,14 @@ def make_lost_change_error(name: str) -> UsageError:
     )
 
 
-def bring_home(pipe: Any) -> None:
+def move_to_cpu(pipe: Any) -> None:
     """Bring every model to the host, whole and without the hooks of an earlier residence."""
     with being_offloaded(pipe):
         pipe.remove_all_hooks()
     for model in find_models(pipe).values():
         stop_streaming(model)
     room = vars(pipe).pop(_ROOM, None)
-    if isinstance(room, _Room):
+    if isinstance(room, _PhaseOffloader):
         room.remove_files()
     with being_offloaded(pipe):
         pipe.to("cpu", silence_dtype_warnings=True)
@@ -124,7 +126,7 @@ def bring_home(pipe: Any) -> None:
 
 def _keep_on_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
     """Write every model's weights to files and let go of them; they come back when their turn comes."""
-    room = _Room(pipe, device, read_facts(pipe).denoisers)
+    room = _PhaseOffloader(pipe, device, read_facts(pipe).denoisers)
     vars(pipe)[_ROOM] = room
     models = {name: part for name, part in find_components(pipe).items() if isinstance(part, torch.nn.Module)}
     for name, model in models.items():
@@ -132,19 +134,19 @@ def _keep_on_disk(pipe: Any, device: torch.device, *, by_layer: bool) -> None:
             # Buffers stay: pipelines read some of them, such as the statistics of an autoencoder.
             disk_offload(model, str(room.folder / name), execution_device=device)
         else:
-            add_hook_to_module(model, _FromDisk(room, name))
+            add_hook_to_module(model, _LoadFromDiskHook(room, name))
 
 
-class _Room:
+class _PhaseOffloader:
     """The part of the device that the models of one pipeline take in turns, and the folder that they come from."""
 
     def __init__(self, pipe: Any, device: torch.device, denoisers: Collection[str]) -> None:
         self.device, self.denoisers = device, denoisers
         self.folder, lock = make_weights_folder()
-        self.inside: dict[str, _Shelf] = {}
+        self.inside: dict[str, _DiskWeights] = {}
         self.remove_files = weakref.finalize(pipe, remove_weights_folder, self.folder, lock)
 
-    def enter(self, name: str, shelf: _Shelf) -> None:
+    def enter(self, name: str, shelf: _DiskWeights) -> None:
         """Make room for a model, and read its weights: what denoises stays together, and so does what does not."""
         if name in self.inside:
             return
@@ -160,18 +162,18 @@ class _Room:
             self.inside.popitem()[1].let_go()
 
 
-class _FromDisk(ModelHook):  # type: ignore[misc]
+class _LoadFromDiskHook(ModelHook):  # type: ignore[misc]
     """A model whose weights lie in a file until its phase begins."""
 
     no_grad = True
 
-    def __init__(self, room: _Room, name: str) -> None:
+    def __init__(self, room: _PhaseOffloader, name: str) -> None:
         self.room, self.name = room, name
         self.execution_device = room.device
 
     def init_hook(self, module: torch.nn.Module) -> torch.nn.Module:
         """Write the weights, and let go of them."""
-        self.shelf = _Shelf(self.room.folder / f"{self.name}.safetensors", module)
+        self.shelf = _DiskWeights(self.room.folder / f"{self.name}.safetensors", module)
         self.shelf.write()
         self.shelf.let_go()
         return module
@@ -191,7 +193,7 @@ class _FromDisk(ModelHook):  # type: ignore[misc]
         return module
 
 
-class _Shelf:
+class _DiskWeights:
     """The weights of one model in a file, and the places in the model that each of them belongs to.
 
     Places are layers and not names: an adapter that is put around a layer gives it another name. What was added since,

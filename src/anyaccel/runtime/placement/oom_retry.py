@@ -16,36 +16,36 @@ from anyaccel.errors import AnyaccelError, first_line
 from anyaccel.planning.attention import choose_attention
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.memory import MemoryRule, Residence
-from anyaccel.planning.workarounds import choose_repairs
+from anyaccel.planning.workarounds import choose_workarounds
 from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.batch_split import split_request
-from anyaccel.runtime.call_request import Request, shape_of
+from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, read_facts
 from anyaccel.runtime.placement.memory_plan import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call
 from anyaccel.runtime.placement.offload import (
-    bring_home,
     end_phase,
     find_lost_change,
     has_unstreamed_weights,
     make_lost_change_error,
+    move_to_cpu,
     set_residence,
 )
-from anyaccel.runtime.placement.oom_history import has_learnt, recall, remember
+from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, save_outcome
 from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement
 from anyaccel.runtime.speed.session import forget_captured_graphs, remove_speedups
-from anyaccel.runtime.workarounds.function_modes import make_glue_seam
-from anyaccel.runtime.workarounds.model_inputs import set_boundaries
+from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
+from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_parts
 
-__all__ = ["apply_rule", "free", "let_go_of_frames", "move_weights", "run_within_memory", "weights_at_home"]
+__all__ = ["apply_rule", "clear_traceback_frames", "free", "move_weights", "run_within_memory", "weights_on_cpu"]
 
 _LOG = logging.getLogger(__name__)
 
-Run = Callable[[Request, int, int], Any]
+Run = Callable[[CallRequest, int, int], Any]
 """Runs a part of a request: the part, its first image, and how many parts there are."""
 
 
-def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Run) -> list[Any]:
+def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:
     """The results of a request's parts; images that were made before memory ran out are kept."""
     _check_weights(pipe, placement)
     before = placement.memory_rule
@@ -72,11 +72,11 @@ def run_within_memory(pipe: Any, placement: Placement, request: Request, run: Ru
                 _send_weights_back(pipe, placement)
                 raise
             words = first_line(error)
-            let_go_of_frames(error)
+            clear_traceback_frames(error)
         else:
             if place:
                 placement.call_plans[shape_of(request)] = CallPlan(decision)
-                remember(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
+                save_outcome(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return results
         forget_captured_graphs(pipe)
         if placement.residence != "resident":
@@ -97,14 +97,14 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
 
 
 @contextmanager
-def weights_at_home(pipe: Any) -> Iterator[None]:
+def weights_on_cpu(pipe: Any) -> Iterator[None]:
     """While the block runs, weights that wait elsewhere are in their models, on the host."""
     placement = find_placement(pipe)
     residence = placement.residence if placement is not None else None
     if placement is None or residence not in ("phase", "layer"):
         yield
         return
-    bring_home(pipe)
+    move_to_cpu(pipe)
     placement.residence = None
     try:
         yield
@@ -121,7 +121,7 @@ def _send_weights_back(pipe: Any, placement: Placement) -> None:
             pipe.maybe_free_model_hooks()
 
 
-def _choose(pipe: Any, placement: Placement, request: Request, rules: list[MemoryRule]) -> CallPlan:
+def _choose(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
     """What was planned for this shape before, what was learnt of it, or what can be worked out."""
     shape = shape_of(request)
     if placement.plan.parallel.value is not None:
@@ -129,7 +129,7 @@ def _choose(pipe: Any, placement: Placement, request: Request, rules: list[Memor
     known = placement.call_plans.get(shape)
     if known is not None and known.decision.value in rules:
         return known
-    learnt = recall(_key(pipe, placement, request), find_capacity(pipe, placement)) if has_learnt() else None
+    learnt = load_outcome(_key(pipe, placement, request), find_capacity(pipe, placement)) if has_outcome() else None
     if learnt in rules:
         chosen = CallPlan(Decision(learnt, "a call of this shape ran out of memory here with anything faster"))
     else:
@@ -138,7 +138,7 @@ def _choose(pipe: Any, placement: Placement, request: Request, rules: list[Memor
     return chosen
 
 
-def _key(pipe: Any, placement: Placement, request: Request) -> str:
+def _key(pipe: Any, placement: Placement, request: CallRequest) -> str:
     facts = read_facts(pipe)
     weights = ", ".join(f"{component.name} {component.parameters}" for component in facts.components)
     device = f"{placement.plan.title} {placement.opened.driver.device_name(placement.opened.index)}"
@@ -155,30 +155,30 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     rule = decision.value
     if rule.residence != placement.residence:
         move_weights(pipe, placement, rule.residence)
-    if rule.way.vae_in_parts != placement.vae_in_parts:
-        set_parts(pipe, rule.way.vae_in_parts)
-        placement.vae_in_parts = rule.way.vae_in_parts
+    if rule.savings.vae_in_parts != placement.vae_in_parts:
+        set_parts(pipe, rule.savings.vae_in_parts)
+        placement.vae_in_parts = rule.savings.vae_in_parts
     sheet, plan = placement.opened.sheet, placement.plan
     attention = plan.attention
-    if rule.way.sliced_attention:
-        wishes = replace(placement.wishes, attention_slicing="max")
-        attention = choose_attention(sheet, wishes, int(getattr(torch, plan.dtype.value).itemsize))
+    if rule.savings.sliced_attention:
+        options = replace(placement.options, attention_slicing="max")
+        attention = choose_attention(sheet, options, int(getattr(torch, plan.dtype.value).itemsize))
         attention = replace(attention, reason="all heads at once do not fit into the memory")
     report = placement.report
     report.memory = None if decision == plan.memory else decision
     report.forecast = call.forecast if call else None
     if attention.value != placement.call_plan.attention.value:
-        repairs = choose_repairs(sheet, plan.replacements.value, attention.value)
-        placement.call_plan = replace(plan, attention=attention, repairs=repairs)
-        set_boundaries(find_components(pipe), placement.call_plan, placement.device)
+        repairs = choose_workarounds(sheet, plan.replacements.value, attention.value)
+        placement.call_plan = replace(plan, attention=attention, workarounds=repairs)
+        set_input_adapters(find_components(pipe), placement.call_plan, placement.device)
 
 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
     """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
     placement.residence = None
     remove_speedups(pipe, placement)
-    bring_home(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
-    with make_glue_seam(placement.plan, placement.device):
+    move_to_cpu(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
+    with make_pipeline_function_mode(placement.plan, placement.device):
         set_residence(pipe, residence, placement.device, placement.opened)
     placement.residence = residence
 
@@ -191,11 +191,11 @@ def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> N
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        let_go_of_frames(error)
+        clear_traceback_frames(error)
         free(placement)
 
 
-def let_go_of_frames(error: BaseException) -> None:
+def clear_traceback_frames(error: BaseException) -> None:
     """Let go of what the functions that failed still hold, those of errors behind the error too."""
     seen: BaseException | None = error
     while seen is not None:

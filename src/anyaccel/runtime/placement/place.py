@@ -24,7 +24,7 @@ from anyaccel.library_logging import FLOAT32_ADVICE, drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.dtype import find_smaller_dtype
 from anyaccel.planning.memory import MemoryRule, Residence
-from anyaccel.planning.options import Wishes, check_residence, read_wishes
+from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan
 from anyaccel.runtime.distributed.parallel import (
     check_splits,
@@ -37,13 +37,13 @@ from anyaccel.runtime.distributed.parallel import (
 from anyaccel.runtime.introspection import find_components, find_models, read_facts
 from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
-from anyaccel.runtime.placement.offload import bring_home
-from anyaccel.runtime.placement.oom_retry import free, let_go_of_frames, move_weights
-from anyaccel.runtime.placement_state import Placement, drop_placement, find_placement, find_wishes, keep_placement
+from anyaccel.runtime.placement.offload import move_to_cpu
+from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free, move_weights
+from anyaccel.runtime.placement_state import Placement, drop_placement, find_options, find_placement, keep_placement
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.speed.session import remove_speedups
-from anyaccel.runtime.workarounds.function_modes import make_glue_seam
-from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_boundaries
+from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
+from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_input_adapters
 from anyaccel.upstream import diffusers_internals, transformers_internals
 from anyaccel.upstream.torch_internals import allow_half_precision_attention
 
@@ -61,10 +61,10 @@ __all__ = [
 Device = str | int | torch.device | OpenDevice
 
 
-def resolve_device(device: Device | None, wishes: Wishes) -> OpenDevice:
+def resolve_device(device: Device | None, options: PlacementOptions) -> OpenDevice:
     """Open the device that an argument names, with what the vendor's software reads set before; None is the CPU."""
     if isinstance(device, OpenDevice):
-        _set_variables(device.sheet, wishes)
+        _set_variables(device.sheet, options)
         return device
     spec = read_device(torch.device("cpu") if device is None else device)
     if spec.virtual:
@@ -72,42 +72,42 @@ def resolve_device(device: Device | None, wishes: Wishes) -> OpenDevice:
 
         spec = start_spec(spec)
     if spec.name != AUTO:
-        _set_variables(find_sheet(spec), wishes)
+        _set_variables(find_sheet(spec), options)
     return open_device(spec)
 
 
-def _set_variables(sheet: Sheet, wishes: Wishes) -> None:
+def _set_variables(sheet: Sheet, options: PlacementOptions) -> None:
     """Set what the vendor's software reads when it is imported or run; these stay for the process."""
     for variable in sheet.variables:
-        off = variable.switch and not getattr(wishes, variable.switch)
+        off = variable.switch and not getattr(options, variable.switch)
         if variable.value and not off:
             os.environ[variable.name] = variable.value
-    chosen = next((mode for mode in sheet.modes if mode.name == wishes.mode), None)
+    chosen = next((mode for mode in sheet.modes if mode.name == options.mode), None)
     for name, value in chosen.settings if chosen else ():
         before = os.environ.get(name)
         if before not in (None, value) and any(module in sys.modules for module in sheet.modules):
             raise UsageError(
-                f"{sheet.title} was started with {name}={before}, and mode={wishes.mode!r} needs {value}",
+                f"{sheet.title} was started with {name}={before}, and mode={options.mode!r} needs {value}",
                 hint=f"set {name}={value} before the program starts",
             )
         os.environ[name] = value
 
 
-def plan_pipeline(pipe: Any, opened: OpenDevice, wishes: Wishes, dtype: Decision[str] | None = None) -> Plan:
+def plan_pipeline(pipe: Any, opened: OpenDevice, options: PlacementOptions, dtype: Decision[str] | None = None) -> Plan:
     """Return the plan for a pipeline in memory on an open device."""
     on_host = opened.sheet.is_host
     facts = read_facts(pipe)
-    measured = measure_half_precision() if on_host and wishes.dtype is None else None
+    measured = measure_half_precision() if on_host and options.dtype is None else None
     return make_plan(
         opened.sheet,
         facts,
-        wishes,
+        options,
         device=f"{opened.sheet.name}:{opened.index}",
         virtual=find_device(opened.sheet.name).virtual,
         half_precision_cost=measured,
         dtype=dtype,
         environment=os.environ,
-        ranks=read_ranks(opened, facts, wishes),
+        ranks=read_ranks(opened, facts, options),
     )
 
 
@@ -128,18 +128,18 @@ def place_pipeline(
     before = find_placement(pipe)
     types = {name: asked[name] for name in ("dtype", "smallest_dtype") if asked.get(name) is not None}
     asked = {**asked, **{name: dtype_name(dtype) for name, dtype in types.items()}}
-    wishes = read_wishes(asked, find_wishes(pipe))
-    opened = before.opened if device is None and before else resolve_device(device, wishes)
-    if wishes.parallel is not None and count_ranks() > 1 and (device is not None or before is None):
+    options = read_options(asked, find_options(pipe))
+    opened = before.opened if device is None and before else resolve_device(device, options)
+    if options.parallel is not None and count_ranks() > 1 and (device is not None or before is None):
         opened = take_own_device(opened, device)
-    if offloaded is None and (before is None or before.wishes.memory != wishes.memory):  # a new pin must make sense
-        check_residence(wishes.memory, unified_memory=opened.sheet.unified_memory)
+    if offloaded is None and (before is None or before.options.memory != options.memory):  # a new pin must make sense
+        check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
-    plan = plan_pipeline(pipe, opened, wishes, dtype)
+    plan = plan_pipeline(pipe, opened, options, dtype)
     check_splits(pipe, plan.parallel.value)
     place = opened.tensor_device
-    if before is None or (plan.quantized.value, plan.dtype.value) != (
-        before.plan.quantized.value,
+    if before is None or (plan.quantization.value, plan.dtype.value) != (
+        before.plan.quantization.value,
         before.plan.dtype.value,
     ):
         check_not_quantized(pipe, "placing it so")
@@ -148,7 +148,7 @@ def place_pipeline(
         join_ranks(opened, plan)
     _undo(pipe, before)
     try:
-        placement = _plan_weights(pipe, Placement(opened, place, plan, wishes, loaded=loaded), offloaded)
+        placement = _plan_weights(pipe, Placement(opened, place, plan, options, loaded=loaded), offloaded)
         placement.vae_in_parts = before is not None and before.vae_in_parts
         with _dropping_placement_on_error(pipe):
             if offloaded is not None:
@@ -156,7 +156,7 @@ def place_pipeline(
             else:
                 _move(pipe, placement, move)
     except DoesNotFitError as error:
-        smaller = None if offloaded else find_smaller_dtype(opened.sheet, plan.dtype.value, wishes)
+        smaller = None if offloaded else find_smaller_dtype(opened.sheet, plan.dtype.value, options)
         if smaller is None:
             raise
         decision = _explain_smaller_dtype(smaller, plan.dtype.value, error)
@@ -175,7 +175,7 @@ def _undo(pipe: Any, before: Placement | None) -> None:
     if offloaded_by_plan or any(is_streamed(model) for model in find_models(pipe).values()):
         if before is not None:
             before.residence = None  # if the new placement is refused, the next call brings the weights back
-        bring_home(pipe)
+        move_to_cpu(pipe)
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def _dropping_placement_on_error(pipe: Any) -> Iterator[None]:
 def fall_back_in_dtype(pipe: Any, placement: Placement, error: DoesNotFitError) -> bool:
     """Place a pipeline that does not fit again, in the smaller dtype that its user allows; whether there is one."""
     chosen = placement.plan.dtype.value
-    smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.wishes)
+    smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.options)
     if smaller is None:
         return False
     pipe.place_as_decided(None, {"dtype": smaller}, _explain_smaller_dtype(smaller, chosen, error))
@@ -207,7 +207,7 @@ def _plan_weights(pipe: Any, draft: Placement, offloaded: Residence | None) -> P
     """Complete a draft with the decision where the weights go, which needs the device's free memory."""
     rule = Decision(MemoryRule(offloaded), "requested") if offloaded else plan_weights(pipe, draft)
     plan = replace(draft.plan, memory=rule)
-    placement = Placement(draft.opened, draft.device, plan, draft.wishes, loaded=draft.loaded, weights_rule=rule)
+    placement = Placement(draft.opened, draft.device, plan, draft.options, loaded=draft.loaded, weights_rule=rule)
     placement.residence, placement.offloaded_by_user = offloaded, offloaded is not None
     return placement
 
@@ -227,14 +227,14 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
             if not is_out_of_memory(error):
                 raise
             words = first_line(error)
-            let_go_of_frames(error)
+            clear_traceback_frames(error)
         else:
             return
         move(torch.device("cpu"), None)
         free(placement)
         reason = f"{residence} ran out of memory: {words}"
         following = [other for other in residences if residences.index(other) > residences.index(residence)]
-        if not following or placement.wishes.memory is not None:
+        if not following or placement.options.memory is not None:
             raise DoesNotFitError(
                 f"{type(pipe).__name__} does not fit on {placement.plan.device}: {reason}",
                 hint="take a device with more memory",
@@ -245,10 +245,10 @@ def _move(pipe: Any, placement: Placement, move: Any) -> None:
 def _cast(pipe: Any, placement: Placement, place: torch.device, move: Any) -> None:
     """Move a pipeline, and cast its models to the types that the plan says."""
     plan = placement.plan
-    with torch.no_grad(), make_glue_seam(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
+    with torch.no_grad(), make_pipeline_function_mode(plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
         dtype = getattr(torch, plan.dtype.value)
         kept = dict(plan.component_dtypes.value)
-        if plan.parallel.value is not None and plan.parallel.value.way == "tensor":
+        if plan.parallel.value is not None and plan.parallel.value.strategy == "tensor":
             _cast_denoisers(pipe, plan, dtype)
             split_models(pipe, placement)
         move(place, None if kept else dtype)
@@ -279,21 +279,21 @@ def _capture(pipe: Any, opened: OpenDevice) -> None:
 
 def replan(pipe: Any, placement: Placement, asked: dict[str, Any]) -> None:
     """Plan a pipeline anew for new wishes; it stays where it is and in the type that it has."""
-    wishes = read_wishes(asked, placement.wishes)
+    options = read_options(asked, placement.options)
     before = placement.plan
-    plan = plan_pipeline(pipe, placement.opened, replace(wishes, dtype=before.dtype.value), before.dtype)
+    plan = plan_pipeline(pipe, placement.opened, replace(options, dtype=before.dtype.value), before.dtype)
     plan = replace(plan, component_dtypes=before.component_dtypes, memory=before.memory, report=replace(before.report))
-    settle(pipe, replace(placement, plan=plan, call_plan=plan, wishes=wishes, call_plans={}), placement)
+    settle(pipe, replace(placement, plan=plan, call_plan=plan, options=options, call_plans={}), placement)
 
 
 def settle(pipe: Any, placement: Placement, before: Placement | None = None) -> None:
     """Put the boundaries on a pipeline's models, and remember its placement."""
     if before is not None and before.device == placement.device:
         placement.cache_dir = before.cache_dir
-        placement.report.compiled = before.report.compiled
+        placement.report.compiled_models = before.report.compiled_models
         placement.report.compiled_sizes = before.report.compiled_sizes
     components = find_components(pipe)
-    set_boundaries(components, placement.plan, placement.device)
+    set_input_adapters(components, placement.plan, placement.device)
     drop_stale_casts(components)
     placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
     placement.denoisers = read_facts(pipe).denoisers
@@ -317,7 +317,11 @@ def place_newcomers(pipe: Any, placement: Placement) -> None:
     quantized = {one.name for one in facts.components if one.quantized}
     kept = quantized | set(placement.component_dtypes)
     place = placement.device if placement.residence == "resident" else torch.device("cpu")
-    with torch.no_grad(), make_glue_seam(placement.plan, placement.device), drop_log_records(*FLOAT32_ADVICE):
+    with (
+        torch.no_grad(),
+        make_pipeline_function_mode(placement.plan, placement.device),
+        drop_log_records(*FLOAT32_ADVICE),
+    ):
         for name, model in new.items():
             model.to(place) if name in kept else model.to(place, getattr(torch, placement.plan.dtype.value))
 

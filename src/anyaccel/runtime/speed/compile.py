@@ -15,12 +15,12 @@ import torch
 from anyaccel.errors import NotMeasurableError, UnknownComponentError, UsageError, nearest
 from anyaccel.planning.compiler import CompileRule
 from anyaccel.planning.decision import Decision
-from anyaccel.runtime.call_request import Request, bucket_of
+from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_components, find_denoisers, find_models, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forward
 from anyaccel.runtime.speed.graph_fusions import fuse
-from anyaccel.runtime.speed.graph_workarounds import GraphRepairs, read_graph_repairs
+from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
@@ -38,10 +38,10 @@ def compile_components(
     fullgraph: bool | None,
 ) -> None:
     """Compile some models of a pipeline: those that run at every step unless others are named."""
-    rule = placement.plan.compile.value
+    rule = placement.plan.compiler.value
     if not rule.backend:
         raise NotMeasurableError(
-            f"no compiler is known for {placement.plan.title}: {placement.plan.compile.reason}",
+            f"no compiler is known for {placement.plan.title}: {placement.plan.compiler.reason}",
             hint="run it without compiling",
         )
     chosen = _choose(pipe, names)
@@ -55,16 +55,16 @@ def compile_components(
         for name in chosen:
             _compile(pipe, name, placement, whole)
     report = placement.report
-    names = tuple(dict.fromkeys((*(report.compiled.value if report.compiled else ()), *chosen)))
+    names = tuple(dict.fromkeys((*(report.compiled_models.value if report.compiled_models else ()), *chosen)))
     cached = f", cached in {placement.cache_dir}" if placement.cache_dir else ""
-    report.compiled = Decision(names, f"requested: {rule}{cached}")
+    report.compiled_models = Decision(names, f"requested: {rule}{cached}")
 
 
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     """Compile what takes the time of a picture in place, as the plan says: denoisers, and what decodes."""
     plan = placement.plan
-    compiling = plan.compiling.value
-    options = _find_options(placement, plan.compile.value.fullgraph)
+    compiling = plan.compile_policy.value
+    options = _find_options(placement, plan.compiler.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
     denoisers = [
         name for name, model in find_denoisers(pipe, placement).items() if not LayerHooks(model).has_foreign_forward()
@@ -129,18 +129,18 @@ def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> Non
 
 def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     plan = placement.plan
-    rule: CompileRule = plan.compile.value
+    rule: CompileRule = plan.compiler.value
     if rule.backend == "inductor":
         set_triton_assembler()
     return {
-        "backend": _find_backend(rule.backend, read_graph_repairs(plan, placement.device), plan.fusions.value),
+        "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),
         "fullgraph": fullgraph,
         "dynamic": False if rule.static else None,
     }
 
 
 @functools.cache  # graphs are shared among models for as long as their backend is one object
-def _find_backend(name: str, repairs: GraphRepairs, fusions: tuple[str, ...]) -> Any:
+def _find_backend(name: str, repairs: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
     """Return the compiler's name, or the compiler behind passes that change a graph first."""
     if not repairs and not fusions:
         return name
@@ -163,14 +163,14 @@ def compiling(placement: Placement) -> Iterator[None]:
 
     A compiler that is told nothing may write its own default there: that is put back too.
     """
-    variable = placement.plan.compile.value.cache_variable
-    if not variable or not (placement.cache_dir or placement.report.compiled):
+    variable = placement.plan.compiler.value.cache_variable
+    if not variable or not (placement.cache_dir or placement.report.compiled_models):
         yield
         return
     with _put_back(variable):
         folder = placement.cache_dir or _find_own_folder(placement, variable)
         if folder:
-            os.environ[variable] = placement.plan.compile.value.cache_value.format(folder)
+            os.environ[variable] = placement.plan.compiler.value.cache_value.format(folder)
         yield
 
 
@@ -209,10 +209,10 @@ def _put_back(variable: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def note_shape(placement: Placement, request: Request) -> None:
+def note_shape(placement: Placement, request: CallRequest) -> None:
     """Note the size that a compiled pipeline is about to run at; a new one may be compiled, which takes time."""
-    report, rule = placement.report, placement.plan.compile.value
-    if report.compiled is None:
+    report, rule = placement.report, placement.plan.compiler.value
+    if report.compiled_models is None:
         return
     sizes = report.compiled_sizes.value if report.compiled_sizes else ()
     size = bucket_of(request)

@@ -17,7 +17,7 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
     """All that what was compiled depends on."""
     plan = placement.plan
     models = find_models(pipe)
-    compiled = placement.report.compiled
+    compiled = placement.report.compiled_models
     names = compiled.value if compiled is not None else ()
     structure = {name: _describe_model(models[name]) for name in names if name in models}
     return {
@@ -25,8 +25,8 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
         "structure": hashlib.sha256(json.dumps(structure, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "shape": shape,
         "dtype": plan.dtype.value,
-        "how": f"{plan.compiling.value.region}; {plan.compile.value}",
-        "with": f"fusions {plan.fusions}; channels last {plan.channels_last}; in {plan.quantized}",
+        "how": f"{plan.compile_policy.value.region}; {plan.compiler.value}",
+        "with": f"fusions {plan.fusions}; channels last {plan.channels_last}; in {plan.quantization}",
         "attention": str(plan.attention),
         "device": placement.opened.driver.device_name(placement.opened.index),
         **find_versions(),

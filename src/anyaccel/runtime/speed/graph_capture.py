@@ -22,7 +22,7 @@ from anyaccel.backends.driver import Recorder
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import first_line
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
-from anyaccel.runtime.workarounds.function_modes import GlueSeam, ModelSeam
+from anyaccel.runtime.workarounds.function_modes import ModelFunctionMode, PipelineFunctionMode
 from anyaccel.upstream.torch_internals import (
     count_dispatch_modes,
     count_function_modes,
@@ -221,7 +221,7 @@ def _has_foreign_modes() -> bool:
     """Return whether a `TorchFunctionMode` other than ours is active: a replay would not run it."""
     if not count_function_modes():
         return False
-    return any(not isinstance(mode, GlueSeam | ModelSeam) for mode in read_function_modes())
+    return any(not isinstance(mode, PipelineFunctionMode | ModelFunctionMode) for mode in read_function_modes())
 
 
 def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:

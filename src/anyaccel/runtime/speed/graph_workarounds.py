@@ -20,13 +20,13 @@ from anyaccel.planning.attention import AttentionRule
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds import sliced_attention, uninitialized_memory
 
-__all__ = ["GraphRepairs", "read_graph_repairs"]
+__all__ = ["GraphWorkarounds", "read_graph_workarounds"]
 
 _REPLACED_DTYPES = ("float64",)
 
 
 @dataclass(frozen=True)
-class GraphRepairs:
+class GraphWorkarounds:
     """The repairs of a plan that a graph needs; graphs with equal ones are shared."""
 
     device: str = ""
@@ -36,7 +36,7 @@ class GraphRepairs:
     addends: bool = False
 
     def __bool__(self) -> bool:
-        return self != GraphRepairs(self.device)
+        return self != GraphWorkarounds(self.device)
 
     def apply(self, module: torch.fx.GraphModule) -> None:
         """Make the repairs in a graph, in place."""
@@ -55,15 +55,15 @@ class GraphRepairs:
         return handlers
 
 
-def read_graph_repairs(plan: Plan, device: torch.device) -> GraphRepairs:
+def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds:
     """Return what a plan repairs in graphs for a device."""
-    repairs = plan.repairs.value
-    return GraphRepairs(
+    repairs = plan.workarounds.value
+    return GraphWorkarounds(
         device=device.type,
         dtypes=tuple(pair for pair in plan.replacements.value if pair[0] in _REPLACED_DTYPES and pair[1] != "pairs"),
         attention=plan.attention.value if "attention" in repairs else None,
-        zeros="zeros" in repairs,
-        addends="addends" in repairs,
+        zeros="zero_empty" in repairs,
+        addends="ignore_beta_zero" in repairs,
     )
 
 

@@ -25,7 +25,7 @@ _MULTIPLE = 16
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
     """Quantize the matrices of the models that run at every step, once; where that fails, the report says why."""
-    if not placement.plan.quantized.value or placement.report.quantized is not None:
+    if not placement.plan.quantization.value or placement.report.quantization is not None:
         return
     todo = {name: model for name, model in find_denoisers(pipe, placement).items() if not is_quantized(model)}
     for name, model in todo.items():
@@ -37,9 +37,9 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
                 raise
             words = first_line(error)
             _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)
-            placement.report.quantized = Decision("", f"torch cannot: {words}")
+            placement.report.quantization = Decision("", f"torch cannot: {words}")
             return
-        vars(model)[_MARK] = placement.plan.quantized.value  # before the first: memory may run out half way
+        vars(model)[_MARK] = placement.plan.quantization.value  # before the first: memory may run out half way
         for part, layer in places:  # one after another, so that no more than one weight is there twice
             setattr(part, layer, Float8Linear(getattr(part, layer)))
     if todo:

@@ -18,7 +18,7 @@ from anyaccel.library_logging import drop_log_records
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.speedups import is_worth_compiling
 from anyaccel.processes.gc_control import gc_paused
-from anyaccel.runtime.call_request import Request, bucket_of
+from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_denoisers, find_models
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.speed.compile import compile_for_speed, compiling, has_decoder
@@ -31,13 +31,20 @@ from anyaccel.runtime.speed.step_skipping import counting_steps, find_steps
 from anyaccel.units import readable
 from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
 
-__all__ = ["Speed", "apply_speedups", "forget_captured_graphs", "load_compiled", "remove_speedups", "save_compiled"]
+__all__ = [
+    "SpeedState",
+    "apply_speedups",
+    "forget_captured_graphs",
+    "load_compiled",
+    "remove_speedups",
+    "save_compiled",
+]
 
 _LOG = logging.getLogger("anyaccel")
 
 
 @dataclass
-class Speed:
+class SpeedState:
     """How long images took so far, and whether models were compiled because of that."""
 
     images: int = 0
@@ -52,13 +59,13 @@ class Speed:
 
 
 @contextmanager
-def apply_speedups(pipe: Any, placement: Placement, part: Request) -> Iterator[None]:
+def apply_speedups(pipe: Any, placement: Placement, part: CallRequest) -> Iterator[None]:
     """Run a call with the speed-ups of its plan; the time it takes counts for the next."""
     if placement.residence != "resident" or placement.shared:
         with counting_steps(pipe, None):  # a call inside another one's callback is not among that one's steps
             yield
         return
-    speed = placement.speed = placement.speed or Speed()
+    speed = placement.speed = placement.speed or SpeedState()
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
     _check_compiled(placement)
@@ -92,7 +99,7 @@ def _collect_later(later: bool) -> Iterator[None]:
 @contextmanager
 def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
     """Let denoisers return earlier outputs at the steps that the plan names."""
-    rule = placement.plan.reuse.value
+    rule = placement.plan.step_skipping.value
     with counting_steps(pipe, rule) as steps:
         if steps is None:
             yield
@@ -101,7 +108,7 @@ def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
             set_override(model, Slot.STEP_REUSE, functools.partial(_reuse_output, id(model)))
         yield
     text = f"{steps.run} runs, {steps.reused} outputs reused" if steps.reused else "every step was run"
-    placement.report.reuse = Decision(text, "the last call")
+    placement.report.step_skipping = Decision(text, "the last call")
 
 
 def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +116,7 @@ def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], 
     return forward(*args, **kwargs) if steps is None else steps.answer(who, forward, args, kwargs)
 
 
-def load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> dict[str, str] | None:
+def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str) -> dict[str, str] | None:
     """Load what the compile cache has for a shape, before it is first run; return its key if nothing was loaded."""
     key = describe_key(pipe, placement, shape)
     payload = load_payload(key)
@@ -130,21 +137,21 @@ def load_compiled(pipe: Any, placement: Placement, speed: Speed, shape: str) -> 
     return key
 
 
-def save_compiled(speed: Speed, key: dict[str, str], seconds: float) -> None:
+def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> None:
     """Save what was compiled, where torch hands it out."""
     made = torch.compiler.save_cache_artifacts()
     written = made is not None and save_payload(key, made[0], seconds)
     speed.cache_outcomes["not handed out" if made is None else "written" if written else "not written"] += 1
 
 
-def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
+def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     """Compile what the plan says once that pays, and again after another pipeline removed what was compiled."""
     sliced = placement.call_plan.attention.value != placement.plan.attention.value
     if speed.compiled and (sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
-    choice = placement.plan.compiling.value
+    choice = placement.plan.compile_policy.value
     each = speed.seconds / max(1, speed.images)
-    if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.wishes.pictures):
+    if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.options.expected_images):
         return
     if sliced:  # graphs hold attention as planned, not as memory requires it at this size
         reason = "not at this size: attention is sliced to fit into the memory"
@@ -153,8 +160,8 @@ def _compile(pipe: Any, placement: Placement, speed: Speed) -> None:
     speed.compiled, placement.report.not_compiled = True, None
     _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", choice.takes_s)
     names = speed.models = compile_for_speed(pipe, placement)
-    reason = f"{placement.plan.compiling}: {placement.plan.compiling.reason}"
-    placement.report.compiled = Decision(names, reason)
+    reason = f"{placement.plan.compile_policy}: {placement.plan.compile_policy.reason}"
+    placement.report.compiled_models = Decision(names, reason)
 
 
 def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
@@ -194,7 +201,7 @@ def _has_room(placement: Placement) -> bool:
     return False
 
 
-def _set_capture(pipe: Any, placement: Placement, speed: Speed) -> None:
+def _set_capture(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     """Let denoisers be captured: compiled ones, or any if the user requests it, and only where there is room."""
     if not _has_room(placement):
         for model in find_denoisers(pipe, placement).values():
@@ -202,7 +209,7 @@ def _set_capture(pipe: Any, placement: Placement, speed: Speed) -> None:
         return
     driver, index = placement.opened.driver, placement.opened.index
     recorder = driver.recorder(index)
-    if recorder is None or not (speed.compiled or placement.wishes.capture):
+    if recorder is None or not (speed.compiled or placement.options.capture):
         return
     for model in find_denoisers(pipe, placement).values():
         capture = get_override(model, Slot.CAPTURE)
@@ -248,6 +255,6 @@ def remove_speedups(pipe: Any, placement: Placement | None) -> None:
         return
     placement.speed.compiled = False
     placement.speed.shapes.clear()
-    report.compiled = report.compiled_sizes = None
+    report.compiled_models = report.compiled_sizes = None
     for model in find_denoisers(pipe, placement).values():
         remove_compiled_blocks(model)

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.quality_levels import Reuse
+from anyaccel.planning.quality_levels import StepSkipping
 from anyaccel.runtime.workarounds.method_override import override_method
 from anyaccel.upstream.diffusers_internals import read_step_count
 from anyaccel.upstream.torch_internals import tree_map
 
-__all__ = ["Steps", "counting_steps", "find_steps"]
+__all__ = ["StepSkipper", "counting_steps", "find_steps"]
 
 Run = Callable[..., Any]
 _NOW = threading.local()
 
 
-class Steps:
+class StepSkipper:
     """Where a call is among its steps, and what its denoisers answered last."""
 
-    def __init__(self, pipe: Any, rule: Reuse) -> None:
+    def __init__(self, pipe: Any, rule: StepSkipping) -> None:
         self.pipe, self.scheduler, self.rule = pipe, pipe.scheduler, rule
         self.step, self.run, self.reused = 0, 0, 0
         self._turns: dict[int, int] = {}
@@ -65,13 +65,13 @@ def _copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def find_steps() -> Steps | None:
+def find_steps() -> StepSkipper | None:
     """The steps of the call that this thread runs; None where every one is run."""
     return getattr(_NOW, "steps", None)
 
 
 @contextmanager
-def counting_steps(pipe: Any, rule: Reuse | None) -> Iterator[Steps | None]:
+def counting_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
     """While the block runs, every `step` of the pipeline's scheduler is counted; None where there is none to count.
 
     This is a matter of one thread and one call: another pipeline with the same models runs all of its own steps.
@@ -85,7 +85,7 @@ def counting_steps(pipe: Any, rule: Reuse | None) -> Iterator[Steps | None]:
         finally:
             _NOW.steps = outside
         return
-    steps = _NOW.steps = Steps(pipe, rule)
+    steps = _NOW.steps = StepSkipper(pipe, rule)
 
     def count(scheduler: Any, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = run(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Complex numbers on devices that have none: two real tensors, one for each part.
 
-Rotary embeddings are often written with complex numbers. A `Pair` looks like a complex tensor of the device to the code
-that holds it, and every operation on it is one on its parts.
+Rotary embeddings are often written with complex numbers. A `ComplexPair` behaves like a complex tensor to the code
+that uses it; every operation on it is one on its parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anyaccel.errors import LimitError
 from anyaccel.runtime.workarounds.dtypes import FROM_DATA, as_builder, find_place, read_target
 from anyaccel.upstream.torch_internals import make_wrapper_subclass, pad_sequence, tree_map
 
-__all__ = ["Pair", "make_handlers", "make_pair"]
+__all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -28,16 +28,16 @@ _TRANSFORMS = tuple(
 )
 
 
-class Pair(Tensor):
+class ComplexPair(Tensor):
     """A complex tensor as its real and its imaginary part, both on the device."""
 
     real_part: Tensor
     imaginary_part: Tensor
 
     @staticmethod
-    def __new__(cls: type[Pair], real: Tensor, imaginary: Tensor) -> Pair:
+    def __new__(cls: type[ComplexPair], real: Tensor, imaginary: Tensor) -> ComplexPair:
         """A wrapper without memory of its own."""
-        made: Pair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
+        made: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
         made.real_part, made.imaginary_part = real, imaginary
         return made
 
@@ -59,9 +59,9 @@ class Pair(Tensor):
         return _each(func, args, kwargs)
 
 
-def make_pair(tensor: Tensor, device: torch.device | str) -> Pair:
+def make_complex_pair(tensor: Tensor, device: torch.device | str) -> ComplexPair:
     """A complex tensor of the host as a pair on a device."""
-    return Pair(tensor.real.float().to(device), tensor.imag.float().to(device))
+    return ComplexPair(tensor.real.float().to(device), tensor.imag.float().to(device))
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
@@ -71,28 +71,28 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         take = _take(part)
         parts.append(func(*tree_map(take, args), **tree_map(take, kwargs)))
     if isinstance(parts[0], Tensor):
-        return Pair(parts[0], parts[1])
-    return type(parts[0])([Pair(real, imaginary) for real, imaginary in zip(*parts, strict=True)])
+        return ComplexPair(parts[0], parts[1])
+    return type(parts[0])([ComplexPair(real, imaginary) for real, imaginary in zip(*parts, strict=True)])
 
 
-def _reshape(func: Any, args: Any, kwargs: Any) -> Pair:
+def _reshape(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     """A view of the wrapper may need a copy of its parts, which lie in memory as they came."""
     pair, shape = args[0], args[1]
-    return Pair(pair.real_part.reshape(shape), pair.imaginary_part.reshape(shape))
+    return ComplexPair(pair.real_part.reshape(shape), pair.imaginary_part.reshape(shape))
 
 
 def _take(part: str) -> Callable[[Any], Any]:
     def take(value: Any) -> Any:
         if value is torch.complex64 or value is torch.complex128:
             return torch.float32
-        return getattr(value, part) if isinstance(value, Pair) else value
+        return getattr(value, part) if isinstance(value, ComplexPair) else value
 
     return take
 
 
 def _parts_of(value: Any) -> tuple[Any, Any]:
     """The two parts of a pair, a number or a real tensor."""
-    if isinstance(value, Pair):
+    if isinstance(value, ComplexPair):
         return value.real_part, value.imaginary_part
     if isinstance(value, complex):
         return value.real, value.imag
@@ -101,21 +101,21 @@ def _parts_of(value: Any) -> tuple[Any, Any]:
     return value, 0.0
 
 
-def _multiply(func: Any, args: Any, kwargs: Any) -> Pair:
+def _multiply(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
-    if not isinstance(args[1], Pair) and not isinstance(d, Tensor) and d == 0:
-        return Pair(a * c, b * c)
-    if not isinstance(args[0], Pair) and not isinstance(b, Tensor) and b == 0:
-        return Pair(a * c, a * d)
-    return Pair(a * c - b * d, a * d + b * c)
+    if not isinstance(args[1], ComplexPair) and not isinstance(d, Tensor) and d == 0:
+        return ComplexPair(a * c, b * c)
+    if not isinstance(args[0], ComplexPair) and not isinstance(b, Tensor) and b == 0:
+        return ComplexPair(a * c, a * d)
+    return ComplexPair(a * c - b * d, a * d + b * c)
 
 
-def _divide(func: Any, args: Any, kwargs: Any) -> Pair:
+def _divide(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
     if not isinstance(d, Tensor) and d == 0:
-        return Pair(a / c, b / c)
+        return ComplexPair(a / c, b / c)
     length = c * c + d * d
-    return Pair((a * c + b * d) / length, (b * c - a * d) / length)
+    return ComplexPair((a * c + b * d) / length, (b * c - a * d) / length)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -126,13 +126,13 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         return joined if kind is None else joined.to(kind)
     if kind is not None and not kind.is_complex:
         return pair.real_part.to(kind)
-    return Pair(pair.real_part.clone(), pair.imaginary_part.clone())
+    return ComplexPair(pair.real_part.clone(), pair.imaginary_part.clone())
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """`pair[…] = other`: a view of the pair shares its parts, so that writing to them writes to it."""
     target, (real, imaginary) = args[0], _parts_of(args[1])
-    if not isinstance(target, Pair):  # to a complex tensor of the host
+    if not isinstance(target, ComplexPair):  # to a complex tensor of the host
         return target.copy_(torch.complex(real.cpu(), imaginary.cpu()))
     target.real_part.copy_(real) if isinstance(real, Tensor) else target.real_part.fill_(real)
     target.imaginary_part.copy_(imaginary) if isinstance(imaginary, Tensor) else target.imaginary_part.fill_(imaginary)
@@ -146,16 +146,16 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     return pair
 
 
-def _add(func: Any, args: Any, kwargs: Any) -> Pair:
+def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
     factor = kwargs.get("alpha", 1) * (-1 if func.overloadpacket is aten.sub else 1)
     return _join_parts(a + c * factor, b + d * factor)
 
 
-def _join_parts(real: Tensor, imaginary: Tensor) -> Pair:
+def _join_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
     """A pair of parts that may have different sizes: the imaginary one of a real tensor is a number."""
     shape = torch.broadcast_shapes(real.shape, imaginary.shape)
-    return Pair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
+    return ComplexPair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
 
 
 def _gather_parts(values: Any) -> tuple[list[Any], list[Any]]:
@@ -165,30 +165,30 @@ def _gather_parts(values: Any) -> tuple[list[Any], list[Any]]:
     return reals, [torch.zeros_like(a) if isinstance(a, Tensor) and not isinstance(b, Tensor) else b for a, b in parts]
 
 
-def _concatenate(func: Any, args: Any, kwargs: Any) -> Pair:
+def _concatenate(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     reals, imaginaries = _gather_parts(args[0])
-    return Pair(func(reals, *args[1:], **kwargs), func(imaginaries, *args[1:], **kwargs))
+    return ComplexPair(func(reals, *args[1:], **kwargs), func(imaginaries, *args[1:], **kwargs))
 
 
-def _choose(func: Any, args: Any, kwargs: Any) -> Pair:
+def _choose(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     reals, imaginaries = _gather_parts(args[1:])
-    return Pair(func(args[0], *reals), func(args[0], *imaginaries))
+    return ComplexPair(func(args[0], *reals), func(args[0], *imaginaries))
 
 
-def _pad(func: Any, args: Any, kwargs: Any) -> Pair:
+def _pad(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     pair, sizes, (real, imaginary) = args[0], args[1], _parts_of(args[2] if len(args) > 2 else 0.0)
-    return Pair(func(pair.real_part, sizes, real), func(pair.imaginary_part, sizes, imaginary))
+    return ComplexPair(func(pair.real_part, sizes, real), func(pair.imaginary_part, sizes, imaginary))
 
 
-def _stride(func: Any, args: Any, kwargs: Any) -> Pair:
+def _stride(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     """The strides are those of the wrapper, whose parts may lie in memory otherwise."""
     pair = args[0]
-    return Pair(func(pair.real_part.contiguous(), *args[1:]), func(pair.imaginary_part.contiguous(), *args[1:]))
+    return ComplexPair(func(pair.real_part.contiguous(), *args[1:]), func(pair.imaginary_part.contiguous(), *args[1:]))
 
 
-def _of_ones(func: Any, args: Any, kwargs: Any) -> Pair:
+def _of_ones(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     real = _take("real_part")
-    return Pair(func(*tree_map(real, args), **tree_map(real, kwargs)), torch.zeros_like(args[0].real_part))
+    return ComplexPair(func(*tree_map(real, args), **tree_map(real, kwargs)), torch.zeros_like(args[0].real_part))
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
@@ -209,9 +209,9 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._reshape_alias: _reshape,
     aten.ones_like: _of_ones,
     aten.view_as_real: lambda func, args, kwargs: torch.stack([args[0].real_part, args[0].imaginary_part], dim=-1),
-    aten._conj: lambda func, args, kwargs: Pair(args[0].real_part, -args[0].imaginary_part),
-    aten._conj_physical: lambda func, args, kwargs: Pair(args[0].real_part, -args[0].imaginary_part),
-    aten.conj_physical: lambda func, args, kwargs: Pair(args[0].real_part, -args[0].imaginary_part),
+    aten._conj: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
+    aten._conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
+    aten.conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
     aten.abs: lambda func, args, kwargs: torch.hypot(args[0].real_part, args[0].imaginary_part),
     aten.angle: lambda func, args, kwargs: torch.atan2(args[0].imaginary_part, args[0].real_part),
     aten._local_scalar_dense: lambda func, args, kwargs: complex(
@@ -257,7 +257,7 @@ class _Making:
 
     def pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`pad_sequence` makes the padded tensor itself, before it looks at what it is given: each part by itself."""
-        return _each(func, args, kwargs) if isinstance(args[0][0], Pair) else self.call(func, args, kwargs)
+        return _each(func, args, kwargs) if isinstance(args[0][0], ComplexPair) else self.call(func, args, kwargs)
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A factory: made on the host."""
@@ -267,7 +267,7 @@ class _Making:
         if func in _ALIKE:
             func, args = _ALIKE[func], (args[0].shape,)
         host = func(*args, **{**kwargs, "device": "cpu"})
-        return make_pair(torch.zeros_like(host) if func is torch.empty else host, place)
+        return make_complex_pair(torch.zeros_like(host) if func is torch.empty else host, place)
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor from numbers or from NumPy."""
@@ -277,25 +277,25 @@ class _Making:
         if place.type != self.kind or (isinstance(data, Tensor) and is_on(data.device, self.kind)):
             return self.call(func, args, kwargs)
         host = func(*args, **{**kwargs, "device": "cpu"})
-        return make_pair(host, place) if host.is_complex() else self.call(func, args, kwargs)
+        return make_complex_pair(host, place) if host.is_complex() else self.call(func, args, kwargs)
 
     def move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`tensor.to(…)`: to the device, or to a complex type there."""
         tensor = args[0]
-        if isinstance(tensor, Pair):
+        if isinstance(tensor, ComplexPair):
             return func(*args, **kwargs)
         target, dtype = read_target(tensor, args[1:], kwargs)
         if target.type != self.kind or not dtype.is_complex:
             return self.call(func, args, kwargs)
         real, imaginary = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor, torch.zeros_like(tensor))
-        return Pair(real.float().to(target), imaginary.float().to(target))
+        return ComplexPair(real.float().to(target), imaginary.float().to(target))
 
     def transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A Fourier transform: on the host."""
         if args[0].device.type != self.kind:
             return func(*args, **kwargs)
         result = func(args[0].cpu(), *args[1:], **kwargs)
-        return make_pair(result, args[0].device) if result.is_complex() else result.to(args[0].device)
+        return make_complex_pair(result, args[0].device) if result.is_complex() else result.to(args[0].device)
 
 
 def _asks_for_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -306,11 +306,11 @@ def _asks_for_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return func is torch.full and isinstance(args[1] if len(args) > 1 else kwargs.get("fill_value"), complex)
 
 
-def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair:
+def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ComplexPair:
     """`view_as_complex`, `complex` and `polar` on the device."""
     if func is torch.view_as_complex:
-        return Pair(args[0][..., 0], args[0][..., 1])
+        return ComplexPair(args[0][..., 0], args[0][..., 1])
     first, second = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
     if func is torch.complex:
         return _join_parts(first, second)
-    return Pair(first * torch.cos(second), first * torch.sin(second))
+    return ComplexPair(first * torch.cos(second), first * torch.sin(second))

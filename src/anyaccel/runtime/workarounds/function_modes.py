@@ -24,20 +24,20 @@ from anyaccel.runtime.workarounds import (
     sliced_attention,
     uninitialized_memory,
 )
-from anyaccel.runtime.workarounds.host_transfer import Meeting
-from anyaccel.runtime.workarounds.overlapped_copy import Ferry
-from anyaccel.runtime.workarounds.scheduler_on_cpu import HostNumbers
+from anyaccel.runtime.workarounds.host_transfer import HostTransfer
+from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
+from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
 from anyaccel.upstream.torch_internals import pop_function_mode, push_function_mode, read_function_modes
 
 __all__ = [
-    "GlueSeam",
-    "ModelSeam",
+    "ModelFunctionMode",
+    "PipelineFunctionMode",
     "enter_model",
     "keeping_function_modes",
     "leave_model",
-    "make_glue_seam",
-    "make_meeting",
-    "make_model_seam",
+    "make_host_transfer",
+    "make_model_function_mode",
+    "make_pipeline_function_mode",
 ]
 
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -65,10 +65,10 @@ _PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.cpu, torch.Tensor.__getitem__}
 """Functions whose own repair brings the arguments together."""
 
 
-class GlueSeam(TorchFunctionMode):
+class PipelineFunctionMode(TorchFunctionMode):
     """Around the models: repairs, and tensors of the host that meet the device."""
 
-    def __init__(self, handlers: dict[Any, Handler], meeting: Meeting) -> None:
+    def __init__(self, handlers: dict[Any, Handler], meeting: HostTransfer) -> None:
         super().__init__()
         self.handlers = handlers
         self.meeting = meeting
@@ -88,7 +88,7 @@ class GlueSeam(TorchFunctionMode):
         return self.meeting.run(func, args, kwargs)
 
 
-class ModelSeam(TorchFunctionMode):
+class ModelFunctionMode(TorchFunctionMode):
     """Inside a model, where everything lies on the device: the repairs alone."""
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
@@ -105,41 +105,43 @@ class ModelSeam(TorchFunctionMode):
         return handler(func, args, kwargs or {})
 
 
-def make_meeting(plan: Plan, device: torch.device) -> Meeting:
+def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:
     """How tensors of the host go to the device by this plan."""
     replacements = {
         getattr(torch, name): getattr(torch, instead) for name, instead in plan.replacements.value if instead != "pairs"
     }
-    repairs = plan.repairs.value
-    return Meeting(device, replacements, clone_numbers="numbers" in repairs, pair_complex="pairs" in repairs)
+    repairs = plan.workarounds.value
+    return HostTransfer(
+        device, replacements, clone_numbers="clone_scalars" in repairs, pair_complex="complex_pairs" in repairs
+    )
 
 
 def _make_handlers(
     plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]
 ) -> dict[Any, Handler]:
     """The repairs that the plan names, by the function of torch's that they are for."""
-    repairs = set(plan.repairs.value)
+    repairs = set(plan.workarounds.value)
     handlers: dict[Any, Handler] = {}
-    if "shapes" in repairs:
+    if "dynamic_shapes" in repairs:
         handlers |= dynamic_shapes.make_handlers(device)
-    if "zeros" in repairs:
+    if "zero_empty" in repairs:
         handlers |= uninitialized_memory.make_zero_handlers(device)
-    if "addends" in repairs:
+    if "ignore_beta_zero" in repairs:
         handlers |= uninitialized_memory.make_addend_handlers()
     if "dtypes" in repairs:
         handlers = dtypes.make_handlers(device, replacements, handlers)
-    if "pairs" in repairs:
+    if "complex_pairs" in repairs:
         handlers = complex_pairs.make_handlers(device, handlers)
     if "attention" in repairs:
         handlers |= sliced_attention.make_handlers(plan.attention.value)
     return handlers
 
 
-def make_glue_seam(
-    plan: Plan, device: torch.device, numbers: HostNumbers | None = None, ferry: Ferry | None = None
-) -> GlueSeam:
+def make_pipeline_function_mode(
+    plan: Plan, device: torch.device, numbers: CpuTensors | None = None, ferry: OverlappedCopy | None = None
+) -> PipelineFunctionMode:
     """The seam around the models, for one call; with a ferry where it is not the only one on the device."""
-    meeting = make_meeting(plan, device)
+    meeting = make_host_transfer(plan, device)
     meeting.numbers = numbers
     if ferry is not None:
         meeting.carry = ferry.send
@@ -150,21 +152,21 @@ def make_glue_seam(
     if numbers is not None:
         handlers |= {func: _let_numbers_stay(meeting, handlers.get(func)) for func in _MOVES}
         handlers |= {func: _know_schedules(numbers, handlers.get(func)) for func in (torch.linspace, torch.logspace)}
-    return GlueSeam(handlers, meeting)
+    return PipelineFunctionMode(handlers, meeting)
 
 
-def make_model_seam(plan: Plan, device: torch.device) -> ModelSeam | None:
+def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionMode | None:
     """The seam inside the models, for as long as the plan holds; None where no repair is needed there."""
-    if not plan.repairs.value:
+    if not plan.workarounds.value:
         return None
-    replacements = make_meeting(plan, device).replacements
+    replacements = make_host_transfer(plan, device).replacements
     handlers = _make_handlers(plan, device, replacements)
-    if "noise" in plan.repairs.value:
+    if "noise" in plan.workarounds.value:
         handlers |= noise.make_handlers(device, replacements)
-    return ModelSeam(handlers)
+    return ModelFunctionMode(handlers)
 
 
-def _let_numbers_stay(meeting: Meeting, behind: Handler | None) -> Handler:
+def _let_numbers_stay(meeting: HostTransfer, behind: Handler | None) -> Handler:
     """`tensor.to(device)` leaves the schedulers' numbers on the host; everything else goes on as it would have."""
 
     def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,7 +180,7 @@ def _let_numbers_stay(meeting: Meeting, behind: Handler | None) -> Handler:
     return move
 
 
-def _know_schedules(numbers: HostNumbers, behind: Handler | None) -> Handler:
+def _know_schedules(numbers: CpuTensors, behind: Handler | None) -> Handler:
     """A line of numbers that a pipeline draws on the host is a schedule, as those of its scheduler are."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,11 +192,11 @@ def _know_schedules(numbers: HostNumbers, behind: Handler | None) -> Handler:
     return draw
 
 
-def enter_model(seam: ModelSeam | None) -> tuple[list[GlueSeam], ModelSeam | None]:
+def enter_model(seam: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:
     """Step out of the seams around the models and into the one inside; gives what `leave_model` needs."""
     stack = read_function_modes()
-    around: list[GlueSeam] = []
-    while stack and isinstance(stack[-1], GlueSeam):
+    around: list[PipelineFunctionMode] = []
+    while stack and isinstance(stack[-1], PipelineFunctionMode):
         around.append(pop_function_mode())
         stack.pop()
     inside = seam if around or not stack else None
@@ -218,7 +220,7 @@ def keeping_function_modes() -> Iterator[None]:
                 push_function_mode(mode)
 
 
-def leave_model(around: list[GlueSeam], inside: ModelSeam | None) -> None:
+def leave_model(around: list[PipelineFunctionMode], inside: ModelFunctionMode | None) -> None:
     """Step back behind the model."""
     if inside is not None:
         pop_function_mode()

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
-from anyaccel.runtime.workarounds.complex_pairs import make_pair
-from anyaccel.runtime.workarounds.scheduler_on_cpu import HostNumbers
+from anyaccel.runtime.workarounds.complex_pairs import make_complex_pair
+from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
 
-__all__ = ["Carry", "Meeting", "send"]
+__all__ = ["Carry", "HostTransfer", "send"]
 
 Carry = Callable[[torch.Tensor, torch.device], torch.Tensor]
 _FEW = 64
 
 
-class Meeting:
+class HostTransfer:
     """Brings the arguments of one call to one place."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Meeting:
         self.clone_numbers = clone_numbers
         self.pair_complex = pair_complex
         self.on_host = is_host(device)
-        self.numbers: HostNumbers | None = None
+        self.numbers: CpuTensors | None = None
         """The schedulers' numbers, where they stay on the host."""
         self.carry: Carry = torch.Tensor.to
         """How a tensor goes there."""
@@ -90,7 +90,7 @@ class Meeting:
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host on the device; a single number stays, in a type and a place that the device takes."""
         if self.pair_complex and tensor.is_complex():
-            return make_pair(tensor, self.device)
+            return make_complex_pair(tensor, self.device)
         instead = self.replacements.get(tensor.dtype)
         if instead is not None:
             tensor = tensor.to(instead)

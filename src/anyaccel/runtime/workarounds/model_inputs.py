@@ -17,28 +17,28 @@ from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.forward_overrides import Slot, get_override, refresh_overrides, remove_override, set_override
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.workarounds.function_modes import (
-    ModelSeam,
+    ModelFunctionMode,
     enter_model,
     leave_model,
-    make_meeting,
-    make_model_seam,
+    make_host_transfer,
+    make_model_function_mode,
 )
-from anyaccel.runtime.workarounds.host_transfer import Meeting, send
+from anyaccel.runtime.workarounds.host_transfer import HostTransfer, send
 from anyaccel.runtime.workarounds.nan_check import note_output
 from anyaccel.tracing.meta_module import map_tensors
 from anyaccel.upstream import accelerate_internals, diffusers_internals
 from anyaccel.upstream.torch_internals import is_compiled, unwrap_compiled
 
-__all__ = ["Boundary", "drop_stale_casts", "find_boundaries", "set_boundaries"]
+__all__ = ["InputAdapter", "drop_stale_casts", "find_input_adapters", "set_input_adapters"]
 
 _TIMESTEPS = ("timestep", "timesteps")
 
 
-class Boundary:
+class InputAdapter:
     """The override of one model."""
 
     def __init__(
-        self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device, seam: ModelSeam | None
+        self, name: str, module: torch.nn.Module, plan: Plan, device: torch.device, seam: ModelFunctionMode | None
     ) -> None:
         self.name = name
         self.module = weakref.ref(module)
@@ -46,7 +46,7 @@ class Boundary:
         self.device = device
         self.needs = _read_needs(plan)
         self.dtype = getattr(torch, plan.dtype.value)
-        self.meeting: Meeting = make_meeting(plan, device)
+        self.meeting: HostTransfer = make_host_transfer(plan, device)
         self.timestep_position = _find_timestep(module)
         self.float_timesteps = torch.int64 in self.meeting.replacements and not _looks_timesteps_up(module)
         self.compiled = get_override(module, Slot.COMPILE)
@@ -149,12 +149,12 @@ class Boundary:
 
 def _read_needs(plan: Plan) -> tuple[Any, ...]:
     """Return the decisions of a plan that matter at the boundary."""
-    return plan.dtype.value, plan.replacements.value, plan.repairs.value, plan.attention.value
+    return plan.dtype.value, plan.replacements.value, plan.workarounds.value, plan.attention.value
 
 
-def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
+def set_input_adapters(components: dict[str, Any], plan: Plan, device: torch.device) -> None:
     """Put a boundary on every model that has none for this plan, also on models that were replaced since."""
-    seam: ModelSeam | None = None
+    seam: ModelFunctionMode | None = None
     for name, component in components.items():
         if not isinstance(component, torch.nn.Module):
             continue
@@ -162,12 +162,12 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
             if is_compiled(part):  # by the user since: the boundary goes around that
                 remove_override(unwrap_compiled(part), Slot.INPUTS)
             earlier = get_override(part, Slot.INPUTS)
-            if isinstance(earlier, Boundary) and earlier.serves(part, plan, device):
+            if isinstance(earlier, InputAdapter) and earlier.serves(part, plan, device):
                 refresh_overrides(part)
                 continue
-            seam = seam or make_model_seam(plan, device)
-            boundary = Boundary(name, part, plan, device, None if is_compiled(part) else seam)
-            if isinstance(earlier, Boundary):
+            seam = seam or make_model_function_mode(plan, device)
+            boundary = InputAdapter(name, part, plan, device, None if is_compiled(part) else seam)
+            if isinstance(earlier, InputAdapter):
                 boundary.cast_to = earlier.cast_to
             set_override(part, Slot.INPUTS, boundary)
 
@@ -175,16 +175,16 @@ def set_boundaries(components: dict[str, Any], plan: Plan, device: torch.device)
 def drop_stale_casts(components: dict[str, Any]) -> None:
     """Stop casting inputs to a dtype that a model does not have any more."""
     for component in components.values():
-        for boundary in find_boundaries(component) if isinstance(component, torch.nn.Module) else ():
+        for boundary in find_input_adapters(component) if isinstance(component, torch.nn.Module) else ():
             dtypes = {weight.dtype for weight in component.parameters() if weight.is_floating_point()}
             if boundary.cast_to is not None and boundary.cast_to not in dtypes:
                 boundary.cast_to = None
 
 
-def find_boundaries(component: torch.nn.Module) -> list[Boundary]:
+def find_input_adapters(component: torch.nn.Module) -> list[InputAdapter]:
     """Return the boundaries of one model."""
     overrides = [get_override(part, Slot.INPUTS) for part in _entrances(component)]
-    return [override for override in overrides if isinstance(override, Boundary)]
+    return [override for override in overrides if isinstance(override, InputAdapter)]
 
 
 def _entrances(component: torch.nn.Module) -> list[torch.nn.Module]:

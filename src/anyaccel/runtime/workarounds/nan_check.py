@@ -12,7 +12,15 @@ import torch
 
 from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating
 
-__all__ = ["Mark", "Outputs", "explain_black", "find_broken", "note_output", "trace_first_break", "watching"]
+__all__ = [
+    "Mark",
+    "Outputs",
+    "find_first_non_finite",
+    "find_non_finite",
+    "note_output",
+    "warn_safety_checker",
+    "watching",
+]
 
 Mark = Callable[[], Callable[[], None]]
 _NOW = threading.local()
@@ -53,7 +61,7 @@ def note_output(name: str, output: Any) -> None:
             outputs.done = outputs.mark()
 
 
-def find_broken(outputs: Outputs) -> list[str]:
+def find_non_finite(outputs: Outputs) -> list[str]:
     """The models whose last output is not finite, in the order in which they ran; reads from the device once."""
     if not outputs.last:
         return []
@@ -63,7 +71,7 @@ def find_broken(outputs: Outputs) -> list[str]:
 
 
 @contextmanager
-def trace_first_break(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
+def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
     """Look at every module's output while the block runs; gives the first that is not finite, and at which pass.
 
     It reads from the device at every module, and is for the replay of a run that failed.
@@ -98,7 +106,7 @@ def trace_first_break(components: dict[str, Any]) -> Iterator[list[tuple[str, in
             handle.remove()
 
 
-def explain_black(result: Any) -> None:
+def warn_safety_checker(result: Any) -> None:
     """Say that a picture is black since a safety checker made it so, and not since something broke."""
     flags = getattr(result, "nsfw_content_detected", None)
     if isinstance(flags, list) and any(flags):

@@ -17,7 +17,7 @@ import torch
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.workarounds.host_transfer import Carry
 
-__all__ = ["NoiseSource", "OneOfABatch", "OneToAnImage", "drawing_from", "make_generators", "make_handlers"]
+__all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "drawing_from", "make_generators", "make_handlers"]
 
 Tensor = torch.Tensor
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
@@ -43,7 +43,7 @@ class NoiseSource:
         return False
 
 
-class OneToAnImage(NoiseSource):
+class PerImageNoise(NoiseSource):
     """One generator an image: what has a row an image is drawn row by row."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -62,7 +62,7 @@ class OneToAnImage(NoiseSource):
         return torch.cat([draw((rows, *shape[1:]), generator) for generator in self.generators])
 
 
-class OneOfABatch(NoiseSource):
+class BatchSliceNoise(NoiseSource):
     """One generator for a whole batch, of which this call makes some images: all is drawn, their rows are kept."""
 
     def __init__(self, generator: torch.Generator, batch: int, first: int, images: int = 1) -> None:

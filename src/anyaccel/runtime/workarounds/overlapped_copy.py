@@ -16,19 +16,19 @@ from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.runtime.workarounds.dtypes import read_target
 
-__all__ = ["Ferry", "find_ferry"]
+__all__ = ["OverlappedCopy", "find_overlapped_copy"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _Read = TypeVar("_Read")
 _MOVES = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
 
 
-def find_ferry(placement: Placement) -> Ferry | None:
+def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
     """The ferry of a device that several calls have at once; None where there is one call, or nothing to wait for."""
-    return Ferry(placement.opened) if placement.shared and placement.opened.driver.marks else None
+    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.marks else None
 
 
-class Ferry:
+class OverlappedCopy:
     """Between the host and one device."""
 
     def __init__(self, opened: OpenDevice) -> None:

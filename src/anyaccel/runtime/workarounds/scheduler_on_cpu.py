@@ -1,6 +1,6 @@
 """The scheduler on the host: its timesteps and sigmas are looked up there, and the device is never asked.
 
-While a call runs, the scheduler's methods are told to keep their numbers on the host, and `HostNumbers` knows those
+While a call runs, the scheduler's methods are told to keep their numbers on the host, and `CpuTensors` knows those
 numbers: a pipeline that takes one to the device gets it on the host, and torch's function seam takes it along where it
 meets the device.
 """
@@ -18,12 +18,12 @@ import torch
 from anyaccel.backends.torch_device import is_host
 from anyaccel.runtime.workarounds.method_override import override_method
 
-__all__ = ["HostNumbers", "keep_on_host"]
+__all__ = ["CpuTensors", "keep_on_cpu"]
 
 _BY_TIMESTEP = ("step", "scale_model_input", "index_for_timestep", "previous_timestep", "get_velocity")
 
 
-class HostNumbers:
+class CpuTensors:
     """The numbers of the schedulers, and what was worked out from them alone."""
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class HostNumbers:
 
 
 @contextmanager
-def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
+def keep_on_cpu(components: dict[str, Any]) -> Iterator[CpuTensors]:
     """Keep every scheduler among the components on the host while the block runs."""
-    numbers = HostNumbers()
+    numbers = CpuTensors()
     schedulers = {id(part): part for part in components.values() if _is_scheduler(part)}.values()
     with ExitStack() as stack:
         stack.callback(numbers.close)
@@ -58,7 +58,7 @@ def keep_on_host(components: dict[str, Any]) -> Iterator[HostNumbers]:
             kind: Any = type(scheduler)
             for name, signature in _find_methods(kind).items():
                 # Some pipelines copy their scheduler for a second stream: its numbers stay on the host as well.
-                method = _HostMethod(signature, numbers)
+                method = _CpuMethod(signature, numbers)
                 stack.enter_context(override_method(scheduler, name, method, in_deep_copies=True))
         yield numbers
 
@@ -67,7 +67,7 @@ def _is_scheduler(part: Any) -> bool:
     return hasattr(part, "set_timesteps") and hasattr(part, "step") and not isinstance(part, torch.nn.Module)
 
 
-def _add_numbers(scheduler: Any, numbers: HostNumbers) -> None:
+def _add_numbers(scheduler: Any, numbers: CpuTensors) -> None:
     for value in vars(scheduler).values():
         if isinstance(value, torch.Tensor) and is_host(value.device):
             numbers.add(value)
@@ -86,10 +86,10 @@ def _find_methods(kind: Any) -> dict[str, inspect.Signature]:
     return found
 
 
-class _HostMethod:
+class _CpuMethod:
     """Wraps a method: its device is the host, and its timestep is read back if a pipeline took it to the device."""
 
-    def __init__(self, signature: inspect.Signature, numbers: HostNumbers) -> None:
+    def __init__(self, signature: inspect.Signature, numbers: CpuTensors) -> None:
         self.numbers = numbers
         names = list(signature.parameters)[1:]
         self.device = names.index("device") if "device" in names else None

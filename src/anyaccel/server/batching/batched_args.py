@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from anyaccel.upstream.torch_internals import TreeSpec, read_version, tree_flatten, tree_unflatten
 
-__all__ = ["Ticket", "are_alike", "join", "make_ticket", "split"]
+__all__ = ["CallArgs", "are_alike", "join", "make_call_args", "split"]
 
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
 _COMPARED: Any = WeakIdKeyDictionary()
@@ -26,7 +26,7 @@ _Spec = TreeSpec | tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Ticket:
+class CallArgs:
     """One call's arguments, taken apart."""
 
     leaves: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Ticket:
     key: tuple[Any, ...]
     """What two calls must have in common to be joined."""
 
-    def joins(self, other: Ticket) -> bool:
+    def joins(self, other: CallArgs) -> bool:
         """Whether both can be one call: alike in all but rows and times, and what they share is the same."""
         if self is other:
             return True
@@ -84,14 +84,14 @@ def _put_together(leaves: Sequence[Any], spec: _Spec) -> tuple[tuple[Any, ...], 
     return args, kwargs
 
 
-def make_ticket(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket | None:
+def make_call_args(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgs | None:
     """A call's ticket; None where an argument may hold what cannot be joined."""
     leaves, spec = _take_apart(args, kwargs)
     first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), None)
     if first is None or not all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return None
     rows = first.shape[0]
-    return Ticket(tuple(leaves), spec, rows, tuple(_describe(leaf, rows) for leaf in leaves))
+    return CallArgs(tuple(leaves), spec, rows, tuple(_describe(leaf, rows) for leaf in leaves))
 
 
 def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
@@ -107,7 +107,7 @@ def _describe(leaf: Any, rows: int) -> Any:
     return "rows" if by_rows else "shared", leaf.shape[1:] if by_rows else leaf.shape, leaf.dtype, leaf.device
 
 
-def join(tickets: Sequence[Ticket], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def join(tickets: Sequence[CallArgs], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of one call in the place of several; with `rows`, filled up to so many by the last row."""
     first = tickets[0]
     if len(tickets) == 1 and rows is None:
@@ -119,7 +119,7 @@ def join(tickets: Sequence[Ticket], rows: int | None = None) -> tuple[tuple[Any,
     return _put_together(leaves, first.spec)
 
 
-def _join_leaf(found: list[Any], tickets: Sequence[Ticket], missing: int) -> Any:
+def _join_leaf(found: list[Any], tickets: Sequence[CallArgs], missing: int) -> Any:
     if not isinstance(found[0], torch.Tensor):
         return found[0]
     if found[0].dim() == 0:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from anyaccel.progress import StoppedError
 
-__all__ = ["Turnstile"]
+__all__ = ["AdapterLock"]
 
 _LOOK_S = 0.2
 """How often one that waits looks whether it is still wanted."""
 
 
-class Turnstile:
+class AdapterLock:
     """Lets calls in: those that need the same adapter together, as many as fit, and none past one that waits."""
 
     def __init__(self, at_once: int, switch: Callable[[str | None], None] = lambda adapter: None) -> None:

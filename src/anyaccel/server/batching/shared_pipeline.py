@@ -18,8 +18,8 @@ from anyaccel.runtime.introspection import find_components, find_models
 from anyaccel.runtime.placement_state import Placement, find_placement, keep_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.batching.batched_args import Ticket
-from anyaccel.server.batching.step_batcher import MeetingPlace, Rendezvous
+from anyaccel.server.batching.batched_args import CallArgs
+from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher
 
 __all__ = ["SharedPipeline"]
 
@@ -33,7 +33,7 @@ class SharedPipeline:
         self.pipe = pipe
         placement = find_placement(pipe)
         exact = placement is not None and placement.opened.driver.marks
-        self.rendezvous = Rendezvous(
+        self.rendezvous = StepBatcher(
             most_calls=most_calls, patience_s=patience_s, mark=_find_mark(placement), exact=exact
         )
         denoisers = placement.denoisers if placement is not None else ()
@@ -50,7 +50,7 @@ class SharedPipeline:
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
         """Run two calls, and find out which models give joined what they give alone; only those are joined."""
-        seen: dict[str, list[Ticket]] = {name: [] for name in self.meetings}
+        seen: dict[str, list[CallArgs]] = {name: [] for name in self.meetings}
         with self._listening(seen):
             for call in (first, second):
                 self.run(call)
@@ -76,7 +76,7 @@ class SharedPipeline:
                 meeting.prepare_rows(sizes)
 
     @contextmanager
-    def _listening(self, seen: dict[str, list[Ticket]]) -> Iterator[None]:
+    def _listening(self, seen: dict[str, list[CallArgs]]) -> Iterator[None]:
         """While the block runs: no call is joined, and the arguments of each call's first run of a model are kept."""
         for name, meeting in self.meetings.items():
             meeting.joins, meeting.heard = False, seen[name]
@@ -98,8 +98,8 @@ class SharedPipeline:
             if isinstance(capture, GraphCapture):
                 capture.begin_call()
 
-    def _put(self, module: torch.nn.Module, steps: bool) -> MeetingPlace:
-        meeting = MeetingPlace(module, self.rendezvous, joins=False, steps=steps)
+    def _put(self, module: torch.nn.Module, steps: bool) -> BatchedForward:
+        meeting = BatchedForward(module, self.rendezvous, joins=False, steps=steps)
         set_override(module, Slot.BATCHING, meeting)
         return meeting
 

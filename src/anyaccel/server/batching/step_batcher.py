@@ -22,13 +22,13 @@ import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
 from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.batching.batched_args import Ticket, are_alike, join, make_ticket, split
+from anyaccel.server.batching.batched_args import CallArgs, are_alike, join, make_call_args, split
 
-__all__ = ["MeetingPlace", "Rendezvous", "Rounds"]
+__all__ = ["BatchStats", "BatchedForward", "StepBatcher"]
 
 _LOG = logging.getLogger(__name__)
 
-Run = Callable[..., Any]
+RunJob = Callable[..., Any]
 _SHORTEST_S, _LONGEST_S, _TURN_S = 0.005, 0.5, 0.005
 _RUNS = 4
 """Of a size of batch that is made ready: the first compiles, and the third is recorded."""
@@ -38,7 +38,7 @@ _RUNS = 4
 class _Waiting:
     """A call that waits for its round."""
 
-    ticket: Ticket
+    ticket: CallArgs
     who: int
     since: float
     taken: bool = False
@@ -59,7 +59,7 @@ class _Asked:
 
 
 @dataclass
-class Rounds:
+class BatchStats:
     """What was run, for those who look."""
 
     rounds: int = 0
@@ -76,7 +76,7 @@ class Rounds:
         self.sizes[calls] = self.sizes.get(calls, 0) + 1
 
 
-class Rendezvous:
+class StepBatcher:
     """Where the calls of one pipeline's models meet: one lock, who is on the way to which model, and whether one runs.
 
     Nobody waits for another any longer than `patience_s` after the device became free; without one, than half of the
@@ -107,7 +107,7 @@ class Rendezvous:
         """The call that has the turn."""
         self.turns = 0
         """How many had it."""
-        self.where: dict[int, MeetingPlace | None] = {}
+        self.where: dict[int, BatchedForward | None] = {}
         """Each call that is under way, with the model that it was last at."""
 
     @contextmanager
@@ -218,29 +218,29 @@ class Rendezvous:
         self.last_round_s, self.free_since = now - max(begun, self.free_since), now
 
 
-class MeetingPlace:
+class BatchedForward:
     """The override of one model's forward."""
 
     def __init__(
-        self, module: torch.nn.Module, rendezvous: Rendezvous, *, joins: bool = True, steps: bool = True
+        self, module: torch.nn.Module, rendezvous: StepBatcher, *, joins: bool = True, steps: bool = True
     ) -> None:
         self.module, self.rendezvous, self.joins = module, rendezvous, joins
         self.steps = steps
         """Whether calls come again after a round; if not, they may wait for the device next, and take no turns."""
         self.waiting: list[_Waiting] = []
-        self.heard: list[Ticket] | None = None
+        self.heard: list[CallArgs] | None = None
         """Where the arguments of the first run in each call are kept while somebody listens."""
-        self.example: Ticket | None = None
+        self.example: CallArgs | None = None
         """A call that was seen, for rounds that are run ahead."""
         self.full_rows: dict[int, float] = {}
         """The sizes of batch that rounds have, and the seconds that one takes; none where a batch may be of any."""
-        self.seen = Rounds()
+        self.seen = BatchStats()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward beneath this override, compiled or captured where it is."""
         return run_beneath(self.module, Slot.BATCHING, args, kwargs)
 
-    def try_out(self, tickets: list[Ticket]) -> bool:
+    def try_out(self, tickets: list[CallArgs]) -> bool:
         """Whether two calls give joined what they give alone."""
         if len(tickets) != 2 or not tickets[0].joins(tickets[1]):
             return False
@@ -271,7 +271,7 @@ class MeetingPlace:
         mark()()
         return time.monotonic() - start
 
-    def __call__(self, forward: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, forward: RunJob, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's result for one call, by itself or among others."""
         there = self.rendezvous
         if not there.is_part() or torch.is_grad_enabled():
@@ -280,7 +280,7 @@ class MeetingPlace:
         there.pass_on()
         if self.heard is not None:
             self._listen(args, kwargs)
-        ticket = make_ticket(args, kwargs) if self.joins else None
+        ticket = make_call_args(args, kwargs) if self.joins else None
         if ticket is None:
             return self._run_alone(args, kwargs)
         one = _Waiting(ticket, threading.get_ident(), time.monotonic())
@@ -301,7 +301,7 @@ class MeetingPlace:
 
     def _listen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = self.rendezvous.where.get(threading.get_ident()) is not self
-        ticket = make_ticket(args, kwargs) if first else None
+        ticket = make_call_args(args, kwargs) if first else None
         if ticket is not None and self.heard is not None:
             self.heard.append(ticket)
 

@@ -15,7 +15,7 @@ import anyaccel
 from anyaccel.server.http.errors import ApiError, describe_invalid, make_answer
 from anyaccel.server.http.images_api import router as images_router
 from anyaccel.server.http.jobs_api import router as jobs_router
-from anyaccel.server.http.middleware import Gate
+from anyaccel.server.http.middleware import RequestMiddleware
 from anyaccel.server.http.service import Service
 from anyaccel.server.http.status_api import router as state_router
 from anyaccel.server.http.web_page import router as page_router
@@ -45,7 +45,7 @@ def make_app(service: Service) -> FastAPI:
     for router in (images_router, jobs_router, state_router, page_router):
         app.include_router(router)
     _add_errors(app)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(RequestMiddleware, service=service)
     return app
 
 

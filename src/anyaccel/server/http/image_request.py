@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from anyaccel.call_limits import LARGEST_SEED, parse_image_size, read_seeds
 from anyaccel.errors import UsageError, nearest
 from anyaccel.server.http.errors import ApiError
-from anyaccel.server.settings import Limits
-from anyaccel.server.worker.job_spec import Task, Work
+from anyaccel.server.settings import ServerLimits
+from anyaccel.server.worker.job_spec import JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts
 
-__all__ = ["EditRequest", "ImageRequest", "check_picture", "describe_form", "make_work"]
+__all__ = ["EditRequest", "ImageRequest", "check_picture", "describe_form", "make_job_spec"]
 
 _RANDOM_BITS = 32
 _USUAL_STRENGTH = 0.8
@@ -60,7 +60,7 @@ class EditRequest(ImageRequest):
     input_fidelity: Annotated[str | None, Field(max_length=20, description="Taken, and of no effect.")] = None
 
 
-def check_picture(content: bytes, name: str, limits: Limits) -> tuple[int, int]:
+def check_picture(content: bytes, name: str, limits: ServerLimits) -> tuple[int, int]:
     """The size of a picture that was sent; raises if it is none, or larger than it may be, before it is unpacked."""
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
@@ -77,13 +77,13 @@ def check_picture(content: bytes, name: str, limits: Limits) -> tuple[int, int]:
     return width, height
 
 
-def make_work(
+def make_job_spec(
     request: ImageRequest,
     task: Task,
     models: Mapping[str, ModelFacts],
-    limits: Limits,
+    limits: ServerLimits,
     picture_size: tuple[int, int] | None = None,
-) -> Work:
+) -> JobSpec:
     """The work that a request asks for; raises if it asks for what is not there, or for too much."""
     facts = _find_model(request, models)
     if task not in facts.tasks:
@@ -107,7 +107,7 @@ def make_work(
         hint = nearest(request.lora, facts.loras) if facts.loras else "none is served"
         raise ApiError(400, "unknown_lora", f"there is no LoRA {request.lora[:60]!r}: {hint}", param="lora")
     first = secrets.randbits(_RANDOM_BITS) if request.seed is None else request.seed
-    return Work(
+    return JobSpec(
         task=task,
         model=facts.name,
         prompt=request.prompt,
@@ -145,7 +145,7 @@ def _find_model(request: ImageRequest, models: Mapping[str, ModelFacts]) -> Mode
     return found
 
 
-def _check_limits(request: ImageRequest, limits: Limits) -> None:
+def _check_limits(request: ImageRequest, limits: ServerLimits) -> None:
     for name in ("prompt", "negative_prompt"):
         text = getattr(request, name)
         if text is None:
@@ -162,7 +162,7 @@ def _check_limits(request: ImageRequest, limits: Limits) -> None:
 
 
 def _find_size(
-    request: ImageRequest, facts: ModelFacts, limits: Limits, picture_size: tuple[int, int] | None
+    request: ImageRequest, facts: ModelFacts, limits: ServerLimits, picture_size: tuple[int, int] | None
 ) -> tuple[int, int]:
     """The size that is asked for; else that of the picture that came along, else the model's own."""
     if request.size in (None, "auto"):

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
 from anyaccel.server.http.errors import FINAL, ApiError, describe_failure, describe_invalid
-from anyaccel.server.http.image_request import EditRequest, ImageRequest, check_picture, describe_form, make_work
+from anyaccel.server.http.image_request import EditRequest, ImageRequest, check_picture, describe_form, make_job_spec
 from anyaccel.server.http.responses import describe_model, describe_pictures, make_event, write_event
 from anyaccel.server.http.service import ClientGoneError, Service, ServiceOf
 from anyaccel.server.jobs.store import Job
@@ -100,7 +100,7 @@ async def begin_job(
         task = "inpaint" if "mask_image" in pictures else "edit"
         sizes = [await run_in_threadpool(check_picture, content, name, limits) for name, content in pictures.items()]
         size = sizes[0]
-    work = make_work(body, task, service.dispatcher.models, limits, size)
+    work = make_job_spec(body, task, service.dispatcher.models, limits, size)
     return await service.accept(request, work, body, pictures)
 
 

@@ -21,7 +21,7 @@ from anyaccel.server.http.errors import ApiError, make_answer
 from anyaccel.server.http.service import Service
 from anyaccel.server.settings import is_loopback, name_owner
 
-__all__ = ["Gate"]
+__all__ = ["RequestMiddleware"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -35,7 +35,7 @@ _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
 """What of a refused body is read and dropped, so that the client gets to read why."""
 
 
-class Gate:
+class RequestMiddleware:
     """Stands before the app."""
 
     def __init__(self, app: App, service: Service) -> None:
@@ -46,7 +46,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        note = _Note(scope, send, self.service.settings.limits.send_s)
+        note = _RequestLog(scope, send, self.service.settings.limits.send_s)
         scope.setdefault("state", {})["owner"] = ""
         try:
             self._check(scope)
@@ -124,7 +124,7 @@ class Gate:
 
         return replay
 
-    def _note(self, scope: Scope, note: _Note) -> None:
+    def _note(self, scope: Scope, note: _RequestLog) -> None:
         """One line a request; what was asked for is nobody's business."""
         seconds = time.perf_counter() - note.begun
         route = scope.get("route")
@@ -151,7 +151,7 @@ class _TooSlowError(Exception):
     """The client went away, or does not read."""
 
 
-class _Note:
+class _RequestLog:
     """What is told of a request, and a `send` that does not wait for ever."""
 
     def __init__(self, scope: Scope, send: Send, send_s: float) -> None:

@@ -19,13 +19,13 @@ from starlette.concurrency import run_in_threadpool
 from anyaccel.server.http.errors import FINAL, ApiError
 from anyaccel.server.http.responses import Signer, describe_job
 from anyaccel.server.jobs.dispatcher import Dispatcher
-from anyaccel.server.jobs.events import Bus, News
-from anyaccel.server.jobs.job_traces import Spans
+from anyaccel.server.jobs.events import EventBus, JobEvent
+from anyaccel.server.jobs.job_traces import JobTraces
 from anyaccel.server.jobs.metrics import Metrics
-from anyaccel.server.jobs.store import ENDED, Job, Jobs, KeyTakenError, QueueFullError
-from anyaccel.server.settings import Settings
-from anyaccel.server.worker.job_spec import Work
-from anyaccel.server.worker.worker_process import WorkerProcess, Workplace
+from anyaccel.server.jobs.store import ENDED, Job, JobStore, KeyTakenError, QueueFullError
+from anyaccel.server.settings import ServerSettings
+from anyaccel.server.worker.job_spec import JobSpec
+from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
 from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]
@@ -42,13 +42,15 @@ class ClientGoneError(Exception):
 class Service:
     """What endpoints work with."""
 
-    def __init__(self, settings: Settings, make_workplace: Callable[[Settings], Workplace] = WorkerProcess) -> None:
+    def __init__(
+        self, settings: ServerSettings, make_workplace: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
+    ) -> None:
         self.settings = settings
-        self.jobs = Jobs(settings.data)
-        self.bus, self.metrics = Bus(), Metrics(self.jobs)
+        self.jobs = JobStore(settings.data)
+        self.bus, self.metrics = EventBus(), Metrics(self.jobs)
         self.dispatcher = Dispatcher(settings, self.jobs, self.bus, self.metrics, make_workplace)
         self.signer = Signer(_read_secret(settings.data))
-        self.spans = Spans(settings.otlp)
+        self.spans = JobTraces(settings.otlp)
         self.dispatcher.on_end += [self.metrics.note_end, self.spans.note_end]
         self.created = int(time.time())
         self.closed = self.draining = self.ended = False
@@ -69,7 +71,7 @@ class Service:
             words = "it is ending" if self.draining else self.dispatcher.start_state.words
             raise ApiError(503, "not_ready", f"the service is not ready: {words}", headers={"Retry-After": "5"})
 
-    async def accept(self, request: Request, work: Work, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
+    async def accept(self, request: Request, work: JobSpec, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
         """Keep a request as a job, before anybody is answered."""
         user = getattr(body, "user", None)
         asked = hashlib.sha256(f"{request.url.path} {body.model_dump_json(exclude_none=True)}".encode())
@@ -119,7 +121,7 @@ class Service:
             raise ApiError(404, "job_not_found", "there is no such job; it may have expired")
         return found
 
-    async def follow(self, request: Request, job: Job) -> AsyncIterator[News | None]:
+    async def follow(self, request: Request, job: Job) -> AsyncIterator[JobEvent | None]:
         """News of a job until it ends, None where there is none for a while; raises if the client goes away."""
         with self.bus.listening(job.id) as news:
             leaving = asyncio.create_task(_wait_for_leaving(request))
@@ -185,7 +187,7 @@ async def _wait_for_leaving(request: Request) -> None:
         continue
 
 
-async def _first(awaited: Any, leaving: asyncio.Task[None]) -> News | None:
+async def _first(awaited: Any, leaving: asyncio.Task[None]) -> JobEvent | None:
     """What is awaited, unless the client leaves first."""
     task = asyncio.ensure_future(awaited)
     try:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["ImpatientProtocol", "make_protocol"]
+__all__ = ["SlowClientProtocol", "make_protocol"]
 
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class ImpatientProtocol(H11Protocol):
+class SlowClientProtocol(H11Protocol):
     """uvicorn's own protocol, in which half a request does not hold a connection for ever."""
 
     patience_s: ClassVar[float] = 20.0
@@ -66,6 +66,6 @@ class ImpatientProtocol(H11Protocol):
             self.transport.close()
 
 
-def make_protocol(patience_s: float, read_s: float) -> type[ImpatientProtocol]:
+def make_protocol(patience_s: float, read_s: float) -> type[SlowClientProtocol]:
     """The protocol with so much patience."""
-    return type("ImpatientProtocol", (ImpatientProtocol,), {"patience_s": patience_s, "read_s": read_s})
+    return type("SlowClientProtocol", (SlowClientProtocol,), {"patience_s": patience_s, "read_s": read_s})

@@ -10,29 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from anyaccel.server.jobs.events import Bus, News
+from anyaccel.server.jobs.events import EventBus, JobEvent
 from anyaccel.server.jobs.metrics import Metrics
-from anyaccel.server.jobs.store import ENDED, Job, Jobs
-from anyaccel.server.settings import Settings
+from anyaccel.server.jobs.store import ENDED, Job, JobStore
+from anyaccel.server.settings import ServerSettings
 from anyaccel.server.worker.messages import (
-    Beat,
-    Broken,
-    Cancel,
-    Failed,
-    Loading,
-    Made,
+    CancelJob,
+    Heartbeat,
+    ImageDone,
+    JobFailed,
+    JobStopped,
+    LoadFailed,
+    LoadProgress,
     ModelFacts,
-    Preview,
-    Ready,
-    Run,
-    Step,
-    StoppedJob,
-    Unready,
+    ModelsReady,
+    NotReady,
+    PreviewImage,
+    RunJob,
+    StepDone,
     WorkerLost,
 )
-from anyaccel.server.worker.worker_process import WorkerProcess, Workplace
+from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
 
-__all__ = ["Dispatcher", "Start"]
+__all__ = ["Dispatcher", "StartState"]
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1
@@ -43,7 +43,7 @@ _STARTS = 3
 
 
 @dataclass
-class Start:
+class StartState:
     """How far the start of the worker is."""
 
     state: Literal["starting", "ready", "broken"] = "starting"
@@ -54,11 +54,11 @@ class Start:
 
 
 @dataclass
-class _Running:
+class _DispatchedJob:
     """A job that the worker has."""
 
     job: Job
-    made: dict[int, Made] = field(default_factory=dict)
+    made: dict[int, ImageDone] = field(default_factory=dict)
     late: bool = False
     """Whether it is stopped because its time is over."""
 
@@ -72,26 +72,26 @@ class Dispatcher:
 
     def __init__(
         self,
-        settings: Settings,
-        jobs: Jobs,
-        bus: Bus,
+        settings: ServerSettings,
+        jobs: JobStore,
+        bus: EventBus,
         metrics: Metrics,
-        make_workplace: Callable[[Settings], Workplace] = WorkerProcess,
+        make_workplace: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
     ) -> None:
         self.settings, self.jobs, self.bus, self.metrics = settings, jobs, bus, metrics
         self.make_workplace = make_workplace
-        self.start_state = Start()
+        self.start_state = StartState()
         self.models: dict[str, ModelFacts] = {}
         self.on_end: list[Callable[[Job], None]] = []
         self.lock = threading.RLock()
-        self.running: dict[str, _Running] = {}
+        self.running: dict[str, _DispatchedJob] = {}
         self.stopping = False
         self.begun = time.time()
         self.last_word = self.last_sign = time.monotonic()
         """When the worker last said anything, and when it last came forward."""
         self.seconds = 1.0
         """What a picture takes, about."""
-        self._workplace: Workplace | None = None
+        self._workplace: WorkerTransport | None = None
         self._unended: set[str] = set()
         """Jobs of which the end could not be kept: on a full disk, say."""
         self._thread = threading.Thread(target=self._supervise, name="dispatcher", daemon=True)
@@ -99,7 +99,7 @@ class Dispatcher:
     def start(self) -> None:
         """Put back what was running when the service last ended, and start the worker."""
         for job in self.jobs.recover():
-            self.bus.publish(job.id, News("state"))
+            self.bus.publish(job.id, JobEvent("state"))
         self._thread.start()
 
     def is_ready(self) -> bool:
@@ -112,18 +112,18 @@ class Dispatcher:
             if self.start_state.state != "ready" or self._workplace is None:
                 return
             while (job := self.jobs.take(self._has_room)) is not None:
-                self.running[job.id] = _Running(job)
+                self.running[job.id] = _DispatchedJob(job)
                 self.last_sign = time.monotonic()
                 inputs = {name: str(path) for name, path in self.jobs.list_inputs(job).items()}
-                self._workplace.send(Run(job.id, job.request, inputs))
-                self.bus.publish(job.id, News("state"))
+                self._workplace.send(RunJob(job.id, job.request, inputs))
+                self.bus.publish(job.id, JobEvent("state"))
 
     def cancel(self, name: str) -> Job:
         """Stop a job: at once where it waits, at its next step where it runs."""
         before = self.jobs.get(name)
         job = self.jobs.cancel(name)
         if job.state == "running":
-            self._send(Cancel(name))
+            self._send(CancelJob(name))
         elif before is None or before.state not in ENDED:
             self._tell_end(job)
         return job
@@ -156,7 +156,7 @@ class Dispatcher:
         busy = sum(one.pictures for one in self.running.values())
         return self._workplace is not None and self._workplace.has_room(busy, len(job.request["seeds"]))
 
-    def _send(self, message: Cancel) -> None:
+    def _send(self, message: CancelJob) -> None:
         with self.lock:
             if self._workplace is not None:
                 self._workplace.send(message)
@@ -183,7 +183,7 @@ class Dispatcher:
 
     def _run_one(self) -> bool:
         """One worker or pool of them, from its start to its end; whether it was ready."""
-        self.start_state = Start(total=len(self.settings.models))
+        self.start_state = StartState(total=len(self.settings.models))
         self._put_back()  # where that failed when the last one ended
         workplace = self.make_workplace(self.settings)
         with self.lock:
@@ -197,7 +197,7 @@ class Dispatcher:
             self._end_of_worker(workplace, was_ready)
         return was_ready
 
-    def _listen(self, workplace: Workplace) -> bool:
+    def _listen(self, workplace: WorkerTransport) -> bool:
         was_ready, tidied = False, time.monotonic()
         self.last_word = self.last_sign = time.monotonic()
         while not self.stopping:
@@ -227,7 +227,7 @@ class Dispatcher:
             self._hear(said)
         except Exception:  # noqa: BLE001 - a fault in one must not end the service
             _LOG.exception("anyaccel: %s was not taken in", type(said).__name__)
-            if isinstance(said, Made | Failed | StoppedJob):
+            if isinstance(said, ImageDone | JobFailed | JobStopped):
                 self._unended.add(said.job)
 
     def _tidy(self) -> None:
@@ -243,12 +243,12 @@ class Dispatcher:
             since = self.last_sign if self.running else self.last_word
             return time.monotonic() - min(since, self.last_word) > self.settings.limits.hang_s
 
-    def _end_of_worker(self, workplace: Workplace, was_ready: bool) -> None:
+    def _end_of_worker(self, workplace: WorkerTransport, was_ready: bool) -> None:
         with self.lock:
             self._workplace = None
             self.running.clear()
             if not self.stopping and self.start_state.state != "broken":
-                self.start_state = Start(words="the worker ended, and is started again")
+                self.start_state = StartState(words="the worker ended, and is started again")
         if self.stopping:
             self._put_back(count_attempt=False)
             return
@@ -261,26 +261,26 @@ class Dispatcher:
         """No worker is there: what was running waits again, or has ended."""
         for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
-            self._tell_end(job) if job.state in ENDED else self.bus.publish(job.id, News("state"))
+            self._tell_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
 
     # What the worker says
 
     def _hear(self, said: Any) -> None:
-        if isinstance(said, Beat):
+        if isinstance(said, Heartbeat):
             self.metrics.note_beat(said)
             return
         self.last_sign = time.monotonic()
-        if isinstance(said, Loading):
+        if isinstance(said, LoadProgress):
             self.start_state.done, self.start_state.total = said.done, said.total
             self.start_state.words = said.words
-        elif isinstance(said, Ready):
+        elif isinstance(said, ModelsReady):
             self.models = {facts.name: facts for facts in said.models}
             self.start_state.state, self.start_state.words = "ready", "ready"
             self.wake()
-        elif isinstance(said, Broken):
-            self.start_state = Start("broken", words=said.message, hint=said.hint)
-        elif isinstance(said, Unready):
-            self.start_state = Start(words=said.words)
+        elif isinstance(said, LoadFailed):
+            self.start_state = StartState("broken", words=said.message, hint=said.hint)
+        elif isinstance(said, NotReady):
+            self.start_state = StartState(words=said.words)
         elif isinstance(said, WorkerLost):
             _LOG.error("anyaccel: the worker %s ended: %s", said.worker, said.words)
             self.metrics.worker_ends.labels("death").inc()
@@ -290,29 +290,29 @@ class Dispatcher:
             if running is not None:
                 self._hear_of_job(running, said)
 
-    def _hear_of_job(self, running: _Running, said: Any) -> None:
-        if isinstance(said, Step):
+    def _hear_of_job(self, running: _DispatchedJob, said: Any) -> None:
+        if isinstance(said, StepDone):
             self.metrics.step_seconds.observe(said.seconds)
-            self.bus.publish(said.job, News("step", said.picture, said.done, said.total))
-        elif isinstance(said, Preview):
-            self.bus.publish(said.job, News("preview", said.picture, number=said.number, content=said.content))
-        elif isinstance(said, Made):
+            self.bus.publish(said.job, JobEvent("step", said.picture, said.done, said.total))
+        elif isinstance(said, PreviewImage):
+            self.bus.publish(said.job, JobEvent("preview", said.picture, number=said.number, content=said.content))
+        elif isinstance(said, ImageDone):
             running.made[said.picture] = said
             self.metrics.images.inc()
             self.seconds = 0.8 * self.seconds + 0.2 * said.seconds
             if len(running.made) == running.pictures:
                 self._finish(running)
             else:
-                self.bus.publish(said.job, News("made", said.picture, content=said.content))
-        elif isinstance(said, Failed):
+                self.bus.publish(said.job, JobEvent("made", said.picture, content=said.content))
+        elif isinstance(said, JobFailed):
             self._end(self._fail(said.job, said.code, said.message, said.status))
-        elif isinstance(said, StoppedJob):
+        elif isinstance(said, JobStopped):
             if running.late:
                 self._end(self._fail(said.job, *_LATE))
             else:
                 self._end(self.jobs.stop(said.job))
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: _DispatchedJob) -> None:
         made = [running.made[place] for place in sorted(running.made)]
         suffix = {"jpeg": "jpg"}.get(running.job.request["output_format"], running.job.request["output_format"])
         files = [(f"{one.picture}.{suffix}", one.content) for one in made]
@@ -339,7 +339,7 @@ class Dispatcher:
         self.bus.forget(job.id)
         for hear in self.on_end:
             hear(job)
-        self.bus.publish(job.id, News("state"))
+        self.bus.publish(job.id, JobEvent("state"))
 
     def _end_late_jobs(self) -> None:
         """A job has so much time from when it was accepted, or from the service's start where that was later."""
@@ -355,7 +355,7 @@ class Dispatcher:
                 if running is None or running.late:
                     continue
                 running.late = True
-            self._send(Cancel(job.id))
+            self._send(CancelJob(job.id))
 
 
 _LATE = ("deadline_exceeded", "the picture was not made in time", 504)

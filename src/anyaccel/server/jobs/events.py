@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Bus", "News", "Progress", "Subscription"]
+__all__ = ["EventBus", "JobEvent", "Progress", "Subscription"]
 
 _MOST_WAITING = 64
 """News that a slow reader may fall behind; what is dropped then is steps and previews, oldest first."""
 
 
 @dataclass(frozen=True)
-class News:
+class JobEvent:
     """Something happened to a job."""
 
     kind: Literal["step", "preview", "made", "state"]
@@ -33,12 +33,12 @@ class Progress:
     """How far a job is: of each picture the steps that are done, and what was seen of it."""
 
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
-    seen: list[News] = field(default_factory=list)
+    seen: list[JobEvent] = field(default_factory=list)
     """Previews, of which a picture has few, and pictures that are made."""
 
-    def tell(self) -> list[News]:
+    def tell(self) -> list[JobEvent]:
         """Where it is, for one who comes late."""
-        steps = [News("step", picture, done, total) for picture, (done, total) in self.steps.items()]
+        steps = [JobEvent("step", picture, done, total) for picture, (done, total) in self.steps.items()]
         return [*steps, *self.seen]
 
     def share(self, pictures: int) -> float:
@@ -51,10 +51,10 @@ class Subscription:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.waiting: deque[News] = deque()
+        self.waiting: deque[JobEvent] = deque()
         self.there = asyncio.Event()
 
-    async def next(self, timeout_s: float) -> News | None:
+    async def next(self, timeout_s: float) -> JobEvent | None:
         """The next news; None where there was none for so long."""
         if not self.waiting:
             self.there.clear()
@@ -64,13 +64,13 @@ class Subscription:
                 return None
         return self.waiting.popleft() if self.waiting else None
 
-    def rest(self) -> list[News]:
+    def rest(self) -> list[JobEvent]:
         """What has come and was not taken yet."""
         left = list(self.waiting)
         self.waiting.clear()
         return left
 
-    def put(self, news: News) -> None:
+    def put(self, news: JobEvent) -> None:
         """Called in the loop's thread."""
         if len(self.waiting) >= _MOST_WAITING:
             passing = next((one for one in self.waiting if one.kind in ("step", "preview")), None)
@@ -80,7 +80,7 @@ class Subscription:
         self.there.set()
 
 
-class Bus:
+class EventBus:
     """Who listens to which job."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Bus:
                 if not left:
                     del self.listeners[job]
 
-    def publish(self, job: str, news: News) -> None:
+    def publish(self, job: str, news: JobEvent) -> None:
         """Tell all that listen, from any thread."""
         with self.lock:
             if news.kind != "state":
@@ -123,7 +123,7 @@ class Bus:
         with self.lock:
             jobs = list(self.listeners)
         for job in jobs:
-            self.publish(job, News("state"))
+            self.publish(job, JobEvent("state"))
 
     def forget(self, job: str) -> None:
         """A job ended, or begins anew: how far it was is of no interest any more."""

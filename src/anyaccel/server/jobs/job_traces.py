@@ -8,13 +8,13 @@ from typing import Any
 from anyaccel.errors import UsageError
 from anyaccel.server.jobs.store import Job
 
-__all__ = ["Spans"]
+__all__ = ["JobTraces"]
 
 _NANO = 1_000_000_000
 _MOST = 10_000
 
 
-class Spans:
+class JobTraces:
     """Sends spans to a collector by OTLP over HTTP; does nothing without one."""
 
     def __init__(self, endpoint: str | None) -> None:

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from anyaccel.server.jobs.store import Job, Jobs
-from anyaccel.server.worker.messages import Beat
+from anyaccel.server.jobs.store import Job, JobStore
+from anyaccel.server.worker.messages import Heartbeat
 
 __all__ = ["Metrics"]
 
@@ -19,7 +19,7 @@ _CALLS = (1, 2, 4, 8, 16, 32)
 class Metrics:
     """One service's figures."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: JobStore) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Queue(jobs))
         own = self.registry
@@ -42,7 +42,7 @@ class Metrics:
         self.worker_bytes = Gauge("anyaccel_worker_memory_bytes", "Memory of the worker on the host", registry=own)
         self.models_loaded = Gauge("anyaccel_models_loaded", "Models in memory", registry=own)
 
-    def note_beat(self, beat: Beat) -> None:
+    def note_beat(self, beat: Heartbeat) -> None:
         """What the worker holds, and the rounds that it ran."""
         if beat.device_bytes is not None:
             self.device_bytes.set(beat.device_bytes)
@@ -68,7 +68,7 @@ class Metrics:
 class _Queue(Collector):
     """How many jobs wait and run, counted when it is asked."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
 
     def collect(self) -> list[GaugeMetricFamily]:

@@ -25,7 +25,7 @@ from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
 from anyaccel.storage.file_lock import lock_file
 
-__all__ = ["ENDED", "Job", "Jobs", "KeyTakenError", "QueueFullError", "State"]
+__all__ = ["ENDED", "Job", "JobStore", "KeyTakenError", "QueueFullError", "State"]
 
 State: TypeAlias = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
@@ -84,7 +84,7 @@ class Job:
     """What its files take."""
 
 
-class Jobs:
+class JobStore:
     """The jobs in one folder; one process writes there."""
 
     def __init__(self, folder: Path) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["SUFFIXES", "Task", "Work", "read_work"]
+__all__ = ["SUFFIXES", "JobSpec", "Task", "read_job_spec"]
 
 Task = Literal["generate", "edit", "inpaint"]
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class JobSpec:
     """The pictures of one job."""
 
     task: Task
@@ -43,6 +43,6 @@ class Work:
         return {name: value for name in named if (value := getattr(self, name)) is not None}
 
 
-def read_work(kept: Mapping[str, Any]) -> Work:
+def read_job_spec(kept: Mapping[str, Any]) -> JobSpec:
     """What was kept."""
-    return Work(**{**kept, "seeds": tuple(kept["seeds"])})
+    return JobSpec(**{**kept, "seeds": tuple(kept["seeds"])})

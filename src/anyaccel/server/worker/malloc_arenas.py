@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-__all__ = ["share_one_heap"]
+__all__ = ["use_one_malloc_arena"]
 
 _ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 
-def share_one_heap() -> None:
+def use_one_malloc_arena() -> None:
     """Let threads that start from now on share one heap: they wait for the device far longer than for memory."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)

@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "Beat",
-    "Broken",
-    "Cancel",
-    "Failed",
-    "Loading",
-    "Made",
+    "CancelJob",
+    "Heartbeat",
+    "ImageDone",
+    "JobFailed",
+    "JobStopped",
+    "LoadFailed",
+    "LoadProgress",
     "ModelFacts",
-    "Preview",
-    "Ready",
-    "Run",
-    "Step",
-    "StoppedJob",
-    "Unready",
+    "ModelsReady",
+    "NotReady",
+    "PreviewImage",
+    "RunJob",
+    "StepDone",
     "WorkerLost",
 ]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunJob:
     """To the worker: make the pictures of a job."""
 
     job: str
@@ -36,7 +36,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Cancel:
+class CancelJob:
     """To the worker: stop a job at its next step."""
 
     job: str
@@ -73,7 +73,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadProgress:
     """From the worker: how far its start is."""
 
     done: int
@@ -82,14 +82,14 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Ready:
+class ModelsReady:
     """From the worker: all models were loaded once, and their sizes are warm."""
 
     models: tuple[ModelFacts, ...]
 
 
 @dataclass(frozen=True)
-class Broken:
+class LoadFailed:
     """From the worker: it cannot start."""
 
     message: str
@@ -97,7 +97,7 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Unready:
+class NotReady:
     """From a pool of workers: none of them is there now, and others are awaited."""
 
     words: str
@@ -112,7 +112,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDone:
     """From the worker: a step of one picture is done."""
 
     job: str
@@ -123,7 +123,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Preview:
+class PreviewImage:
     """From the worker: what a picture looks like so far."""
 
     job: str
@@ -133,7 +133,7 @@ class Preview:
 
 
 @dataclass(frozen=True)
-class Made:
+class ImageDone:
     """From the worker: one picture of a job."""
 
     job: str
@@ -146,7 +146,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Failed:
+class JobFailed:
     """From the worker: a job came to nothing."""
 
     job: str
@@ -156,14 +156,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class StoppedJob:
+class JobStopped:
     """From the worker: a job that was told to stop did."""
 
     job: str
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """From the worker, every second: it is there, and this is what it holds."""
 
     device_bytes: int | None

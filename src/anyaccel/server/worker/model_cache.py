@@ -10,25 +10,25 @@ from pathlib import Path
 
 from anyaccel.backends.device import OpenDevice
 from anyaccel.errors import AnyaccelError, NotMeasurableError, UsageError
-from anyaccel.generation.model_name import name_model
+from anyaccel.generation.model_name import resolve_model
 from anyaccel.processes.gc_control import ignore_existing_objects, release_unreachable
 from anyaccel.progress import StoppedError
 from anyaccel.runtime.introspection import find_models
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.server.settings import ServedName, Settings
+from anyaccel.server.settings import ServedName, ServerSettings
 from anyaccel.server.worker.served_model import ServedModel
 
-__all__ = ["Shelf"]
+__all__ = ["ModelCache"]
 
 _ROOM = 1.5
 """A model wants so many times its weights: what a picture needs besides is not known before."""
 _LOOK_S = 0.05
 
 
-class Shelf:
+class ModelCache:
     """Keeps models for as long as there is room; only those that nobody uses leave."""
 
-    def __init__(self, settings: Settings, load: Callable[[ServedName], ServedModel]) -> None:
+    def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
         self.settings, self.load = settings, load
         self.models: dict[str, ServedModel] = {}
         self.users: dict[str, int] = {}
@@ -127,5 +127,5 @@ def _weigh(model: ServedModel) -> int:
 
 def _weigh_files(served: ServedName) -> int | None:
     """The weights in a folder, as they lie there; None for what is not on this machine yet."""
-    folder = Path(name_model(served.model).source)
+    folder = Path(resolve_model(served.model).source)
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else None

@@ -13,24 +13,24 @@ from PIL import Image
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.errors import DoesNotFitError, NotFiniteError, UsageError
-from anyaccel.generation.call_validation import check_picture_call, find_default, pick_images
-from anyaccel.generation.image import foresee_origin
-from anyaccel.generation.metadata import Origin
-from anyaccel.generation.model_cache import LoadedModel, load_afresh
-from anyaccel.generation.request import make_order
-from anyaccel.planning.options import Wishes
+from anyaccel.generation.call_validation import check_image_call, find_default, pick_images
+from anyaccel.generation.image import expected_metadata
+from anyaccel.generation.metadata import ImageMetadata
+from anyaccel.generation.model_cache import LoadedModel, load_uncached
+from anyaccel.generation.request import make_request
+from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.call.validation import find_multiple
-from anyaccel.runtime.call_request import read_request
+from anyaccel.runtime.call_request import read_call_request
 from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting, plain_class
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
-from anyaccel.runtime.placement.oom_retry import apply_rule, let_go_of_frames
+from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.server.batching.model_lock import Turnstile
+from anyaccel.server.batching.model_lock import AdapterLock
 from anyaccel.server.batching.shared_pipeline import SharedPipeline, light_copy
-from anyaccel.server.settings import ServedName, Settings, count_in_hand
+from anyaccel.server.settings import ServedName, ServerSettings, count_in_hand
 from anyaccel.server.worker.denoise_progress import Watcher, watching_steps
-from anyaccel.server.worker.job_spec import Task, Work
+from anyaccel.server.worker.job_spec import JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["RefusedError", "ServedModel"]
@@ -50,11 +50,11 @@ class RefusedError(Exception):
 class ServedModel:
     """One model on the device, its pipelines by task, and who uses it."""
 
-    def __init__(self, served: ServedName, settings: Settings, listener: ProgressListener | None = None) -> None:
+    def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
         self.name, self.settings = served.name, settings
-        order = make_order("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
-        wishes = Wishes(dtype=order.dtype, speed=order.speed, pictures=_TO_COME)
-        self.loaded: LoadedModel = load_afresh(order, wishes, listener)
+        order = make_request("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
+        options = PlacementOptions(dtype=order.dtype, speed=order.speed, expected_images=_TO_COME)
+        self.loaded: LoadedModel = load_uncached(order, options, listener)
         self.pipe = self.loaded.pipe
         self.pipe.set_progress_bar_config(disable=True)
         self.defaults: dict[str, Any] = dict(CALL_DEFAULTS) if order.model.kind == "embedded" else {}
@@ -64,7 +64,7 @@ class ServedModel:
         self.sizes = settings.sizes or ((side, side),)
         self.joins: dict[str, bool] = {}
         self.shared: SharedPipeline | None = None
-        self.turnstile = Turnstile(1, self._switch)
+        self.turnstile = AdapterLock(1, self._switch)
         self._warm_up()
         self._try_tasks()
         self.last_used = time.monotonic()
@@ -92,13 +92,13 @@ class ServedModel:
         )
 
     def make(
-        self, work: Work, picture: int, inputs: Mapping[str, Image.Image], watcher: Watcher
-    ) -> tuple[Image.Image, Origin]:
+        self, work: JobSpec, picture: int, inputs: Mapping[str, Image.Image], watcher: Watcher
+    ) -> tuple[Image.Image, ImageMetadata]:
         """One picture of a job."""
         self.last_used = time.monotonic()
         pipe = self.pipes[work.task]
         call = self._make_call(work, inputs)
-        check_picture_call(pipe, call)
+        check_image_call(pipe, call)
         size = work.width, work.height
         seeded = {"prompt": work.prompt, "seed": work.seeds[picture], **call}
         output = None
@@ -110,11 +110,11 @@ class ServedModel:
             raise RefusedError
         image = pick_images(pipe, output)[0]
         recorded = {name: value for name, value in call.items() if not isinstance(value, Image.Image)}
-        origin = foresee_origin(self.loaded, work.prompt, work.seeds[picture], recorded)
+        origin = expected_metadata(self.loaded, work.prompt, work.seeds[picture], recorded)
         left_out = tuple(name for name in call if name not in recorded)
         kept = {**vars(origin), "width": image.width, "height": image.height}
         pipeline = plain_class(pipe).__name__
-        return image, Origin(**{**kept, "pipeline": pipeline, "unrecorded": (*origin.unrecorded, *left_out)})
+        return image, ImageMetadata(**{**kept, "pipeline": pipeline, "unrecorded": (*origin.unrecorded, *left_out)})
 
     @property
     def denoisers(self) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class ServedModel:
             self.shared.close()
             self.shared = None
 
-    def _make_call(self, work: Work, inputs: Mapping[str, Image.Image]) -> dict[str, Any]:
+    def _make_call(self, work: JobSpec, inputs: Mapping[str, Image.Image]) -> dict[str, Any]:
         call = {**self.defaults, **work.call()}
         takes = _parameters(self.pipes[work.task])
         size = work.width, work.height
@@ -138,7 +138,9 @@ class ServedModel:
             call |= {"width": work.width, "height": work.height}
         return call
 
-    def _run_joined(self, pipe: Any, call: dict[str, Any], work: Work, watcher: Watcher, size: tuple[int, int]) -> Any:
+    def _run_joined(
+        self, pipe: Any, call: dict[str, Any], work: JobSpec, watcher: Watcher, size: tuple[int, int]
+    ) -> Any:
         """Among others; None where the call has to be run by itself after all."""
         with self.turnstile.entering(_adapter_of(work), is_stopped=watcher.is_stopped):
             if self.shared is None:
@@ -153,12 +155,14 @@ class ServedModel:
                 if not is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
                     raise
                 words = "memory ran out"
-                let_go_of_frames(error)
+                clear_traceback_frames(error)
         _LOG.warning("anyaccel: a call of %s is run again by itself: %s", self.name, words)
         watcher.begin_again()
         return None
 
-    def _run_alone(self, pipe: Any, call: dict[str, Any], work: Work, watcher: Watcher, size: tuple[int, int]) -> Any:
+    def _run_alone(
+        self, pipe: Any, call: dict[str, Any], work: JobSpec, watcher: Watcher, size: tuple[int, int]
+    ) -> Any:
         """By itself, with all that the library does for a call that does not fit or is not finite."""
         with self.turnstile.entering(_adapter_of(work), alone=True, is_stopped=watcher.is_stopped):
             shared = self.shared is not None
@@ -189,7 +193,7 @@ class ServedModel:
         self._let_in(1)
         placement = find_placement(self.pipe)
         assert placement is not None
-        if placement.residence != "resident" or placement.plan.reuse.value is not None:
+        if placement.residence != "resident" or placement.plan.step_skipping.value is not None:
             return  # weights that move, and steps that are taken again, belong to one call at a time
         most = self._find_most()
         if most == 1:
@@ -222,7 +226,7 @@ class ServedModel:
             inputs = {"image": Image.new("RGB", (width, height), "grey")}
             if task == "inpaint":
                 inputs["mask_image"] = Image.new("L", (width, height), "white")
-            work = Work(
+            work = JobSpec(
                 task=task, model=self.name, prompt=_PROMPTS[0], seeds=(0,), width=width, height=height,
                 num_inference_steps=2,
             )  # fmt: skip
@@ -235,7 +239,7 @@ class ServedModel:
     def _is_static(self) -> bool:
         """Whether every size is a graph of its own, which would be made while others wait."""
         plan = self.pipe.plan
-        return bool(plan.report.compiled or plan.compile.value.static)
+        return bool(plan.report.compiled_models or plan.compiler.value.static)
 
     def _find_most(self) -> int:
         """How many pictures of the largest size fit into the memory at once."""
@@ -248,7 +252,7 @@ class ServedModel:
         most = self.settings.max_batch
         while most > 1:
             prompts = {**call, "prompt": [_PROMPTS[0]] * most}
-            request = read_request(self.pipe, plain_class(self.pipe).__call__, (), prompts)
+            request = read_call_request(self.pipe, plain_class(self.pipe).__call__, (), prompts)
             try:
                 rule = plan_call(
                     self.pipe, placement, request, list_call_rules(self.pipe, placement, most)
@@ -291,7 +295,7 @@ class ServedModel:
             self.shared.renew()
 
 
-def _adapter_of(work: Work) -> str | None:
+def _adapter_of(work: JobSpec) -> str | None:
     return None if work.lora is None else f"{work.lora}@{work.lora_scale}"
 
 

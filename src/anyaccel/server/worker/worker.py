@@ -20,21 +20,21 @@ from typing import Any
 from anyaccel.library_logging import quiet_libraries
 from anyaccel.processes.pipe_worker import ParentPipe
 from anyaccel.progress import ProgressListener
-from anyaccel.server.settings import ServedName, Settings
-from anyaccel.server.worker.malloc_arenas import share_one_heap
+from anyaccel.server.settings import ServedName, ServerSettings
+from anyaccel.server.worker.malloc_arenas import use_one_malloc_arena
 from anyaccel.server.worker.messages import (
-    Beat,
-    Broken,
-    Cancel,
-    Failed,
-    Loading,
-    Made,
+    CancelJob,
+    Heartbeat,
+    ImageDone,
+    JobFailed,
+    JobStopped,
+    LoadFailed,
+    LoadProgress,
     ModelFacts,
-    Preview,
-    Ready,
-    Run,
-    Step,
-    StoppedJob,
+    ModelsReady,
+    PreviewImage,
+    RunJob,
+    StepDone,
 )
 
 __all__ = ["Worker", "describe_failure", "describe_start", "run_worker"]
@@ -44,10 +44,10 @@ _BEAT_S = 1.0
 _PREVIEW_QUALITY = 80
 
 
-def run_worker(pipe: ParentPipe, settings: Settings) -> None:
+def run_worker(pipe: ParentPipe, settings: ServerSettings) -> None:
     """Serve until the service is gone; the entry of the process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a service: the service decides
-    share_one_heap()
+    use_one_malloc_arena()
     with quiet_libraries():
         _serve(pipe, Worker(settings, pipe.send))
 
@@ -55,20 +55,20 @@ def run_worker(pipe: ParentPipe, settings: Settings) -> None:
 def _serve(pipe: ParentPipe, worker: Worker) -> None:
     threading.Thread(target=worker.beat, daemon=True).start()
     try:
-        pipe.send(Ready(worker.load()))
+        pipe.send(ModelsReady(worker.load()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
         pipe.send(describe_start(error))
         _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
         os._exit(1)
     while True:
-        said: Run | Cancel = pipe.receive()
-        worker.begin(said) if isinstance(said, Run) else worker.cancel(said.job)
+        said: RunJob | CancelJob = pipe.receive()
+        worker.begin(said) if isinstance(said, RunJob) else worker.cancel(said.job)
 
 
 class Worker:
     """The models of a service on one device; `tell` is called from the threads that make pictures."""
 
-    def __init__(self, settings: Settings, tell: Callable[[Any], None]) -> None:
+    def __init__(self, settings: ServerSettings, tell: Callable[[Any], None]) -> None:
         self.settings, self.tell = settings, tell
         self.stops: dict[str, threading.Event] = {}
         self.threads = ThreadPoolExecutor(settings.in_hand, thread_name_prefix="picture")
@@ -82,30 +82,30 @@ class Worker:
 
         use_process_local_tqdm_lock()
         with gc_paused():
-            from anyaccel.server.worker.model_cache import Shelf
+            from anyaccel.server.worker.model_cache import ModelCache
             from anyaccel.server.worker.served_model import ServedModel
 
         total = len(self.settings.models)
 
         def load(served: ServedName) -> ServedModel:
-            self.tell(Loading(self.started, total, f"loading {served.name}"))
+            self.tell(LoadProgress(self.started, total, f"loading {served.name}"))
             return ServedModel(served, self.settings, _Teller(self, served.name, total))
 
-        self.shelf = Shelf(self.settings, load)
+        self.shelf = ModelCache(self.settings, load)
         facts = []
         for served in self.settings.models:
             with self.shelf.using(served.name) as model:
                 facts.append(model.facts())
             self.started += 1
-            self.tell(Loading(self.started, total, f"{served.name} is ready"))
+            self.tell(LoadProgress(self.started, total, f"{served.name} is ready"))
         self.loaded.set()
         return tuple(facts)
 
-    def begin(self, said: Run) -> None:
+    def begin(self, said: RunJob) -> None:
         """Make the pictures of a job; what becomes of them is told."""
         self.stops[said.job] = threading.Event()
         try:
-            _Job(self, said).begin()
+            _WorkerJob(self, said).begin()
         except Exception as error:  # noqa: BLE001 - a job that cannot be read must not end the worker
             self.stops.pop(said.job, None)
             self.tell(describe_failure(said.job, error))
@@ -124,7 +124,7 @@ class Worker:
 
         process, before = psutil.Process(), Counter[int]()
         while not self.loaded.wait(_BEAT_S):
-            self.tell(Beat(None, process.memory_info().rss, {}, ()))
+            self.tell(Heartbeat(None, process.memory_info().rss, {}, ()))
         while True:
             time.sleep(_BEAT_S)
             models = dict(self.shelf.models)
@@ -142,7 +142,7 @@ class Worker:
                     held = None
             rounds = {size: count - before[size] for size, count in now.items() if count > before[size]}
             before = now
-            self.tell(Beat(held, process.memory_info().rss, rounds, tuple(models)))
+            self.tell(Heartbeat(held, process.memory_info().rss, rounds, tuple(models)))
 
 
 class _Teller(ProgressListener):
@@ -153,20 +153,20 @@ class _Teller(ProgressListener):
 
     def on_component(self, done: int, total: int, name: str) -> None:
         words = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
-        self.worker.tell(Loading(self.worker.started, self.total, words))
+        self.worker.tell(LoadProgress(self.worker.started, self.total, words))
 
 
-class _Job:
+class _WorkerJob:
     """One job's pictures, each in a thread of its own."""
 
-    def __init__(self, worker: Worker, said: Run) -> None:
-        from anyaccel.server.worker.job_spec import read_work
+    def __init__(self, worker: Worker, said: RunJob) -> None:
+        from anyaccel.server.worker.job_spec import read_job_spec
 
-        self.worker, self.said, self.work = worker, said, read_work(said.work)
+        self.worker, self.said, self.work = worker, said, read_job_spec(said.work)
         self.stop = worker.stops[said.job]
         self.lock = threading.Lock()
         self.left = len(self.work.seeds)
-        self.error: Failed | None = None
+        self.error: JobFailed | None = None
 
     def begin(self) -> None:
         for picture in range(len(self.work.seeds)):
@@ -196,19 +196,19 @@ class _Job:
         if self.error is not None:
             self.worker.tell(self.error)
         elif self.stop.is_set():
-            self.worker.tell(StoppedJob(self.said.job))
+            self.worker.tell(JobStopped(self.said.job))
 
     def _run(self, picture: int) -> None:
-        from anyaccel.generation.image_format import encode_picture
+        from anyaccel.generation.image_format import encode_image
         from anyaccel.server.worker.job_spec import SUFFIXES
 
         start = time.perf_counter()
         work, job = self.work, self.said.job
         with self.worker.shelf.using(work.model, self.stop.is_set) as model:
             image, origin = model.make(work, picture, _read_pictures(self.said.inputs), self._watch(picture))
-        content = encode_picture(image, SUFFIXES[work.output_format], [origin], work.output_compression)
+        content = encode_image(image, SUFFIXES[work.output_format], [origin], work.output_compression)
         seconds = time.perf_counter() - start
-        self.worker.tell(Made(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
+        self.worker.tell(ImageDone(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
 
     def _watch(self, picture: int) -> Any:
         from anyaccel.server.worker.denoise_progress import Watcher
@@ -218,14 +218,14 @@ class _Job:
 
         def on_step(done: int, total: int) -> None:
             now = time.perf_counter()
-            self.worker.tell(Step(job, picture, done, total, now - last[0]))
+            self.worker.tell(StepDone(job, picture, done, total, now - last[0]))
             last[0] = now
 
         def on_preview(image: Any) -> None:
             stream = io.BytesIO()
             kind = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[work.output_format]
             image.save(stream, kind, **({} if kind == "PNG" else {"quality": _PREVIEW_QUALITY}))
-            self.worker.tell(Preview(job, picture, next(numbers), stream.getvalue()))
+            self.worker.tell(PreviewImage(job, picture, next(numbers), stream.getvalue()))
 
         shares = tuple((place + 1) / (work.partial_images + 1) for place in range(work.partial_images))
         return Watcher(on_step, on_preview if shares else None, shares, self.stop.is_set)
@@ -264,28 +264,28 @@ def _read_mask(image: Any) -> Any:
     return ImageOps.invert(image.convert("RGBA").getchannel("A"))
 
 
-def describe_start(error: Exception) -> Broken:
+def describe_start(error: Exception) -> LoadFailed:
     """What the service is told where a worker cannot start."""
     from anyaccel.errors import AnyaccelError
 
     if isinstance(error, AnyaccelError):
-        return Broken(error.message, error.hint)
-    return Broken(f"{type(error).__name__}: {error}", "look at the model with `anyaccel check`")
+        return LoadFailed(error.message, error.hint)
+    return LoadFailed(f"{type(error).__name__}: {error}", "look at the model with `anyaccel check`")
 
 
-def describe_failure(job: str, error: BaseException) -> Failed:
+def describe_failure(job: str, error: BaseException) -> JobFailed:
     """What a client is told of an error."""
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
     from anyaccel.server.worker.served_model import RefusedError
 
     if isinstance(error, RefusedError):
-        return Failed(job, "content_policy_violation", "the model's safety checker refused the picture", 400)
+        return JobFailed(job, "content_policy_violation", "the model's safety checker refused the picture", 400)
     words = f"{error.message}; {error.hint}" if isinstance(error, AnyaccelError) else f"{type(error).__name__}: {error}"
     if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
-        return Failed(job, "out_of_memory", words, 507)
+        return JobFailed(job, "out_of_memory", words, 507)
     if isinstance(error, NotFiniteError):
-        return Failed(job, "not_finite", words, 500)
+        return JobFailed(job, "not_finite", words, 500)
     if isinstance(error, UsageError):
-        return Failed(job, "invalid_value", words, 400)
-    return Failed(job, "internal_error", words, 500)
+        return JobFailed(job, "invalid_value", words, 400)
+    return JobFailed(job, "internal_error", words, 500)

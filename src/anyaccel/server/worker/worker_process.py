@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from anyaccel.processes.pipe_worker import PipeWorker
-from anyaccel.server.settings import Settings
-from anyaccel.server.worker.messages import Cancel, Run
+from anyaccel.server.settings import ServerSettings
+from anyaccel.server.worker.messages import CancelJob, RunJob
 from anyaccel.server.worker.worker import run_worker
 
-__all__ = ["WorkerProcess", "Workplace"]
+__all__ = ["WorkerProcess", "WorkerTransport"]
 
 
-class Workplace(Protocol):
+class WorkerTransport(Protocol):
     """Takes jobs, and tells what becomes of them in the words of `messages`."""
 
     heals: bool
@@ -21,7 +21,7 @@ class Workplace(Protocol):
     def start(self) -> None:
         """Begin to load; whether that works is told."""
 
-    def send(self, message: Run | Cancel) -> None:
+    def send(self, message: RunJob | CancelJob) -> None:
         """Hand something over, without waiting."""
 
     def hear(self, timeout_s: float) -> Any:
@@ -42,7 +42,7 @@ class WorkerProcess(PipeWorker):
 
     heals = False
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         super().__init__(run_worker, settings, name="anyaccel-worker")
         self._most = settings.in_hand
 
