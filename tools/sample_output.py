@@ -53,7 +53,7 @@ def _save_recipe(name: str) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
         from anyaccel.recipes import recipes
 
-        recipes()[name].make().save_pretrained(folder)
+        recipes()[name].make().save_pretrained(folder)  # type: ignore[attr-defined]
 
     return save
 
@@ -79,7 +79,7 @@ def _save_lora(folder: Path) -> None:
     for name, weight in unet.named_parameters():
         if "lora" in name:  # a fresh adapter is all zeros, and would change nothing
             weight.data = torch.randn(weight.shape, generator=generator) * 0.3
-    type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))  # type: ignore[attr-defined]
+    type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))
 
 
 MODELS: dict[str, Callable[[Path], None]] = {
