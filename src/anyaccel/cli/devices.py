@@ -113,8 +113,7 @@ def _print_devices(devices: list[Device]) -> None:
         console.print("\n[bold]not available on this machine[/bold]")
     for device in missing:
         # The first unmet requirement is enough here; `anyaccel devices NAME` prints all of them with their hints.
-        reason, _, more = device.reason.partition("; ")
-        text = f"{device.title}: {reason}{', …' if more else ''}"
+        text = f"{device.title}: {device.reason.partition('; ')[0]}"
         console.print(f"  [dim]{escape(f'{device.name:{width}}')}[/dim]{escape(_shorten(text, columns - width - 2))}")
     console.print("\nanyaccel devices NAME  prints the capabilities, limits and setup hints of a device")
     console.print("ANYACCEL_VIRTUAL=NAME  emulates a device on the CPU")

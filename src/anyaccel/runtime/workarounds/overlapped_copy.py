@@ -36,7 +36,7 @@ class OverlappedCopy:
 
     def mark(self) -> Callable[[], None]:
         """What waits until the device has done what it was asked for up to now."""
-        return self.driver.mark(self.index)
+        return self.driver.record_event(self.index)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor of the host on the device."""
@@ -49,7 +49,7 @@ class OverlappedCopy:
     def read(self, done: Callable[[], None], read: Callable[[], _Read]) -> _Read:
         """What is read from the device once something is done there, whatever else it was asked for since."""
         done()
-        with self.driver.aside(self.index):
+        with self.driver.side_stream(self.index):
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
