@@ -7,7 +7,7 @@ A marker is an HTML comment on the line before a fence:
 
     <!-- output -->          before ```console: run each line that starts with `$ anyaccel`, and write what it prints
     <!-- output -->          before ```text: write what the ```python block above prints
-    <!-- output: only a b -->  the same, but keep only the lines that start with `a` or `b`, and their indented
+    <!-- output: only a b -->  the same, but keep only the lines that start with the word `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
     <!-- output: first 3 -->   the same, but keep only the first three lines
     <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
@@ -53,7 +53,7 @@ def _save_recipe(name: str) -> Callable[[Path], None]:
     def save(folder: Path) -> None:
         from anyaccel.recipes import recipes
 
-        recipes()[name].make().save_pretrained(folder)
+        recipes()[name].make().save_pretrained(folder)  # type: ignore[attr-defined]
 
     return save
 
@@ -79,7 +79,7 @@ def _save_lora(folder: Path) -> None:
     for name, weight in unet.named_parameters():
         if "lora" in name:  # a fresh adapter is all zeros, and would change nothing
             weight.data = torch.randn(weight.shape, generator=generator) * 0.3
-    type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))  # type: ignore[attr-defined]
+    type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))
 
 
 MODELS: dict[str, Callable[[Path], None]] = {
@@ -238,14 +238,15 @@ def _select(text: str, prefixes: tuple[str, ...]) -> str:
         return text
     if prefixes[0] == "first":
         return "".join(text.splitlines(keepends=True)[: int(prefixes[1])]) + "…\n"
-    unmatched = [prefix for prefix in prefixes if not re.search(rf"^ *{re.escape(prefix)}", text, re.MULTILINE)]
+    starts = {prefix: re.compile(rf" *{re.escape(prefix)}(?!\w)") for prefix in prefixes}
+    unmatched = [prefix for prefix in prefixes if not any(map(starts[prefix].match, text.splitlines()))]
     if unmatched:
         raise SystemExit(f"no line of the output starts with {', '.join(unmatched)}:\n{text}")
     lines: list[str] = []
     depth: int | None = None
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
-        if line.lstrip().startswith(prefixes):
+        if any(start.match(line) for start in starts.values()):
             depth = indent
         elif not (depth is not None and line.strip() and indent > depth):
             depth = None

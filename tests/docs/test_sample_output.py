@@ -26,7 +26,8 @@ def test_a_block_that_is_out_of_date_is_found(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("tools.sample_output.DOCS", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
-        "<!-- output -->\n```console\n$ anyaccel devices abacus\nold\n```\n\n<!-- run -->\n```python\nprint(6 * 7)\n```\n\n<!-- output -->\n```text\n41\n```\n"
+        "<!-- output -->\n```console\n$ anyaccel devices abacus\nold\n```\n\n"
+        "<!-- run -->\n```python\nprint(6 * 7)\n```\n\n<!-- output -->\n```text\n41\n```\n"
     )
     text = run_page(page)
     assert "$ anyaccel devices abacus\nerror: unknown device 'abacus'\nhint: " in text
