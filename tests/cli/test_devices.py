@@ -35,7 +35,7 @@ def test_json_lists_the_eight_with_reason_and_hint(run_cli: RunCli) -> None:
 def test_one_name_shows_its_whole_sheet_with_sources(run_cli_forked: RunCli, name: str) -> None:
     done = run_cli_forked("devices", name)
     assert done.returncode == 0, done.stderr
-    sections = ["Number types", "Behaviour", "Limits on size", "Software", "Requirements", "Products"]
+    sections = ["Dtypes", "Behavior", "Size and operation limits", "Software", "Requirements", "Products"]
     assert all(section in done.stdout for section in sections)
     assert "https://" in done.stdout
 

@@ -68,7 +68,7 @@ class ArchitectureIs(Requirement):
 
     @property
     def requires(self) -> str:
-        return f"a {' or '.join(self.architectures)} build of Python"
+        return f"Python for {' or '.join(self.architectures)}"
 
     def unmet(self, machine: Machine) -> str | None:
         if machine.architecture in self.architectures:

@@ -132,7 +132,7 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
         ("mps", {}, "mps is not available"),
         ("nonsense", {}, "unknown device 'nonsense'"),
         (3.5, {}, "unknown device '3.5'"),
-        ("cpu", {"dtype": "fp99"}, "no number type"),
+        ("cpu", {"dtype": "fp99"}, "unknown dtype"),
         ("cpu", {"attention_slice": 1}, "did you mean attention_slicing"),
         ("cpu", {"attention_slicing": "some"}, "attention_slicing must be"),
         ("cpu", {"images_per_call": 0}, "of at least 1"),
