@@ -25,7 +25,7 @@ from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
 from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
 
-__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "note_shape"]
+__all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -63,7 +63,7 @@ def compile_components(
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     """Compile what takes the time of a picture in place, as the plan says: denoisers, and what decodes."""
     plan = placement.plan
-    compiling = plan.compile_policy.value
+    policy = plan.compile_policy.value
     options = _find_options(placement, plan.compiler.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
     denoisers = [
@@ -78,7 +78,7 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
         for name in (*denoisers, *decoders):
             _lay_out_channels_last(models[name])
     for name in denoisers:
-        if compiling.region == "blocks":
+        if policy.region == "blocks":
             compile_blocks(models[name], name, options)
         else:
             compile_forward(models[name], name, options)
@@ -140,14 +140,14 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
 
 
 @functools.cache  # graphs are shared among models for as long as their backend is one object
-def _find_backend(name: str, repairs: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
+def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
     """Return the compiler's name, or the compiler behind passes that change a graph first."""
-    if not repairs and not fusions:
+    if not workarounds and not fusions:
         return name
 
     def compile_changed(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if repairs:
-            repairs.apply(module)
+        if workarounds:
+            workarounds.apply(module)
         if fusions:
             fuse(module, fusions)
         compile_graph = find_compiler(name)
@@ -158,7 +158,7 @@ def _find_backend(name: str, repairs: GraphWorkarounds, fusions: tuple[str, ...]
 
 
 @contextmanager
-def compiling(placement: Placement) -> Iterator[None]:
+def compile_cache_env(placement: Placement) -> Iterator[None]:
     """Name the cache folder to the vendor's compiler while the block runs, and put the environment back.
 
     A compiler that is told nothing may write its own default there: that is put back too.
@@ -209,7 +209,7 @@ def _put_back(variable: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def note_shape(placement: Placement, request: CallRequest) -> None:
+def record_shape(placement: Placement, request: CallRequest) -> None:
     """Note the size that a compiled pipeline is about to run at; a new one may be compiled, which takes time."""
     report, rule = placement.report, placement.plan.compiler.value
     if report.compiled_models is None:

@@ -10,10 +10,10 @@ from typing import Any
 from anyaccel.runtime.introspection import find_models
 from anyaccel.runtime.placement_state import Placement
 
-__all__ = ["describe_key", "find_versions"]
+__all__ = ["find_versions", "make_cache_key"]
 
 
-def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
+def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
     """All that what was compiled depends on."""
     plan = placement.plan
     models = find_models(pipe)

@@ -32,8 +32,8 @@ class GraphWorkarounds:
     device: str = ""
     dtypes: tuple[tuple[str, str], ...] = ()
     attention: AttentionRule | None = None
-    zeros: bool = False
-    addends: bool = False
+    zero_empty: bool = False
+    ignore_beta_zero: bool = False
 
     def __bool__(self) -> bool:
         return self != GraphWorkarounds(self.device)
@@ -47,9 +47,9 @@ class GraphWorkarounds:
 
     def _make_handlers(self) -> dict[Any, Any]:
         """Return the handlers that are used inside a model that is not compiled."""
-        handlers = uninitialized_memory.make_zero_handlers(torch.device(self.device)) if self.zeros else {}
-        if self.addends:
-            handlers |= uninitialized_memory.make_addend_handlers()
+        handlers = uninitialized_memory.make_zero_empty_handlers(torch.device(self.device)) if self.zero_empty else {}
+        if self.ignore_beta_zero:
+            handlers |= uninitialized_memory.make_beta_zero_handlers()
         if self.attention is not None:
             handlers |= sliced_attention.make_handlers(self.attention)
         return handlers
@@ -57,13 +57,13 @@ class GraphWorkarounds:
 
 def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds:
     """Return what a plan repairs in graphs for a device."""
-    repairs = plan.workarounds.value
+    workarounds = plan.workarounds.value
     return GraphWorkarounds(
         device=device.type,
         dtypes=tuple(pair for pair in plan.replacements.value if pair[0] in _REPLACED_DTYPES and pair[1] != "pairs"),
-        attention=plan.attention.value if "attention" in repairs else None,
-        zeros="zero_empty" in repairs,
-        addends="ignore_beta_zero" in repairs,
+        attention=plan.attention.value if "attention" in workarounds else None,
+        zero_empty="zero_empty" in workarounds,
+        ignore_beta_zero="ignore_beta_zero" in workarounds,
     )
 
 

@@ -21,13 +21,13 @@ from anyaccel.processes.gc_control import gc_paused
 from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_denoisers, find_models
 from anyaccel.runtime.placement_state import Placement
-from anyaccel.runtime.speed.compile import compile_for_speed, compiling, has_decoder
+from anyaccel.runtime.speed.compile import compile_cache_env, compile_for_speed, has_decoder
 from anyaccel.runtime.speed.compile_cache import load_payload, remove_payload, save_payload
-from anyaccel.runtime.speed.compile_cache_key import describe_key
+from anyaccel.runtime.speed.compile_cache_key import make_cache_key
 from anyaccel.runtime.speed.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.quantize import quantize_denoisers
-from anyaccel.runtime.speed.step_skipping import counting_steps, find_steps
+from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable
 from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
 
@@ -62,7 +62,7 @@ class SpeedState:
 def apply_speedups(pipe: Any, placement: Placement, part: CallRequest) -> Iterator[None]:
     """Run a call with the speed-ups of its plan; the time it takes counts for the next."""
     if placement.residence != "resident" or placement.shared:
-        with counting_steps(pipe, None):  # a call inside another one's callback is not among that one's steps
+        with track_steps(pipe, None):  # a call inside another one's callback is not among that one's steps
             yield
         return
     speed = placement.speed = placement.speed or SpeedState()
@@ -100,7 +100,7 @@ def _collect_later(later: bool) -> Iterator[None]:
 def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
     """Let denoisers return earlier outputs at the steps that the plan names."""
     rule = placement.plan.step_skipping.value
-    with counting_steps(pipe, rule) as steps:
+    with track_steps(pipe, rule) as steps:
         if steps is None:
             yield
             return
@@ -112,20 +112,20 @@ def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
 
 
 def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    steps = find_steps()  # of the call in this thread: another pipeline may have the same model
+    steps = current_step_skipper()  # of the call in this thread: another pipeline may have the same model
     return forward(*args, **kwargs) if steps is None else steps.answer(who, forward, args, kwargs)
 
 
 def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str) -> dict[str, str] | None:
     """Load what the compile cache has for a shape, before it is first run; return its key if nothing was loaded."""
-    key = describe_key(pipe, placement, shape)
+    key = make_cache_key(pipe, placement, shape)
     payload = load_payload(key)
     if payload is None:
         return key
     message = "torch cannot read it"
     try:
         # Compiling: into the directory that is searched later.
-        with compiling(placement), drop_log_records(CACHE_LOGGER):
+        with compile_cache_env(placement), drop_log_records(CACHE_LOGGER):
             loaded = torch.compiler.load_cache_artifacts(payload)
     except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
         loaded, message = None, str(error)

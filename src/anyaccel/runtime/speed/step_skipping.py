@@ -18,7 +18,7 @@ from anyaccel.runtime.workarounds.method_override import override_method
 from anyaccel.upstream.diffusers_internals import read_step_count
 from anyaccel.upstream.torch_internals import tree_map
 
-__all__ = ["StepSkipper", "counting_steps", "find_steps"]
+__all__ = ["StepSkipper", "current_step_skipper", "track_steps"]
 
 Run = Callable[..., Any]
 _NOW = threading.local()
@@ -65,19 +65,19 @@ def _copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def find_steps() -> StepSkipper | None:
+def current_step_skipper() -> StepSkipper | None:
     """The steps of the call that this thread runs; None where every one is run."""
     return getattr(_NOW, "steps", None)
 
 
 @contextmanager
-def counting_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
+def track_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
     """While the block runs, every `step` of the pipeline's scheduler is counted; None where there is none to count.
 
     This is a matter of one thread and one call: another pipeline with the same models runs all of its own steps.
     """
     scheduler: Any = getattr(pipe, "scheduler", None)
-    outside = find_steps()
+    outside = current_step_skipper()
     if rule is None or not hasattr(scheduler, "step") or not hasattr(scheduler, "set_timesteps"):
         _NOW.steps = None
         try:

@@ -13,7 +13,12 @@ import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.errors import LimitError
-from anyaccel.runtime.workarounds.dtypes import FROM_DATA, as_builder, find_place, read_target
+from anyaccel.runtime.workarounds.dtypes import (
+    DATA_CONSTRUCTORS,
+    find_target_device,
+    normalize_new_tensor,
+    parse_to_arguments,
+)
 from anyaccel.upstream.torch_internals import make_wrapper_subclass, pad_sequence, tree_map
 
 __all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
@@ -235,7 +240,7 @@ def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]
     handlers |= {pad_sequence: making.pad}
     handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), making.join)
     handlers |= dict.fromkeys((*_FACTORIES, *_ALIKE), making.make)
-    handlers |= dict.fromkeys(FROM_DATA, making.build)
+    handlers |= dict.fromkeys(DATA_CONSTRUCTORS, making.build)
     handlers |= dict.fromkeys(_TRANSFORMS, making.transform)
     return handlers | {Tensor.to: making.move}
 
@@ -261,7 +266,7 @@ class _Making:
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A factory: made on the host."""
-        place = find_place(args[0] if args else None, kwargs)
+        place = find_target_device(args[0] if args else None, kwargs)
         if place.type != self.kind or not _asks_for_complex(func, args, kwargs):
             return self.call(func, args, kwargs)
         if func in _ALIKE:
@@ -271,9 +276,9 @@ class _Making:
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor from numbers or from NumPy."""
-        func, args, kwargs = as_builder(func, args, kwargs)
+        func, args, kwargs = normalize_new_tensor(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        place = find_place(data, kwargs)
+        place = find_target_device(data, kwargs)
         if place.type != self.kind or (isinstance(data, Tensor) and is_on(data.device, self.kind)):
             return self.call(func, args, kwargs)
         host = func(*args, **{**kwargs, "device": "cpu"})
@@ -284,7 +289,7 @@ class _Making:
         tensor = args[0]
         if isinstance(tensor, ComplexPair):
             return func(*args, **kwargs)
-        target, dtype = read_target(tensor, args[1:], kwargs)
+        target, dtype = parse_to_arguments(tensor, args[1:], kwargs)
         if target.type != self.kind or not dtype.is_complex:
             return self.call(func, args, kwargs)
         real, imaginary = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor, torch.zeros_like(tensor))

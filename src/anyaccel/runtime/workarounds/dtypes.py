@@ -8,7 +8,14 @@ import torch
 
 from anyaccel.backends.torch_device import is_on
 
-__all__ = ["FROM_DATA", "adjust_tensor", "as_builder", "find_place", "make_handlers", "read_target"]
+__all__ = [
+    "DATA_CONSTRUCTORS",
+    "find_target_device",
+    "make_handlers",
+    "normalize_new_tensor",
+    "parse_to_arguments",
+    "replace_dtype",
+]
 
 Tensor = torch.Tensor
 
@@ -20,7 +27,7 @@ _FACTORIES = (
 )  # fmt: skip
 _WHOLE_BY_DEFAULT = {torch.arange, torch.full, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices}
 """Factories that give whole numbers of 64 bits for whole arguments."""
-FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+DATA_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _CASTS = {Tensor.double: torch.float64, Tensor.long: torch.int64}
 _NEEDS_INT64 = (
     torch.gather, Tensor.gather, torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
@@ -38,7 +45,7 @@ def make_handlers(
     adjust = _Adjust(device, replacements, inner)
     handlers = dict(inner)
     handlers |= dict.fromkeys(_FACTORIES, adjust.make)
-    handlers |= dict.fromkeys(FROM_DATA, adjust.build)
+    handlers |= dict.fromkeys(DATA_CONSTRUCTORS, adjust.build)
     handlers |= {Tensor.to: adjust.move, Tensor.type: adjust.cast_by_type, Tensor.type_as: adjust.cast_alike}
     handlers |= dict.fromkeys(_CASTS, adjust.cast)
     if torch.int64 in replacements:
@@ -46,7 +53,7 @@ def make_handlers(
     return handlers
 
 
-def adjust_tensor(tensor: Tensor, replacements: dict[torch.dtype, torch.dtype]) -> Tensor:
+def replace_dtype(tensor: Tensor, replacements: dict[torch.dtype, torch.dtype]) -> Tensor:
     """The tensor in the type that stands in for its own."""
     instead = replacements.get(tensor.dtype)
     return tensor if instead is None else tensor.to(instead)
@@ -100,21 +107,21 @@ class _Adjust:
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor from numbers or from NumPy: cast on the host, then moved."""
-        func, args, kwargs = as_builder(func, args, kwargs)
+        func, args, kwargs = normalize_new_tensor(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        place = find_place(data, kwargs)
+        place = find_target_device(data, kwargs)
         if place.type != self.kind:
             return func(*args, **kwargs)
         if isinstance(data, Tensor) and is_on(data.device, self.kind):
             asked = kwargs.get("dtype") or data.dtype
             return func(*args, **{**kwargs, "dtype": self.replacements.get(asked, asked), "device": place})
         built = func(*args, **{**kwargs, "device": "cpu"})
-        return adjust_tensor(built, self.replacements).to(place)
+        return replace_dtype(built, self.replacements).to(place)
 
     def move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`tensor.to(…)`: cast before it arrives, and to no type that is lacking there."""
         tensor = args[0]
-        device, dtype = read_target(tensor, args[1:], kwargs)
+        device, dtype = parse_to_arguments(tensor, args[1:], kwargs)
         if device.type != self.kind:
             return func(*args, **kwargs)
         instead = self.replacements.get(dtype)
@@ -161,7 +168,9 @@ def _widen_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return func(*widened, **{name: widen(value) if name == "index" else value for name, value in kwargs.items()})
 
 
-def read_target(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device, torch.dtype]:
+def parse_to_arguments(
+    tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device, torch.dtype]:
     """Where and in which type `tensor.to(…)` ends, in any of its spellings."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     other = kwargs.get("other")
@@ -178,7 +187,9 @@ def read_target(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return target, tensor.dtype if dtype is None else dtype
 
 
-def as_builder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def normalize_new_tensor(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """`tensor.new_tensor(data)` as `torch.tensor(data)` of that tensor's place and type; the others as they are."""
     if func is not Tensor.new_tensor:
         return func, args, kwargs
@@ -186,7 +197,7 @@ def as_builder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return torch.tensor, args[1:], {"device": args[0].device, "dtype": args[0].dtype, **named}
 
 
-def find_place(data: Any, kwargs: dict[str, Any]) -> torch.device:
+def find_target_device(data: Any, kwargs: dict[str, Any]) -> torch.device:
     """Where a tensor that is built from data will lie."""
     asked = kwargs.get("device")
     if asked is not None:

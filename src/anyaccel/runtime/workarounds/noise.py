@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
-from anyaccel.runtime.workarounds.host_transfer import Carry
+from anyaccel.runtime.workarounds.host_transfer import CopyFunction
 
-__all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "drawing_from", "make_generators", "make_handlers"]
+__all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "make_generators", "make_handlers", "use_noise_source"]
 
 Tensor = torch.Tensor
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
@@ -82,7 +82,7 @@ _TORCHS_OWN = NoiseSource()
 
 
 @contextmanager
-def drawing_from(source: NoiseSource) -> Iterator[None]:
+def use_noise_source(source: NoiseSource) -> Iterator[None]:
     """Draw from a source while the block runs."""
     before = getattr(_NOW, "source", None)
     _NOW.source = source
@@ -102,7 +102,7 @@ def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
 
 
 def make_handlers(
-    device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Carry = Tensor.to
+    device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: CopyFunction = Tensor.to
 ) -> dict[Any, Any]:
     """Handlers for every function of torch's that draws; `send` takes what was drawn to where it is wanted."""
     drawing = _Drawing(device, replacements, send)
@@ -115,7 +115,7 @@ def make_handlers(
 
 
 class _Drawing:
-    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Carry) -> None:
+    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: CopyFunction) -> None:
         self.device, self.replacements, self.send = device, replacements, send
 
     def _is_drawn_there(self, generator: Any, place: torch.device) -> bool:

@@ -8,13 +8,13 @@ import torch
 
 from anyaccel.backends.torch_device import is_on
 
-__all__ = ["make_addend_handlers", "make_zero_handlers"]
+__all__ = ["make_beta_zero_handlers", "make_zero_empty_handlers"]
 
 Tensor = torch.Tensor
 _UNWRITTEN = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
 
-def make_zero_handlers(device: torch.device) -> dict[Any, Any]:
+def make_zero_empty_handlers(device: torch.device) -> dict[Any, Any]:
     """`torch.empty` on the device gives zeros."""
 
     def zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -24,7 +24,7 @@ def make_zero_handlers(device: torch.device) -> dict[Any, Any]:
     return dict.fromkeys(_UNWRITTEN, zero)
 
 
-def make_addend_handlers() -> dict[Any, Any]:
+def make_beta_zero_handlers() -> dict[Any, Any]:
     """`baddbmm(…, beta=0)` and its like multiply without the first argument that they should ignore."""
 
     def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
