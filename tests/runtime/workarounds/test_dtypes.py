@@ -44,7 +44,7 @@ count_to: Any = torch.arange
 WIDE, WHOLE = torch.float64, torch.int64
 PROGRAMS: dict[str, Any] = {
     # Factories, by what is asked for and by what they give by themselves.
-    "zero_empty": lambda on, d: torch.zeros(2, 3, dtype=WIDE, device=d),
+    "zeros": lambda on, d: torch.zeros(2, 3, dtype=WIDE, device=d),
     "ones": lambda on, d: torch.ones((2, 3), dtype=WHOLE, device=str(d)),
     "full": lambda on, d: torch.full((2,), 3, dtype=WIDE, device=d),
     "full of whole numbers": lambda on, d: torch.full((2,), 3, device=d),
