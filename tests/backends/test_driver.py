@@ -157,7 +157,7 @@ def test_a_busy_device_is_not_one_without_the_type(error: Exception, monkeypatch
     )
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted))
     monkeypatch.setattr(torch.Tensor, "to", run_out)
-    assert Driver(sheet).settle(HOST).dtype("float64") == doubted
+    assert Driver(sheet).resolve_conditions(HOST).dtype("float64") == doubted
     with pytest.raises(RuntimeError, match=str(error)[:20]):
         probe_dtype("float64", HOST)
 
@@ -165,7 +165,7 @@ def test_a_busy_device_is_not_one_without_the_type(error: Exception, monkeypatch
 def test_fp8_is_not_asked_for_by_an_addition() -> None:
     assert isinstance(CUDA_FP8, DtypeLimit)
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float8_e4m3fn=replace(CUDA_FP8, contradicted_by="https://y")))
-    assert Driver(sheet).settle(HOST).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
+    assert Driver(sheet).resolve_conditions(HOST).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
 
 
 @pytest.mark.parametrize(("current", "index"), [(2, 2), (torch.device("xpu", 5), 5), (torch.device("xpu"), 0)])
@@ -188,7 +188,7 @@ def test_a_device_settles_what_its_sheet_leaves_in_doubt() -> None:
     )
     certain = replace(doubted, contradicted_by="")
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted, int64=certain))
-    settled = Driver(sheet).settle(HOST)
+    settled = Driver(sheet).resolve_conditions(HOST)
     assert isinstance(settled.dtype("float64"), Yes)
     assert settled.dtype("float64").evidence == "hardware"  # type: ignore[union-attr]
     assert settled.dtype("int64") == certain, "what nobody doubts is not asked"

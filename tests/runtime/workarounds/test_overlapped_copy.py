@@ -35,8 +35,8 @@ class Noting(Driver):
         super().__init__(driver.sheet)
         self.seen: list[Any] = []
 
-    def mark(self, index: int) -> Callable[[], None]:
-        self.seen.append("mark")
+    def record_event(self, index: int) -> Callable[[], None]:
+        self.seen.append("record_event")
         return lambda: self.seen.append("wait")
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -44,8 +44,8 @@ class Noting(Driver):
         return tensor.to(device)
 
     @contextmanager
-    def aside(self, index: int) -> Iterator[None]:
-        self.seen.append("aside")
+    def side_stream(self, index: int) -> Iterator[None]:
+        self.seen.append("side_stream")
         yield
         self.seen.append("back")
 
@@ -78,9 +78,11 @@ def test_a_call_among_others_sends_its_noise_and_fetches_its_picture_by_the_ferr
     sent = [one for one in seen if one[0] == "send"]
     assert any(shape[0] == 1 and len(shape) == 4 for _, shape in sent), f"the noise was not sent: {sent}"
     told = " ".join(one for one in seen if one[0] != "send")
-    assert "mark wait aside back" in told, "the picture is waited for, and fetched aside"
-    assert told.endswith("wait aside back"), "at last, whether all is finite"
-    assert told.count("wait aside back") == told.count("wait") == told.count("aside"), "nothing else was waited for"
+    assert "record_event wait side_stream back" in told, "the picture is waited for, and fetched aside"
+    assert told.endswith("wait side_stream back"), "at last, whether all is finite"
+    assert told.count("wait side_stream back") == told.count("wait") == told.count("side_stream"), (
+        "nothing else was waited for"
+    )
 
 
 def test_a_picture_that_is_not_finite_is_found_beside_the_others() -> None:
@@ -96,7 +98,7 @@ def test_a_picture_that_is_not_finite_is_found_beside_the_others() -> None:
 
     said, seen = run_forked(DEVICE, use)
     assert "unet" in said
-    assert seen[-3:] == ["wait", "aside", "back"]
+    assert seen[-3:] == ["wait", "side_stream", "back"]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -135,7 +137,7 @@ def test_without_marks_a_driver_goes_the_plain_way() -> None:
         assert placement is not None
         opened: OpenDevice = placement.opened
         sent = opened.driver.send(torch.ones(SIDE), opened.torch_device)
-        with opened.driver.aside(opened.index):
+        with opened.driver.side_stream(opened.index):
             return opened.driver.marks, sent.device.type, sent.cpu().sum().item()
 
     assert run_forked(DEVICE, use) == (False, DEVICE, SIDE)
