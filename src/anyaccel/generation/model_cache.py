@@ -118,7 +118,7 @@ def _load(
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     store_options(pipe, placement_options)
     decided = chosen if spared or chosen.value in HALF_PRECISIONS else None
-    pipe.place_as_decided(opened, {}, decided)
+    pipe.place_with_plan(opened, {}, decided)
     # None: a bar on a terminal and in a notebook, and none in a log.
     pipe.set_progress_bar_config(disable=None)
     return pipe

@@ -19,7 +19,7 @@ from anyaccel.recipes import recipes
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed import compile_cache
 from anyaccel.runtime.speed.compile import compiling
-from anyaccel.runtime.speed.compile_cache_key import describe_key
+from anyaccel.runtime.speed.compile_cache_key import make_cache_key
 from anyaccel.runtime.speed.session import SpeedState, load_compiled, save_compiled
 from tests.conftest import NEEDS_RECIPES
 
@@ -291,7 +291,7 @@ def test_what_torch_cannot_load_is_said_so_removed_and_made_anew(
     placed: tuple[Any, Placement], payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe, placement = placed
-    key = describe_key(pipe, placement, "16 × 16")
+    key = make_cache_key(pipe, placement, "16 × 16")
     compile_cache.save_payload(key, payload, 1.0)
     speed = SpeedState(compiled=True)
     assert load_compiled(pipe, placement, speed, "16 × 16") == key

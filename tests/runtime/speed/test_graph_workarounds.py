@@ -80,7 +80,7 @@ def test_what_is_read_before_it_is_written_is_zero_in_a_graph() -> None:
         made = torch.empty(2, 3, 3), torch.empty_like(left), left.new_empty(4)
         return (*made, torch.empty(2, device="meta"))
 
-    compiled = compile_repaired(GraphWorkarounds("cpu", zeros=True), read)
+    compiled = compile_repaired(GraphWorkarounds("cpu", zero_empty=True), read)
     for made in compiled(torch.full((1 << 12,), float("nan")))[:3]:
         assert torch.equal(made, torch.zeros_like(made))
 
@@ -91,7 +91,7 @@ def test_an_addend_that_is_ignored_is_not_read_in_a_graph() -> None:
         return torch.baddbmm(addend, left, left, beta=0, alpha=0.5), addend.baddbmm(left, left, beta=2)
 
     seen: list[torch.fx.Node] = []
-    repairs = GraphWorkarounds("cpu", addends=True)
+    repairs = GraphWorkarounds("cpu", ignore_beta_zero=True)
 
     def compile_graph(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         repairs.apply(module)
@@ -117,8 +117,8 @@ def test_a_graph_has_the_repairs_of_its_device() -> None:
         return read_graph_workarounds(plan, torch.device("cpu"))
 
     mps = read("mps")
-    assert mps.zeros
-    assert mps.addends
+    assert mps.zero_empty
+    assert mps.ignore_beta_zero
     assert mps.attention is not None
     assert mps.attention.most_scores
     assert read("rocm") == GraphWorkarounds("cpu", attention=AttentionRule(contiguous=True))

@@ -11,7 +11,7 @@ from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.planning.quality_levels import StepSkipping
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
-from anyaccel.runtime.speed.step_skipping import counting_steps
+from anyaccel.runtime.speed.step_skipping import track_steps
 
 
 class Counted:
@@ -85,7 +85,7 @@ def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
 
     rule = StepSkipping(2, 0.0, 2, "")
     heard = []
-    with counting_steps(Pipe(), rule) as steps:
+    with track_steps(Pipe(), rule) as steps:
         assert steps is not None
         for step in range(6):
             pair = [
@@ -108,7 +108,7 @@ def test_another_shape_is_run() -> None:
     class Pipe:
         scheduler = Scheduler()
 
-    with counting_steps(Pipe(), StepSkipping(9, 0.0, 2, "")) as steps:
+    with track_steps(Pipe(), StepSkipping(9, 0.0, 2, "")) as steps:
         assert steps is not None
         steps.answer(0, lambda x: x, (torch.zeros(1),), {})
         steps.next()
@@ -120,7 +120,7 @@ def test_another_shape_is_run() -> None:
 def test_a_copied_scheduler_steps_by_itself() -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.scheduler.set_timesteps(4)
-    with counting_steps(pipe, StepSkipping(2, 0.0, 2, "")) as steps:
+    with track_steps(pipe, StepSkipping(2, 0.0, 2, "")) as steps:
         assert steps is not None
         other = copy.deepcopy(pipe.scheduler)
         other.step(torch.zeros(1, 4, 2, 2), other.timesteps[0], torch.zeros(1, 4, 2, 2))

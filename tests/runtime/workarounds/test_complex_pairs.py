@@ -84,7 +84,7 @@ OPERATIONS: dict[str, Any] = {
     "lengths and angles": lambda a, b, n, real: torch.polar(a.abs() + 1, b.angle()),
     "write": lambda a, b, n, real: _write(a, b),
     "copy": lambda a, b, n, real: a.clone(),
-    "zero_empty": lambda a, b, n, real: torch.zeros_like(a) + b,
+    "zeros": lambda a, b, n, real: torch.zeros_like(a) + b,
     "ones": lambda a, b, n, real: torch.ones_like(a) * b,
     "made complex": lambda a, b, n, real: real(REAL).to(torch.complex64) * b,
     "zeros of a real one": lambda a, b, n, real: torch.ones_like(real(REAL), dtype=torch.complex64) - b,
@@ -207,7 +207,7 @@ def test_a_real_tensor_of_a_virtual_device_before_a_pair() -> None:
 
 
 MAKERS: dict[str, Any] = {
-    "zero_empty": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
+    "zeros": lambda device: torch.zeros(2, dtype=torch.complex64, device=device),
     "ones": lambda device: torch.ones((2,), dtype=torch.complex128, device=device),
     "full": lambda device: torch.full((2,), 1 + 2j, device=device),
     "full by name": lambda device: torch.full((2,), fill_value=3j, device=device),
@@ -271,7 +271,7 @@ def test_a_strided_view_of_parts_that_lie_otherwise() -> None:
 def test_what_is_not_known_is_refused_and_not_guessed() -> None:
     pair = ComplexPair(torch.ones(2, 2), torch.ones(2, 2))
     for operation in (torch.linalg.inv, torch.exp, torch.sin, lambda a: a @ a):
-        with pytest.raises(LimitError, match="not known on pairs") as caught:
+        with pytest.raises(LimitError, match="not implemented for complex pairs") as caught:
             operation(pair)
         assert caught.value.hint
 

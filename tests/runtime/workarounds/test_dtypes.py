@@ -18,7 +18,7 @@ from anyaccel.forward_overrides import Slot, set_override
 from anyaccel.planning import PipelineFacts, PlacementOptions, Plan, make_plan
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.introspection import read_facts
-from anyaccel.runtime.workarounds.dtypes import make_handlers, read_target
+from anyaccel.runtime.workarounds.dtypes import make_handlers, parse_to_arguments
 from anyaccel.runtime.workarounds.function_modes import (
     ModelFunctionMode,
     make_model_function_mode,
@@ -44,7 +44,7 @@ count_to: Any = torch.arange
 WIDE, WHOLE = torch.float64, torch.int64
 PROGRAMS: dict[str, Any] = {
     # Factories, by what is asked for and by what they give by themselves.
-    "zero_empty": lambda on, d: torch.zeros(2, 3, dtype=WIDE, device=d),
+    "zeros": lambda on, d: torch.zeros(2, 3, dtype=WIDE, device=d),
     "ones": lambda on, d: torch.ones((2, 3), dtype=WHOLE, device=str(d)),
     "full": lambda on, d: torch.full((2,), 3, dtype=WIDE, device=d),
     "full of whole numbers": lambda on, d: torch.full((2,), 3, device=d),
@@ -210,7 +210,7 @@ def test_the_target_of_a_move_is_read_in_every_spelling() -> None:
         ((None, WIDE), {}, (cpu, WIDE)),
         ((meta, None, False), {"copy": True}, (meta, torch.float32)),
     ):
-        assert read_target(tensor, args, kwargs) == expected, (args, kwargs)
+        assert parse_to_arguments(tensor, args, kwargs) == expected, (args, kwargs)
 
 
 def test_memory_that_is_read_before_it_is_written_holds_zeros_on_mps() -> None:

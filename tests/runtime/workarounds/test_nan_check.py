@@ -131,4 +131,4 @@ def test_a_safety_checker_is_said_to_be_one(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="anyaccel"):
         result = pipe("a fox", **CALL)
     assert result.blackened == [True]
-    assert "the safety checker blackened 1 of 1 pictures" in caplog.text
+    assert "the safety checker replaced 1 of 1 images" in caplog.text

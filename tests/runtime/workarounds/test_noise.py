@@ -25,8 +25,8 @@ from anyaccel.runtime.workarounds.noise import (
     BatchSliceNoise,
     NoiseSource,
     PerImageNoise,
-    drawing_from,
     make_generators,
+    use_noise_source,
 )
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
@@ -136,7 +136,7 @@ def test_a_callers_generator_draws_in_the_dtype_that_stock_diffusers_draws_in() 
             ("of a seed", seeds, seeds.generators[0]),
             ("none", NoiseSource(), None),
         ):
-            with DrawnDtypes() as drawn, drawing_from(source), seam:
+            with DrawnDtypes() as drawn, use_noise_source(source), seam:
                 torch.randn(4, 3, device=accelerator.device(), dtype=torch.bfloat16, generator=generator)
             seen[label] = drawn.dtypes
         return seen
@@ -171,9 +171,9 @@ def test_a_source_holds_for_its_block_and_its_thread() -> None:
     plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device="meta")
     seam = make_pipeline_function_mode(plan, torch.device("meta"))
     torch.manual_seed(1)
-    with drawing_from(PerImageNoise([host(5)])), seam:
+    with use_noise_source(PerImageNoise([host(5)])), seam:
         inner = torch.randn(3)
-        with drawing_from(PerImageNoise([host(6)])):
+        with use_noise_source(PerImageNoise([host(6)])):
             innermost = torch.randn(3)
         again = torch.randn(3)
     outer = host(5)

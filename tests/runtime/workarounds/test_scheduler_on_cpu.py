@@ -219,7 +219,7 @@ def test_a_schedule_on_the_device_is_found_out() -> None:
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, list[str]]:
         warnings.simplefilter("ignore")
-        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "neuron", dtype=torch.float32, schedule="device")
+        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "neuron", dtype=torch.float32, scheduler="device")
         pipe.scheduler = make_scheduler("EulerDiscrete", pipe.scheduler)
         call(TEXT_TO_IMAGE, pipe)
         return pipe.scheduler.timesteps.device.type, find_problems(accelerator)

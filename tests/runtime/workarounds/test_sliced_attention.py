@@ -140,7 +140,7 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("clone_scalars", [False, True])
+@pytest.mark.parametrize("numbers", [False, True])
 def test_a_mask_beside_causal_counts_too(numbers: bool) -> None:
     """As on the CPU; torch's own slow path refuses both together."""
     parts = [torch.randn(1, 2, 4, 3) for _ in range(3)]
