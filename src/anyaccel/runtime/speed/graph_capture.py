@@ -104,7 +104,7 @@ class GraphCapture:
                 self._running = False
 
     def _find_obstacle(self) -> str | None:
-        """Return why this call must run eagerly; None if it may replay, an empty string if there is nothing to report."""
+        """Return why this call must run eagerly, or None. An empty string is not added to the report."""
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""

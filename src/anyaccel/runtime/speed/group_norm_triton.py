@@ -3,8 +3,8 @@
 
 Each program reads whole pixels, which are contiguous in memory. The first pass computes mean and sum of squared
 differences per channel, a small second pass combines channels into groups, and the third pass normalizes. For small
-images one program normalizes one group in a single kernel. Sums are accumulated in float32, of differences from a pivot,
-which avoids cancellation.
+images one program normalizes one group in a single kernel. Sums are accumulated in float32, of differences from a
+pivot, which avoids cancellation.
 """
 
 from __future__ import annotations
