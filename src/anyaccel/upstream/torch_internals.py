@@ -303,7 +303,7 @@ def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
 def load_dynamo() -> None:
     """Import Dynamo. Call this before `torch.Tensor.__new__` is patched."""
-    # On import, Dynamo compares the signature of its polyfill with `torch.Tensor.__new__` (_dynamo/polyfills/tensor.py).
+    # On import, Dynamo compares its polyfill with the signature of `Tensor.__new__` (_dynamo/polyfills/tensor.py).
     importlib.import_module("torch._dynamo")
 
 
