@@ -63,7 +63,7 @@ _NOT_DIVISIBLE = "must be divisible by mesh size"
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:
     """Return whether a module with this `__dict__` has a hook."""
-    # A registry alone does not count: `cache_context` adds an empty one to every denoiser.
+    # An empty registry does not count: `cache_context` adds one to every denoiser.
     registry = attributes.get(HOOK_ATTRIBUTE)
     return registry is not None and bool(registry.hooks)
 
@@ -151,6 +151,7 @@ def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
         model._parallel_config = resolved
         return resolved
 
+    # On the instance: other models of the class keep their method.
     vars(model)["_resolve_parallel_config"] = resolve
     try:
         yield

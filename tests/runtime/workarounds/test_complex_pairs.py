@@ -262,8 +262,8 @@ def test_pairs_convert_to_cpu_real_dtypes_and_python() -> None:
 
 
 def test_as_strided_with_non_contiguous_parts() -> None:
-    numbers = torch.arange(12.0).reshape(2, 3, 2)
-    pair, expected = ComplexPair(numbers[..., 0], numbers[..., 1]), torch.view_as_complex(numbers)
+    values = torch.arange(12.0).reshape(2, 3, 2)
+    pair, expected = ComplexPair(values[..., 0], values[..., 1]), torch.view_as_complex(values)
     assert torch.equal(pair.as_strided((3, 2), (1, 3)).real, expected.as_strided((3, 2), (1, 3)).real)
 
 

@@ -164,11 +164,11 @@ def test_schedulers_are_released_without_garbage_collection() -> None:
     override = MethodOverride(scheduler, "step", None)
     vars(scheduler)["step"] = override
     step(scheduler)
-    there = weakref.ref(scheduler)
+    reference = weakref.ref(scheduler)
     gc.disable()
     try:
         del scheduler
-        assert there() is None
+        assert reference() is None
     finally:
         gc.enable()
     with pytest.raises(ReferenceError, match="no longer exists"):

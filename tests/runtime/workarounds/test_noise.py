@@ -150,10 +150,10 @@ def test_generator_of_the_caller_draws_in_the_requested_dtype() -> None:
 
 
 def test_each_image_draws_its_rows_from_its_own_generator() -> None:
-    alone = [torch.randn(2, 3, generator=cpu_generator(seed)) for seed in (5, 6, 7)]
+    single = [torch.randn(2, 3, generator=cpu_generator(seed)) for seed in (5, 6, 7)]
     source = PerImageNoise(make_generators((5, 6, 7)))
     drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), None)
-    assert torch.equal(drawn, torch.cat(alone))
+    assert torch.equal(drawn, torch.cat(single))
     drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), cpu_generator(9))
     assert torch.equal(drawn, torch.randn(6, 3, generator=cpu_generator(9)))
 
@@ -283,7 +283,7 @@ def test_seed_gives_the_same_noise_for_transformers(device: str, name: str) -> N
     check_first_noise(device, name, "transformer", DTYPES)
 
 
-ALONE = {
+SINGLE_IMAGE_CASES = {
     "DDIM": (TEXT_TO_IMAGE, "DDIM"),
     "EulerAncestralDiscrete": (TEXT_TO_IMAGE, "EulerAncestralDiscrete"),
     "LCM": (TEXT_TO_IMAGE, "LCM"),
@@ -300,16 +300,16 @@ def test_image_in_a_batch_equals_the_single_image() -> None:
     def use(accelerator: VirtualAccelerator) -> dict[str, list[float]]:
         warnings.simplefilter("ignore")
         seen: dict[str, list[float]] = {}
-        for label, (name, variant) in ALONE.items():
+        for label, (name, variant) in SINGLE_IMAGE_CASES.items():
             pipe = make_pipe(name)
             pipe.scheduler = make_scheduler(variant, pipe.scheduler)
             pipe = anyaccel.place(pipe, accelerator.name, dtype=torch.float32)
             steps: dict[str, Any] = {"num_inference_steps": 3, "strength": 0.7} if name != TEXT_TO_IMAGE else {}
             together = generate(name, pipe, 3, seed=[4, 9, 2], **steps)
-            alone = [
+            single = [
                 generate(name, pipe, prompt=f"image {row}", seed=seed, **steps) for row, seed in enumerate([4, 9, 2])
             ]
-            seen[label] = [float((together[row] - alone[row][0]).abs().max()) for row in range(3)]
+            seen[label] = [float((together[row] - single[row][0]).abs().max()) for row in range(3)]
             assert (together[0] - together[1]).abs().max() > 0.1
             reordered = generate(name, pipe, prompt=[f"image {row}" for row in (2, 0)], seed=[2, 4], **steps)
             seen[label] += [float((reordered[row] - together[image]).abs().max()) for row, image in ((0, 2), (1, 0))]
@@ -328,9 +328,9 @@ def test_images_per_prompt_from_one_input_image_equal_single_images() -> None:
         for name in names:
             pipe = anyaccel.place(recipes()[name].make(), "cpu", dtype=torch.float32)
             together = generate(name, pipe, prompt="a fox", num_images_per_prompt=2, seed=[4, 9])
-            alone = [generate(name, pipe, prompt="a fox", seed=seed) for seed in (4, 9)]
+            single = [generate(name, pipe, prompt="a fox", seed=seed) for seed in (4, 9)]
             for row in range(2):
-                assert (together[row] - alone[row][0]).abs().max() < 1e-4, name
+                assert (together[row] - single[row][0]).abs().max() < 1e-4, name
             input_images = [picture(32, seed=1), picture(32, seed=2)]
             both = generate(name, pipe, prompt=["a fox", "a hen"], image=input_images, seed=[4, 9])
             second = generate(name, pipe, prompt="a hen", image=input_images[1], seed=9)
@@ -425,5 +425,5 @@ def test_seeds_for_a_batch_of_tokens() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         together = pipe(**prepare("amused", pipe, 2, seed=[4, 9], output_type="np")).images
-        alone = pipe(**prepare("amused", pipe, 1, seed=4, prompt="image 0", output_type="np")).images
-    assert abs(together[0] - alone[0]).max() < 1e-4
+        single = pipe(**prepare("amused", pipe, 1, seed=4, prompt="image 0", output_type="np")).images
+    assert abs(together[0] - single[0]).max() < 1e-4

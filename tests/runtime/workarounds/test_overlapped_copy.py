@@ -67,13 +67,13 @@ def call(pipe: Any) -> Any:
 def test_shared_calls_copy_noise_and_image_on_the_side_stream() -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         pipe, driver = make_pipe()
-        alone = call(pipe).images
+        single = call(pipe).images
         before = list(driver.seen)
         shared = call(light_copy(pipe)).images
-        return alone, before, shared, driver.seen
+        return single, before, shared, driver.seen
 
-    alone, before, shared, seen = run_forked(DEVICE, use)
-    assert numpy.array_equal(alone, shared)
+    single, before, shared, seen = run_forked(DEVICE, use)
+    assert numpy.array_equal(single, shared)
     assert before == [], "a call that does not share the device copies directly"
     copied = [event for event in seen if event[0] == "send"]
     assert any(shape[0] == 1 and len(shape) == 4 for _, shape in copied), f"the noise was not copied: {copied}"

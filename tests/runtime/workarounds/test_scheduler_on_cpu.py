@@ -130,9 +130,9 @@ class Outcome:
 def compare(accelerator: VirtualAccelerator, name: str, plain: Any, placed: Any, **changes: Any) -> Outcome:
     expected = call(name, plain, **changes)
     accelerator.ledger.clear()
-    found = call(name, placed, **changes)
+    actual = call(name, placed, **changes)
     problems = find_problems(accelerator)
-    return Outcome(float((found - expected).abs().max()), float(expected.abs().max()), problems, find_traces(placed))
+    return Outcome(float((actual - expected).abs().max()), float(expected.abs().max()), problems, find_traces(placed))
 
 
 def find_traces(pipe: Any) -> list[str]:
@@ -254,9 +254,9 @@ def test_noise_drawn_by_schedulers_matches_the_cpu() -> None:
             plain.scheduler, placed.scheduler = make_scheduler(variant, before), make_scheduler(variant, before)
             options = size | ({"eta": 1.0} if variant == "DDIM-with-variance" else {})
             expected = call(TEXT_TO_IMAGE, plain, latents=first.clone(), **options)
-            found = call(TEXT_TO_IMAGE, placed, latents=first.clone(), **options)
+            actual = call(TEXT_TO_IMAGE, placed, latents=first.clone(), **options)
             other = call(TEXT_TO_IMAGE, placed, seed=8, latents=first.clone(), **options)
-            seen[variant] = float((found - expected).abs().max()), float((other - found).abs().max())
+            seen[variant] = float((actual - expected).abs().max()), float((other - actual).abs().max())
         return seen
 
     for variant, (difference, by_seed) in run_forked("neuron", use, strict=True).items():
@@ -449,8 +449,8 @@ def test_scheduler_with_tables_on_the_device_from_a_plain_call() -> None:
         assert plain.scheduler.alphas_cumprod.device.type == accelerator.name
         placed = anyaccel.place(plain, accelerator.name, dtype=torch.float32)
         accelerator.ledger.clear()
-        found = call(IMAGE_TO_IMAGE, placed)
-        return float((found - expected).abs().max()), find_problems(accelerator)
+        actual = call(IMAGE_TO_IMAGE, placed)
+        return float((actual - expected).abs().max()), find_problems(accelerator)
 
     difference, problems = run_forked("mps", use)
     assert problems == []
@@ -461,13 +461,13 @@ def test_scheduler_with_tables_on_the_device_from_a_plain_call() -> None:
 def test_cpu_tensors_own_only_scheduler_tensors() -> None:
     make: Any = diffusers.EulerDiscreteScheduler
     scheduler = make()
-    with keep_on_cpu({"scheduler": scheduler, "again": scheduler, "unet": torch.nn.Linear(1, 1)}) as numbers:
+    with keep_on_cpu({"scheduler": scheduler, "again": scheduler, "unet": torch.nn.Linear(1, 1)}) as cpu_tensors:
         scheduler.set_timesteps(4, device="meta")
         assert scheduler.timesteps.device.type == "cpu"
-        assert numbers.owns(scheduler.timesteps[1:])
-        assert numbers.owns(scheduler.sigmas[2])
-        assert not numbers.owns(torch.ones(4))
-        assert not numbers.owns(torch.ones(4, device="meta"))
+        assert cpu_tensors.owns(scheduler.timesteps[1:])
+        assert cpu_tensors.owns(scheduler.sigmas[2])
+        assert not cpu_tensors.owns(torch.ones(4))
+        assert not cpu_tensors.owns(torch.ones(4, device="meta"))
         inner = copy.deepcopy(scheduler)
         inner.set_timesteps(3, device="meta")
         assert len(inner.timesteps) == 3
@@ -480,6 +480,6 @@ def test_cpu_tensors_own_only_scheduler_tensors() -> None:
 
 
 def test_cpu_tensors_do_not_own_empty_tensors() -> None:
-    numbers = CpuTensors()
-    numbers.add(torch.ones(0))
-    assert not numbers.owns(torch.ones(0, 3))
+    cpu_tensors = CpuTensors()
+    cpu_tensors.add(torch.ones(0))
+    assert not cpu_tensors.owns(torch.ones(0, 3))

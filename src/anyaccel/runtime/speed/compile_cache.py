@@ -236,7 +236,7 @@ def prune_entries(
 ) -> tuple[int, int, list[str]]:
     """Remove damaged entries, entries of other versions and old entries; without arguments, remove all entries.
 
-    Return the number of removed entries, their bytes, and the paths that are not entries and were left alone.
+    Return the number of removed entries, their bytes, and the paths that are not entries and were kept.
     """
     removed, freed_bytes, foreign = 0, 0, []
     remove_all = older_than_days is None and versions is None

@@ -94,7 +94,7 @@ class GraphCapture:
         if obstacle is not None:
             self.status = obstacle or self.status
             return forward(*args, **kwargs)
-        with self._lock:
+        with self._lock:  # a graph has one set of buffers, so threads must take turns
             if self._running:  # a module that calls itself: captures cannot be nested
                 return forward(*args, **kwargs)
             self._running = True
@@ -131,6 +131,7 @@ class GraphCapture:
             except RuntimeError as error:
                 self._give_up(shape, error)
                 return forward(*args, **kwargs)
+        # The first runs are eager: libraries choose kernels and allocate workspaces in them, which a capture cannot.
         shape.runs += 1
         if shape.runs < self.recorder.warm:
             return forward(*args, **kwargs)
@@ -176,6 +177,7 @@ class GraphCapture:
             shape.failure = "the model keeps state between runs"
         elif not _are_same(leaves, tree_flatten((args, kwargs))[0]):
             shape.failure = "the model modifies its arguments"
+        # A large share of launch time means that replaying will help.
         timing = f"launching takes {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
         self.status = shape.failure or timing
         return output
