@@ -66,6 +66,7 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     policy = plan.compile_policy.value
     options = _find_options(placement, plan.compiler.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
+    # Compiled code would bypass a forward that another library has replaced.
     denoisers = [
         name for name, model in find_denoisers(pipe, placement).items() if not LayerHooks(model).has_foreign_forward()
     ]
@@ -132,7 +133,7 @@ def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> Non
 def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     plan = placement.plan
     rule: CompileRule = plan.compiler.value
-    if rule.backend == "inductor":
+    if rule.backend == "inductor":  # before the first lookup in Triton's cache
         set_triton_assembler()
     return {
         "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),

@@ -21,9 +21,9 @@ from anyaccel.upstream.torch_internals import forget_compiled_call, restore_comp
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
-# Dynamo skips guards on hooks by default (skip_nnmodule_hook_guards), so compiled code silently ignores hooks added after
-# the first call: https://github.com/pytorch/pytorch/issues/117758 and https://github.com/pytorch/pytorch/pull/98371
-# (torch 2.13).
+# Dynamo skips guards on hooks by default (skip_nnmodule_hook_guards), so compiled code silently ignores hooks that are
+# added after the first call: https://github.com/pytorch/pytorch/issues/117758 and
+# https://github.com/pytorch/pytorch/pull/98371 (torch 2.13).
 
 _LOG = logging.getLogger("anyaccel")
 Forward = Callable[..., Any]

@@ -4,8 +4,8 @@ It uses plain tensor operations only. A compiler can fuse the quantization of th
 which it cannot do for a tensor subclass.
 """
 
-# Why not torchao: with its tensor subclass a compiled FLUX.1 had not finished the first image after 170 s, this layer took
-# 132 s (torchao 0.18, torch 2.11, one H200; docs/decisions/0008).
+# Why not torchao: with its tensor subclass a compiled FLUX.1 had not finished the first image after 170 s. This layer
+# took 132 s (torchao 0.18, torch 2.11, one H200; docs/decisions/0008).
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ def quantize_denoisers(pipe: Any, placement: Placement) -> None:
     """Quantize the denoisers of a pipeline once; if the device cannot, add the reason to the report."""
     if not placement.plan.quantization.value or placement.report.quantization is not None:
         return
+    # Pipelines share models: another one may have quantized them already.
     todo = {name: model for name, model in find_denoisers(pipe, placement).items() if not is_quantized(model)}
     for name, model in todo.items():
         layers = _find_layers(model)

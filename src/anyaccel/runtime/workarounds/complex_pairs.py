@@ -25,8 +25,8 @@ __all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
 
 # Gaudi rejects complex dtypes (https://github.com/vllm-project/vllm-gaudi/pull/1617), and so does the Neuron compiler
 # (NCC_EVRF004, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/compiler/error-codes/index.html). diffusers
-# avoids complex arithmetic on MLU too (https://github.com/huggingface/diffusers/pull/13824). Computing the embeddings on
-# the CPU instead would cost one device-to-host copy per layer.
+# avoids complex arithmetic on MLU too (https://github.com/huggingface/diffusers/pull/13824). Computing the embeddings
+# on the CPU instead would cost one device-to-host copy per layer.
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

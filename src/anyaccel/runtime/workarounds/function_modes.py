@@ -155,10 +155,12 @@ def make_pipeline_function_mode(
     if overlapped_copy is not None:
         host_transfer.copy = overlapped_copy.to_device
     handlers = _make_handlers(plan, device, host_transfer.replacements)
+    # After the dtype handlers, which these replace: noise is drawn in float32 and cast before the copy.
     handlers |= noise.make_handlers(device, host_transfer.replacements, host_transfer.copy)
     if overlapped_copy is not None:
         handlers |= overlapped_copy.make_handlers(handlers)
     if cpu_tensors is not None:
+        # Outermost: scheduler tensors must be recognized before another handler copies them.
         handlers |= {func: _keep_schedule_on_cpu(host_transfer, handlers.get(func)) for func in _MOVE_FUNCTIONS}
         handlers |= {
             func: _track_schedules(cpu_tensors, handlers.get(func)) for func in (torch.linspace, torch.logspace)

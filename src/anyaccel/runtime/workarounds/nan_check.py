@@ -24,7 +24,7 @@ __all__ = [
 
 Mark = Callable[[], Callable[[], None]]
 """Records an event after the last enqueued work; returns a function that waits for it."""
-_ACTIVE = threading.local()
+_ACTIVE = threading.local()  # concurrent calls share models, so outputs are recorded per thread
 _LOG = logging.getLogger("anyaccel")
 
 
@@ -98,6 +98,7 @@ def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str
 
         return hook
 
+    # A module's hook runs after those of its children, so the innermost failing module is recorded first.
     for name, component in components.items():
         if isinstance(component, torch.nn.Module):
             handles.append(component.register_forward_pre_hook(make_count_hook(name)))

@@ -40,6 +40,8 @@ class OverlappedCopy:
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a CPU tensor to the device."""
+        # Through pinned memory: a copy from pageable memory would synchronize with the stream
+        # (https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html).
         return self.driver.send(tensor, device)
 
     def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
