@@ -41,10 +41,10 @@ def generate_batch(
         ),
     ] = None,
     dtype: Annotated[
-        Text, typer.Option("--dtype", help="float32, bf16 or fp16. Default: the preferred dtype of the device.")
+        Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
     ] = None,
     speed: Annotated[
-        str, typer.Option("--speed", help="exact, fast or draft; fast and draft change the image slightly.")
+        str, typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image.")
     ] = "exact",
     rows_per_call: Annotated[
         int | None,

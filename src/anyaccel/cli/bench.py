@@ -40,11 +40,13 @@ def bench_models(
     size: Annotated[
         str | None,
         typer.Option(
-            "--size", metavar="WxH", help="Image size in pixels: 640x480, or 512 for a square. Default: the model's."
+            "--size",
+            metavar="WxH",
+            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the model.",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Number of denoising steps. Default: the pipeline's.")
+        int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the pipeline.")
     ] = None,
     images: Annotated[
         int,

@@ -14,7 +14,8 @@ from anyaccel.errors import UsageError
 __all__ = ["cache_app", "check_cache_writable"]
 
 cache_app = typer.Typer(
-    no_args_is_help=True, help="Manage the compile cache.\n\nThe cache is stored in the folder ANYACCEL_CACHE."
+    no_args_is_help=True,
+    help="Manage the compile cache.\n\nThe variable ANYACCEL_CACHE sets its folder. Default: ~/.cache/anyaccel.",
 )
 
 
@@ -68,7 +69,7 @@ def _entry_state(readable: bool, current: bool) -> str:
 
 @cache_app.command("export")
 def export_cache(
-    file: Annotated[Path, typer.Argument(help="File to write, for example graphs.tar.gz.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, for example graphs.tar.gz.")],
 ) -> None:
     """Export the cache to a file for other machines of the same kind."""
     from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
@@ -87,7 +88,7 @@ def export_cache(
 
 @cache_app.command("import")
 def import_cache(
-    file: Annotated[Path, typer.Argument(help="File written by `anyaccel cache export`.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by `anyaccel cache export`.")],
 ) -> None:
     """Import graphs that were compiled on another machine.
 

@@ -43,14 +43,14 @@ def check_pipeline(
     ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Check plain diffusers, without anyaccel.")] = False,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Number of denoising steps. Default: the recipe's, otherwise 2.")
+        int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the recipe, otherwise 2.")
     ] = None,
     size: Annotated[
         str | None,
         typer.Option(
             "--size",
             metavar="WxH",
-            help="Image size in pixels: 640x480, or 512 for a square. Default: the recipe's or the model's.",
+            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the recipe or model.",
         ),
     ] = None,
     compiled: Annotated[
@@ -67,7 +67,9 @@ def check_pipeline(
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Also write an HTML page.")] = None,
     real: Annotated[
         bool,
-        typer.Option("--real", help="Compare the model and its weights on this machine's device with the CPU."),
+        typer.Option(
+            "--real", help="Run the model with its weights on the device of this machine and compare with the CPU."
+        ),
     ] = False,
     dtype: Annotated[
         str | None,

@@ -27,7 +27,9 @@ def explain_model(
     size: Annotated[
         str | None,
         typer.Option(
-            "--size", metavar="WxH", help="Image size in pixels: 640x480, or 512 for a square. Default: the model's."
+            "--size",
+            metavar="WxH",
+            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the model.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="Number of images per call.")] = 1,

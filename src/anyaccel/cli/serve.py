@@ -44,7 +44,7 @@ Replicas = Annotated[
 ]
 Sizes = Annotated[
     Text,
-    typer.Option("--sizes", metavar="WxH,…", help="Image sizes to prepare at startup. Default: the model's."),
+    typer.Option("--sizes", metavar="WxH,…", help="Image sizes to prepare at startup. Default: set by the model."),
 ]
 
 
@@ -78,10 +78,10 @@ def serve_models(
     ] = 8000,
     device: Devices = None,
     dtype: Annotated[
-        Text, typer.Option("--dtype", help="float32, bf16 or fp16. Default: the preferred dtype of the device.")
+        Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
     ] = None,
     speed: Annotated[
-        str, typer.Option("--speed", help="exact, fast or draft; fast and draft change the image slightly.")
+        str, typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image.")
     ] = "exact",
     api_key: Annotated[
         list[str] | None,
@@ -109,7 +109,7 @@ def serve_models(
     limit: Annotated[
         list[str] | None,
         typer.Option(
-            "--limit", metavar="NAME=NUMBER", help="Override a request limit, such as max_steps=50 or deadline_s=60."
+            "--limit", metavar="NAME=NUMBER", help="Override a request limit, such as max_steps=50; repeat for several."
         ),
     ] = None,
     ray: RayAddress = None,

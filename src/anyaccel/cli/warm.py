@@ -37,7 +37,7 @@ def warm_model(
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: the model's."
+            "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: set by the model."
         ),
     ] = None,
     device: Annotated[
@@ -49,7 +49,7 @@ def warm_model(
     ] = None,
     expected_images: Annotated[
         int,
-        typer.Option("--expected-images", help="Number of images to plan for; it decides how much to compile."),
+        typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled."),
     ] = 1000,
 ) -> None:
     """Compile a model ahead of time and cache the result.

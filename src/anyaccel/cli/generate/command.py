@@ -17,7 +17,8 @@ Text = str | None
 
 def run_generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT", help="Description of an image; give several for several.")
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Description of an image; give several for several images."),
     ] = None,
     model: Annotated[
         Text, typer.Option("--model", "-m", help="Hub id or folder of the model. Default: the embedded model.")
@@ -29,12 +30,14 @@ def run_generate(
         int | None, typer.Option("--seed", "-s", help="Seed of the first image of each prompt. Default: random.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Number of denoising steps. Default: the pipeline's.")
+        int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the pipeline.")
     ] = None,
     size: Annotated[
         Text,
         typer.Option(
-            "--size", metavar="WxH", help="Image size in pixels: 640x480, or 512 for a square. Default: the model's."
+            "--size",
+            metavar="WxH",
+            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the model.",
         ),
     ] = None,
     count: Annotated[int, typer.Option("-n", help="Number of images per prompt; each has the next higher seed.")] = 1,
@@ -43,14 +46,18 @@ def run_generate(
     ] = None,
     guidance: Annotated[
         float | None,
-        typer.Option("--guidance", help="Guidance scale: how closely to follow the prompt. Default: the pipeline's."),
+        typer.Option(
+            "--guidance", help="Guidance scale: how closely to follow the prompt. Default: set by the pipeline."
+        ),
     ] = None,
     dtype: Annotated[
-        Text, typer.Option("--dtype", help="float32, bf16 or fp16. Default: the preferred dtype of the device.")
+        Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
     ] = None,
     speed: Annotated[
         Text,
-        typer.Option("--speed", help="exact, fast or draft; fast and draft change the image slightly. Default: exact."),
+        typer.Option(
+            "--speed", help="Speed level: exact, fast or draft; fast and draft change the image. Default: exact."
+        ),
     ] = None,
     output: Annotated[
         Text,
