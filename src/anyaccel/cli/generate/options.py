@@ -97,7 +97,7 @@ class Options:
                 )
             if images > 1 and not self.grid:
                 raise UsageError(
-                    f"stdout holds one image, not {images}",
+                    f"cannot write {images} images to stdout",
                     hint="add --grid for a contact sheet, or write to a folder with -o FOLDER/",
                 )
             return None
