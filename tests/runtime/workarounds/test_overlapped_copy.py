@@ -35,8 +35,8 @@ class RecordingDriver(Driver):
         super().__init__(driver.sheet)
         self.seen: list[Any] = []
 
-    def mark(self, index: int) -> Callable[[], None]:
-        self.seen.append("mark")
+    def record_event(self, index: int) -> Callable[[], None]:
+        self.seen.append("record_event")
         return lambda: self.seen.append("wait")
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -44,8 +44,8 @@ class RecordingDriver(Driver):
         return tensor.to(device)
 
     @contextmanager
-    def aside(self, index: int) -> Iterator[None]:
-        self.seen.append("aside")
+    def side_stream(self, index: int) -> Iterator[None]:
+        self.seen.append("side_stream")
         yield
         self.seen.append("back")
 
