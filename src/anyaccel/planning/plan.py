@@ -19,6 +19,7 @@ from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
+from anyaccel.planning.plan_text import describe_plan
 from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, choose_step_skipping
 from anyaccel.planning.run_report import RunReport
 from anyaccel.planning.scheduler_location import choose_scheduler_location
@@ -99,10 +100,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        head = f"{self.pipeline} on {self.device}: {self.title}{' (virtual)' if self.virtual else ''}"
-        lines = [f"  {name:17} {str(decision)!s:34} {decision.reason}" for name, decision in self.decisions()]
-        happened = [f"  {name:17} {str(entry)!s:34} {entry.reason}" for name, entry in self.report.entries()]
-        return "\n".join([head, *lines, *(["what happened since:", *happened] if happened else [])])
+        return "\n".join(describe_plan(self))
 
 
 def _list(decisions: Iterable[tuple[str, Decision[Any]]]) -> list[dict[str, str]]:
