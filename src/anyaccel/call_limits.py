@@ -27,7 +27,7 @@ __all__ = [
 
 SIDES = ("height", "width")
 LARGEST_SEED = 2**64 - 1
-_LONGEST_SIDE = 16_384
+_LONGEST_SIDE = 16_384  # pixels; a sanity check, not a limit of a model
 _LARGEST_BATCH = 1024
 _SIZE = re.compile(r"(?P<width>[0-9]{1,18})([x\N{MULTIPLICATION SIGN}](?P<height>[0-9]{1,18}))?", re.IGNORECASE)
 
@@ -66,6 +66,7 @@ def check_multiple(name: str, side: int, multiple: int) -> None:
 def parse_image_size(text: str) -> tuple[int, int]:
     """Return the width and the height of `512x768`; `512` is a square."""
     hint = "use WIDTHxHEIGHT in pixels, for example 512x768"
+    # At most 18 digits: int() of a huge number would be slow.
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"invalid image size {text!r:.60}", hint=hint)
@@ -102,6 +103,7 @@ def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
     hint = "for example seed=7 or seed=[7, 8]"
     if not isinstance(seed, Sequence) or isinstance(seed, str):
         first = read_seed(seed, hint=hint)
+        # Wraps around, so every seed is valid for any number of images.
         return tuple((first + image) % (LARGEST_SEED + 1) for image in range(images))
     if len(seed) != images:
         raise UsageError(

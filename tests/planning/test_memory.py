@@ -50,8 +50,8 @@ def test_peaks_of_each_residence() -> None:
     whole = replace(plain, never_streamed=("vae",))
     assert predict(whole, "layer") == {"load": 80, "encode": 100, "denoise": 170, "decode": 280}
     assert predict(whole, "component") == predict(plain, "component")
-    alone = replace(plain, always_there=())
-    assert predict(alone, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
+    offloadable = replace(plain, always_there=())
+    assert predict(offloadable, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
 
 
 def test_captured_graphs_hold_memory_in_all_phases() -> None:

@@ -105,8 +105,10 @@ def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -
         reasons = "; ".join(str(requirement.unmet(machine)) for requirement in unmet)
         hints = "; ".join(requirement.hint for requirement in unmet)
         return f"{reasons}{_format_hardware(sheet, machine)}", hints
+    # A vendor package that is installed but broken, for example for another torch version.
     if isinstance(seen, str):
         return f"its software is installed but fails: {seen}", f"see {sheet.documentation}"
+    # The requirements are met, so the usual cause is a visibility variable or a driver problem.
     if not seen:
         hidden = f"check that {sheet.visible_devices} does not hide it; " if sheet.visible_devices else ""
         reason = f"its software is installed but finds no device{_format_hardware(sheet, machine)}"
@@ -116,6 +118,7 @@ def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
     """Return whether the hardware itself is present, if Linux has device files for it."""
+    # Device files exist without the vendor's user-space software, so they separate the two cases.
     if machine.system != "Linux" or not sheet.device_files:
         return ""
     present = [pattern for pattern in sheet.device_files if machine.device_files.get(pattern)]

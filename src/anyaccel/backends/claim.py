@@ -101,6 +101,7 @@ class Limit(Claim):
         ... )
         False
         """
+        # Three-valued: True, False, or None if the product or a version is not known.
         verdicts: list[bool | None] = []
         if self.only_on:
             verdicts.append(None if product is None else product in self.only_on)
@@ -172,6 +173,7 @@ class Quirk(Limit):
     """Whether it is only shown to users, without code that reacts to it."""
 
     def __post_init__(self) -> None:
+        # Catches misspelled names when the sheet is defined: code that reacts to a quirk compares names.
         if self.name in KNOWN_QUIRKS and self.information_only:
             raise UsageError(
                 f"the quirk {self.name!r} is not information only: code reacts to it",

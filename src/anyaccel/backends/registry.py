@@ -81,6 +81,7 @@ class Registry:
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
         """Return the sheet's name, and the product if `word` is one: `("hpu", "gaudi2")` for `gaudi2`."""
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
+        # Device names win over aliases and products of other sheets, which plugins may define.
         for sheet in sheets if word not in self.names() else ():
             if word in self.list_products(sheet.name):
                 return sheet.name, word
@@ -159,6 +160,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
 
 
 def _find_built_in() -> list[Backend]:
+    # A new module in devices/ is found without being listed anywhere.
     package = importlib.import_module(f"{__package__}.devices")
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -175,6 +177,7 @@ def _merge_verifications(backend: Backend) -> Backend:
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:
+    # `dist` is None for entry points that are not from an installed distribution, as in tests.
     origin = entry_point.dist.name if entry_point.dist else entry_point.value
     try:
         loaded = entry_point.load()
@@ -196,7 +199,7 @@ def _find_problem(loaded: object, where: str) -> str:
                 rule = "use lower-case letters, digits and _, starting with a letter"
                 return f"{sheet.name!r} is not a valid device name: {rule}"
             probe_sheet(sheet)
-        loaded.driver(loaded.sheet)
+        loaded.driver(loaded.sheet)  # the constructor must not raise either
     except Exception as error:  # noqa: BLE001 - a plugin's data may raise anything
         return f"{type(error).__name__}: {error}"
     return ""

@@ -72,6 +72,7 @@ def _find_trigger(name: str, limit: Limit, seen: TraceFacts, images: int) -> str
 
 
 def _find_large_tensor(limit: SizeLimit, seen: TraceFacts) -> str | None:
+    # Attention counts for limits of any tensor too: unfused kernels materialize the scores as one tensor.
     scores = seen.score_bytes if limit.unit == "bytes" else seen.most_scores
     if scores > limit.amount:
         return f"attention over {seen.most_scores:,} scores"

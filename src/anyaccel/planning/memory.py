@@ -141,6 +141,7 @@ def list_rules(
     options = _list_savings(placement_options, has_parts)
     if placement_options.memory is not None:
         residences = (_as_residence(placement_options.memory),)
+    # Streaming layers comes last, after smaller batches. If it is the only residence, it is used from the start.
     whole: list[Residence] = [residence for residence in residences if residence != "layer"] or ["layer"]
     for residence in whole:
         for savings in options:
@@ -180,6 +181,7 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
     """
     pinned = footprint.always_there + (footprint.never_streamed if residence == "layer" else ())
     loaded = footprint.weights_bytes if residence == "resident" else _sum_weights(footprint, pinned)
+    # "load" is the state before the first call: weights only.
     peaks = {"load": loaded}
     on_device: set[str] = set(footprint.always_there)
     for call in footprint.passings:
@@ -195,6 +197,7 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
             weights = loaded
         need = weights + call.held_bytes + footprint.fixed_bytes
         peaks[call.phase] = max(peaks.get(call.phase, 0), need)
+    # A captured graph keeps its activations in a private pool between replays.
     if recorded:
         held = max((call.held_bytes for call in footprint.passings if call.phase == "denoise"), default=0)
         peaks = {name: peak if name == "denoise" else peak + held for name, peak in peaks.items()}
@@ -226,6 +229,7 @@ def choose_memory(
     listed = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in listed:
+        # Each rule is traced, and a far too large image would fail all of them.
         if tried and tried[0][0] > _FAR_TOO_LARGE * capacity_bytes and len(tried) == 1:
             too_large = _reject_early(measure, images, capacity_bytes, listed[-1])
             if too_large is not None:
@@ -244,7 +248,7 @@ def _reject_early(
     measure: Measure, images: int, capacity_bytes: int, smallest: MemoryRule
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
     """Return the negative answer if denoising does not fit even with the smallest rule, else None."""
-    # Without tiling: a far too large image has thousands of VAE tiles, and tracing them all takes minutes.
+    # Without tiling: a far too large image has thousands of VAE tiles, and tracing them would be slow.
     savings = replace(smallest.savings, vae_in_parts=False)
     peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
     need = peaks.get("denoise", 0)
@@ -283,6 +287,7 @@ def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) 
     fits = [images for images in _powers() if _extrapolate(sample, rule, images) <= capacity_bytes]
     if not fits:
         return _SAMPLE - 1
+    # Binary search between the largest power of two that fits and the next one.
     low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
     while high - low > 1:
         middle = (low + high) // 2

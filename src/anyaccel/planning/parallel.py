@@ -66,6 +66,7 @@ def choose_parallel(
     if options.parallel is None:
         return ALONE
     strategy, requested = read_parallel(options.parallel)
+    # "auto" works in any number of processes, so the same script can run with and without torchrun.
     if strategy == "auto" and ranks.count == 1:
         return Decision(None, f"only one process is running; start several with {command_line(_CFG_RANKS)}")
     _reject_rank_local_options(options)
@@ -94,6 +95,7 @@ def command_line(count: int) -> str:
 
 def weigh_rank(component: ComponentFacts, split: Split | None) -> int:
     """Return the number of a model's parameters that one rank holds."""
+    # Only tensor parallelism splits weights, and only those of denoisers.
     if split is None or split.strategy != "tensor" or not component.denoises:
         return component.parameters
     return component.parameters - component.sharded + component.sharded // split.ranks
@@ -128,6 +130,7 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
         return f"{facts.pipeline} has no model that runs at every step", "omit parallel"
     if not isinstance(sheet.distributed, Distributed):
         return f"no torch.distributed backend is known for {sheet.title}", "omit parallel"
+    # Failures are listed by pipeline class or by model class.
     for name in (facts.pipeline, *(model.kind for model in models)):
         if (split.strategy, name) in _KNOWN_FAILURES:
             reason = _KNOWN_FAILURES[split.strategy, name]
@@ -152,6 +155,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
         return f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}", f"try parallel={other!r}"
     if model.quantized and split.strategy == "tensor":
         return f"the weights of {model.name} are quantized and cannot be split", "load the model without quantization"
+    # diffusers' Ulysses attention and its tensor plans both split the heads evenly over the ranks.
     if model.heads and model.heads % split.ranks:
         fewer = max(count for count in range(1, split.ranks) if model.heads % count == 0)
         hint = f"parallel='{split.strategy}:{fewer}'" if fewer > 1 else "use another number of processes"
@@ -172,6 +176,7 @@ def _reject_rank_local_options(options: PlacementOptions) -> None:
 
 
 def _reject_offloading(split: Split, options: PlacementOptions) -> None:
+    # Sharded weights must stay on the device of their rank.
     if split.strategy == "tensor" and options.memory not in (None, "resident"):
         raise UsageError(
             f"memory={options.memory!r} cannot offload weights that parallel={options.parallel!r} splits",

@@ -71,6 +71,7 @@ class Plan:
     check_finite: Decision[bool]
     forecast: Forecast | None = None
     """The predicted memory of a call, if it was computed."""
+    # Outside of equality and hash, so a plan stays comparable while its report changes.
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
     """What happened since the plan was made; the only mutable part."""
 
@@ -158,6 +159,7 @@ def make_plan(
 
 def without_rank_local_choices(plan: Plan) -> Plan:
     """Return the plan of a rank without decisions that depend on its own timing."""
+    # A rank that compiles earlier than others, or replays a graph, would run other collectives than they do.
     return replace(
         plan,
         compile_policy=Decision(CompilePolicy("never"), TOGETHER),
@@ -178,4 +180,5 @@ def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) 
 
 def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:
     """Return the quirk of that name, if it certainly applies."""
+    # A quirk with an open condition may not apply to this device.
     return next((quirk for quirk in sheet.quirks if quirk.name == name and not quirk.conditional), None)

@@ -67,6 +67,7 @@ def choose_compile_policy(
         return Decision(CompilePolicy("never"), "compile=False was requested")
     if not isinstance(sheet.compiler, Compiler):
         return Decision(CompilePolicy("never"), sheet.compiler.says)
+    # Compiling takes minutes on some devices, so "auto" needs a documented gain.
     if options.compile == "auto" and speedup is None:
         return Decision(CompilePolicy("never"), "not known to be faster on this device; use compile=True to try")
     many = options.expected_images is not None and options.expected_images >= _MANY_IMAGES
@@ -115,7 +116,9 @@ def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[st
         return Decision((), "fuse=False was requested")
     speedups = [speedup for name in FUSIONS if (speedup := sheet.speedup(name)) is not None]
     reason = " ".join(f"{speedup.says} ({speedup.source})" for speedup in speedups)
-    return Decision(tuple(speedup.name for speedup in speedups), reason or "no fusion is known to be faster here")
+    return Decision(
+        tuple(speedup.name for speedup in speedups), reason or "no fusion is known to be faster on this device"
+    )
 
 
 def _choose(sheet: Sheet, name: str, option: bool | None) -> Decision[bool]:
