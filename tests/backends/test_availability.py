@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anyaccel.backends import machine as machine_module
-from anyaccel.backends.availability import Device, describe_broken, examine
+from anyaccel.backends.availability import Device, check_availability, make_broken_device
 from anyaccel.backends.machine import Machine, read_machine
 from anyaccel.backends.registry import Backend, BrokenPlugin, build_registry
 from anyaccel.backends.sheet import Sheet
@@ -25,7 +25,7 @@ def on_mac(versions: dict[str, str]) -> Machine:
 
 
 def check(name: str, machine: Machine, seen: tuple[str, ...] | str = ()) -> Device:
-    return examine(REGISTRY.backend(name).sheet_on(machine), machine, seen)
+    return check_availability(REGISTRY.backend(name).sheet_on(machine), machine, seen)
 
 
 def test_mac_has_mps() -> None:
@@ -115,14 +115,14 @@ def test_rocm_is_selected_by_the_torch_build(build: str, name: str) -> None:
     machine = replace(LINUX, torch_builds={build: "7.0"})
     sheet = REGISTRY.backend("cuda").sheet_on(machine)
     assert sheet.name == name
-    assert examine(sheet, machine, ("a card",)).available
+    assert check_availability(sheet, machine, ("a card",)).available
     assert sheet.torch_name == "cuda"
 
 
 def test_rocm_on_a_cuda_build_of_torch() -> None:
     machine = replace(LINUX, torch_builds={"cuda": "13.0"})
     (rocm,) = REGISTRY.backend("rocm").variants
-    assert examine(rocm, machine, ()).reason.startswith("requires a torch build for ROCm, not 2.13.0")
+    assert check_availability(rocm, machine, ()).reason.startswith("requires a torch build for ROCm, not 2.13.0")
 
 
 def test_machine_without_torch() -> None:
@@ -134,14 +134,14 @@ def test_machine_without_torch() -> None:
 @pytest.mark.parametrize("sheet", ALL_SHEETS, ids=lambda sheet: sheet.name)
 @pytest.mark.parametrize("machine", [LINUX, MAC, Machine(system="Windows", architecture="AMD64")])
 def test_unavailable_device_has_a_reason_and_a_hint(machine: Machine, sheet: Sheet) -> None:
-    device = examine(sheet, machine, ())
+    device = check_availability(sheet, machine, ())
     assert not device.available
     assert device.reason
     assert device.hint
 
 
 def test_broken_plugin_is_listed_with_its_error() -> None:
-    device = describe_broken(BrokenPlugin("quantum", "quantum-accel", "ImportError: no qubits"))
+    device = make_broken_device(BrokenPlugin("quantum", "quantum-accel", "ImportError: no qubits"))
     assert not device.available
     assert "ImportError: no qubits" in device.reason
     assert "quantum-accel" in device.hint

@@ -54,7 +54,7 @@ def test_two_plugins_with_the_same_name_raise_for_that_name_only(module: str) ->
     with pytest.raises(PluginError, match="2 plugins provide the device 'toaster'"):
         registry.backend("toaster")
     with pytest.raises(PluginError, match="2 plugins provide the device"):
-        registry.refuse_conflicts()
+        registry.check_conflicts()
     assert registry.backend("cpu")
 
 

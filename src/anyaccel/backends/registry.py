@@ -121,7 +121,7 @@ class Registry:
         others = [name for sheet in sheets for name in (*sheet.aliases, *(product.name for product in sheet.products))]
         return nearest(word, self.names(), also=others)
 
-    def refuse_conflicts(self) -> None:
+    def check_conflicts(self) -> None:
         """Raise if several plugins claim the same name."""
         for name in self.conflicts:
             self._check_conflict(name)

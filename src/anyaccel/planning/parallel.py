@@ -11,7 +11,16 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import PlacementOptions, read_parallel
 
-__all__ = ["ALONE", "TOGETHER", "Ranks", "Split", "SplitStrategy", "choose_parallel", "command_line", "weigh_rank"]
+__all__ = [
+    "ALONE",
+    "RANKS_MUST_AGREE",
+    "Ranks",
+    "Split",
+    "SplitStrategy",
+    "choose_parallel",
+    "command_line",
+    "weigh_rank",
+]
 
 SplitStrategy: TypeAlias = Literal["context", "tensor", "cfg"]
 """What is split: the sequence, the weights, or the two branches of classifier-free guidance."""
@@ -29,7 +38,9 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     ): "its model appends reference tokens internally, which diffusers 0.42 does not split",
 }
 """Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail."""
-TOGETHER = "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
+RANKS_MUST_AGREE = (
+    "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
+)
 """The reason for decisions that are turned off with several ranks."""
 
 

@@ -18,7 +18,7 @@ from anyaccel.planning.images_per_call import choose_images_per_call
 from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
-from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
+from anyaccel.planning.parallel import ALONE, RANKS_MUST_AGREE, Ranks, Split, choose_parallel
 from anyaccel.planning.plan_text import describe_plan
 from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, choose_step_skipping
 from anyaccel.planning.run_report import RunReport
@@ -162,8 +162,8 @@ def without_rank_local_choices(plan: Plan) -> Plan:
     # A rank that compiles earlier than others, or replays a graph, would run other collectives than they do.
     return replace(
         plan,
-        compile_policy=Decision(CompilePolicy("never"), TOGETHER),
-        capture=Decision(False, TOGETHER),
+        compile_policy=Decision(CompilePolicy("never"), RANKS_MUST_AGREE),
+        capture=Decision(False, RANKS_MUST_AGREE),
     )
 
 

@@ -26,9 +26,9 @@ class StepSkipping:
 
     every: int
     """One of this many steps runs the denoiser."""
-    at_first: float
+    initial_share: float
     """The share of initial steps that always run: they decide the composition of the image."""
-    fewest: int
+    min_steps: int
     """With fewer steps than this, every step runs."""
     cost: str
     """The measured loss of quality."""
@@ -36,9 +36,9 @@ class StepSkipping:
     def is_run(self, step: int, steps: int) -> bool:
         """Return whether a step, counted from 0, runs the denoiser; the last one always does."""
         # A scheduler may take more steps than it announced, so any step from the last one on runs.
-        if steps < self.fewest or step >= steps - 1:
+        if steps < self.min_steps or step >= steps - 1:
             return True
-        first_skipped = max(self.every - 1, math.ceil(steps * self.at_first)) if self.at_first else 1
+        first_skipped = max(self.every - 1, math.ceil(steps * self.initial_share)) if self.initial_share else 1
         return step < first_skipped or (step - first_skipped) % self.every == self.every - 1
 
     def count(self, steps: int) -> int:
@@ -46,8 +46,8 @@ class StepSkipping:
         return sum(self.is_run(step, steps) for step in range(steps))
 
     def __str__(self) -> str:
-        initial = f" after the first {self.at_first:.0%}" if self.at_first else ""
-        return f"run 1 of {self.every} steps{initial}, from {self.fewest} steps on"
+        initial = f" after the first {self.initial_share:.0%}" if self.initial_share else ""
+        return f"run 1 of {self.every} steps{initial}, from {self.min_steps} steps on"
 
 
 _LEVELS = {
