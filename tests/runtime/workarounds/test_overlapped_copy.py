@@ -35,8 +35,8 @@ class RecordingDriver(Driver):
         super().__init__(driver.sheet)
         self.seen: list[Any] = []
 
-    def mark(self, index: int) -> Callable[[], None]:
-        self.seen.append("mark")
+    def record_event(self, index: int) -> Callable[[], None]:
+        self.seen.append("record_event")
         return lambda: self.seen.append("wait")
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -44,8 +44,8 @@ class RecordingDriver(Driver):
         return tensor.to(device)
 
     @contextmanager
-    def aside(self, index: int) -> Iterator[None]:
-        self.seen.append("aside")
+    def side_stream(self, index: int) -> Iterator[None]:
+        self.seen.append("side_stream")
         yield
         self.seen.append("back")
 
@@ -78,9 +78,11 @@ def test_shared_calls_copy_noise_and_image_on_the_side_stream() -> None:
     copied = [event for event in seen if event[0] == "send"]
     assert any(shape[0] == 1 and len(shape) == 4 for _, shape in copied), f"the noise was not copied: {copied}"
     events = " ".join(event for event in seen if event[0] != "send")
-    assert "mark wait aside back" in events, "the image is read on the side stream after an event"
-    assert events.endswith("wait aside back"), "the last read is the NaN check"
-    assert events.count("wait aside back") == events.count("wait") == events.count("aside"), "nothing else waits"
+    assert "record_event wait side_stream back" in events, "the image is read on the side stream after an event"
+    assert events.endswith("wait side_stream back"), "the last read is the NaN check"
+    assert events.count("wait side_stream back") == events.count("wait") == events.count("side_stream"), (
+        "nothing else waits"
+    )
 
 
 def test_nan_in_a_shared_call_is_detected() -> None:
@@ -96,7 +98,7 @@ def test_nan_in_a_shared_call_is_detected() -> None:
 
     message, seen = run_forked(DEVICE, use)
     assert "unet" in message
-    assert seen[-3:] == ["wait", "aside", "back"]
+    assert seen[-3:] == ["wait", "side_stream", "back"]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -135,7 +137,7 @@ def test_drivers_without_events_copy_directly() -> None:
         assert placement is not None
         opened: OpenDevice = placement.opened
         copied = opened.driver.send(torch.ones(SIDE), opened.torch_device)
-        with opened.driver.aside(opened.index):
+        with opened.driver.side_stream(opened.index):
             return opened.driver.marks, copied.device.type, copied.cpu().sum().item()
 
     assert run_forked(DEVICE, use) == (False, DEVICE, SIDE)

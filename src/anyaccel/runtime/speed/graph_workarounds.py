@@ -23,7 +23,8 @@ from anyaccel.runtime.workarounds import sliced_attention, uninitialized_memory
 __all__ = ["GraphWorkarounds", "read_graph_workarounds"]
 
 # Why not a function mode as in eager models: Dynamo traces through one only until the model calls a Python method of
-# `Tensor` such as `unflatten`, then breaks the graph: https://github.com/pytorch/pytorch/issues/130104 (torch 2.13).
+# `Tensor` such as `unflatten`, and then breaks the graph (torch 2.13):
+# https://github.com/pytorch/pytorch/issues/130104
 
 _REPLACED_DTYPES = ("float64",)
 

@@ -36,7 +36,7 @@ class OverlappedCopy:
 
     def record_event(self) -> Callable[[], None]:
         """Record an event after the last enqueued work; return a function that waits for it."""
-        return self.driver.mark(self.index)
+        return self.driver.record_event(self.index)
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a CPU tensor to the device."""
@@ -52,7 +52,7 @@ class OverlappedCopy:
         """Wait for an event, then read from the device without waiting for work enqueued after the event."""
         wait()
         # On the side stream: on the default stream the read would queue behind the work of other calls.
-        with self.driver.aside(self.index):
+        with self.driver.side_stream(self.index):
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
