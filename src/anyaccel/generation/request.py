@@ -22,7 +22,7 @@ __all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = "num_images_per_prompt"
 _UNSUPPORTED = {
-    "generator": "use seed= with an integer, so that the image can be generated again",
+    "generator": "use seed= with an integer, which is stored with the image",
     "output_type": "the result contains PIL images; call the pipeline directly for other types",
     "return_dict": "omit it: the result is always an object",
 }
