@@ -122,7 +122,7 @@ def _load_pipeline(
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     store_options(pipe, placement_options)
     decided = chosen if fallback or chosen.value in HALF_PRECISIONS else None
-    pipe.place_as_decided(opened, {}, decided)
+    pipe.place_with_plan(opened, {}, decided)
     # For tqdm, disable=None means: show a bar on a terminal and in a notebook, but not in a log file.
     pipe.set_progress_bar_config(disable=None)
     return pipe

@@ -1,4 +1,4 @@
-"""A decision: a value, and the reason for it in words."""
+"""A decision of a plan: a value and the reason for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Decision(Generic[T]):
 
     value: T
     reason: str
-    """Why, in one sentence: `this device has no float64`."""
+    """Why, in one sentence: `the device has no float64`."""
 
     def __str__(self) -> str:
-        return _in_words(self.value)
+        return _format(self.value)
 
 
-def _in_words(value: object) -> str:
-    """The value as people read it: `yes`, `dtypes, noise`, `-` for nothing."""
+def _format(value: object) -> str:
+    """Return a value as it is printed: `yes`, `dtypes, noise`, `-` for nothing."""
     if value is None or value == () or value == "":
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
         if len(value) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-            return ", ".join(f"{_in_words(name)} → {_in_words(instead)}" for name, instead in value)
-        return ", ".join(_in_words(item) for item in value)
+            return ", ".join(f"{_format(name)} → {_format(replacement)}" for name, replacement in value)
+        return ", ".join(_format(item) for item in value)
     return str(value)

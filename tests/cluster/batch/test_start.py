@@ -153,7 +153,7 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
         ('{"prompt": "x"}', ["--workers", "999"], "999 workers were asked for, and there "),
         ('{"prompt": "x"}', ["--device", "virtual:hpu,count=2", "--workers", "3"], "there are 2 hpu devices"),
         ('{"prompt": "x"}', ["--model", "no/such/folder/here"], "no/such/folder/here"),
-        ('{"prompt": "x"}', ["--speed", "warp"], "speed is one of"),
+        ('{"prompt": "x"}', ["--speed", "warp"], "speed must be one of"),
         ('{"prompt": "x"}', ["--device", "virtual:nope"], "unknown device 'nope'"),
         ('{"prompt": "x"}', ["--device", "virtual:hpu,count=0"], "at least one device and at most 999, not 0"),
         ('{"prompt": "x"}', ["--device", "virtual:hpu:2"], "hint: write virtual:hpu,count=2"),

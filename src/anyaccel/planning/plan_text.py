@@ -1,0 +1,89 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.planning.decision import Decision
+
+if TYPE_CHECKING:
+    from anyaccel.planning.plan import Plan
+
+__all__ = ["describe_decisions", "describe_plan", "split_by_default"]
+
+_DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
+_NAME_WIDTH = 18
+
+# The defaults on a device without limits, as `str(decision)` prints them; `-` and `no` (nothing, off) are defaults too.
+_DEFAULTS = {
+    "mode": "eager",
+    "dtype": "float32",
+    "noise": "cpu",
+    "scheduler": "device",
+    "compile_policy": "never",
+    "check_finite": "yes",
+}
+# Decisions that describe what is available and change nothing by themselves.
+_INFORMATION = {"compiler"}
+
+
+def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
+    """Return the lines of `print(plan)`: first the decisions that differ from the defaults, then the others.
+
+    The width is that of the terminal unless it is given.
+    """
+    width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
+    changed, unchanged = split_by_default(plan)
+    lines = [f"{plan.pipeline} on {plan.device}: {plan.title}{' (virtual)' if plan.virtual else ''}"]
+    if changed:
+        lines += ["", "decided for this pipeline and device:", *describe_decisions(changed, width)]
+    if unchanged:
+        lines += ["", "defaults:", *describe_decisions(unchanged, width, compact=True)]
+    if happened := list(plan.report.entries()):
+        lines += ["", "so far:", *describe_decisions(happened, width)]
+    return lines
+
+
+def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[tuple[str, Decision[Any]]]]:
+    """Return the decisions that differ from the defaults, and those that do not."""
+    changed: list[tuple[str, Decision[Any]]] = []
+    unchanged: list[tuple[str, Decision[Any]]] = []
+    for name, decision in plan.decisions():
+        is_default = (
+            # Noise is always drawn on the CPU; it is a decision for this device where the device cannot draw it.
+            not (name == "noise" and "noise" in plan.workarounds.value)
+        ) and (
+            name in _INFORMATION
+            or str(decision) in ("-", "no", _DEFAULTS.get(name))
+            # Rules print as text even if they change nothing, and compare equal to a rule without arguments.
+            or (name in ("attention", "memory") and decision.value == type(decision.value)())
+        )
+        (unchanged if is_default else changed).append((name, decision))
+    return changed, unchanged
+
+
+def describe_decisions(
+    decisions: Iterable[tuple[str, Decision[Any]]], width: int, *, compact: bool = False
+) -> list[str]:
+    """Return the name of each decision, its value, and its reason wrapped in a column.
+
+    `compact` puts the reason in parentheses after the value instead of below it.
+    """
+    column = max(_MIN_WIDTH, min(width, _MAX_WIDTH)) - 2 - _NAME_WIDTH
+    lines: list[str] = []
+    for name, decision in decisions:
+        value, reason = str(decision), decision.reason
+        if compact:
+            text = _wrap(reason if value == "-" else f"{value} ({reason})", column)
+        else:
+            text = _wrap(value, column) + [f"  {line}" for line in _wrap(reason, column - 2)]
+        lines += [f"  {name:{_NAME_WIDTH}}{text[0]}", *(f"  {'':{_NAME_WIDTH}}{line}" for line in text[1:])]
+    return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    # A URL stays on one line, so that it can be clicked and copied.
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
