@@ -75,6 +75,7 @@ def make_request(
         )
     _check_text("negative_prompt", negative)
     resolved = resolve_model(model, revision)
+    # The defaults of its pipeline class are meant for much larger models.
     if resolved.kind == "embedded":
         call = {**CALL_DEFAULTS, **call}
     seeds = _choose_seeds(seed, len(prompts), per_prompt)
