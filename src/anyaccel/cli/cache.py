@@ -142,7 +142,6 @@ def prune_cache(
     removed, freed_bytes, foreign = (
         prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
     )
-    # The compilers' own caches have no index by version, so they can only be removed as a whole.
     compiler_bytes, foreign_graphs = remove_graphs() if everything else (0, [])
     for path in (*foreign, *foreign_graphs):
         print(f"not removed, not written by anyaccel: {path}")
