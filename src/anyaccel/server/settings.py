@@ -125,7 +125,9 @@ def read_lora(text: str) -> ServedName:
     """Parse `NAME=PATH`."""
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
-        raise UsageError(f"invalid LoRA {text!r:.60}", hint="use --lora NAME=PATH, such as --lora ink=./ink.safetensors")
+        raise UsageError(
+            f"invalid LoRA {text!r:.60}", hint="use --lora NAME=PATH, such as --lora ink=./ink.safetensors"
+        )
     return ServedName(name, path)
 
 
@@ -159,5 +161,5 @@ def is_loopback(host: str) -> bool:
 
 
 def hash_key(key: str) -> str:
-    """Return the digest of an API key; it identifies the owner in the database and the log, which never hold the key."""
+    """Return the digest of an API key, which identifies the owner in the database and the log."""
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

@@ -34,7 +34,7 @@ class RunJob:
     work: Mapping[str, Any]
     """The job spec as `JobSpec.to_dict` returns it."""
     inputs: Mapping[str, str | bytes]
-    """Input images by argument name (`image`, `mask_image`): paths, or file contents for a worker on another machine."""
+    """Input images by argument name: paths, or file contents for a worker on another machine."""
 
 
 @dataclass(frozen=True)

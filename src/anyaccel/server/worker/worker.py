@@ -253,7 +253,8 @@ def _convert_image(image: Any) -> Any:
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I"):  # 16 bits: Pillow's `convert` clips at 255 instead of scaling
+    # 16 bits: Pillow's `convert` clips at 255 instead of scaling; https://github.com/python-pillow/Pillow/issues/3159
+    if upright.mode.startswith("I"):
         upright = upright.point(lambda value: value / 257).convert("L")
     if not upright.has_transparency_data:
         return upright.convert("RGB")
