@@ -58,7 +58,7 @@ class ServerLimits:
     hang_s: float = 300.0
     """A worker that sends no message for this time, or has jobs and completes no step, is replaced."""
     drain_s: float = 60.0
-    """Seconds that running jobs may take after the service was asked to shut down."""
+    """Seconds that running jobs may take after the shutdown has started."""
     keep_s: float = 7 * 24 * 3600.0
     """Seconds that results are stored."""
     keep_bytes: int = 4 * 2**30

@@ -20,7 +20,7 @@ _REQUEST_FIELDS = (
     "task", "model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale",
     "strength", "lora", "lora_scale", "output_format", "output_compression", "seeds", "partial_images",
 )  # fmt: skip
-# OpenAI's clients require the field; there are no tokens to bill here.
+# OpenAI's clients expect the field; no tokens are counted here.
 _NO_USAGE = {
     "input_tokens": 0,
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
