@@ -25,7 +25,7 @@ def prompted(**more: Any) -> dict[str, Any]:
 
 
 def make_image(size: int, *, seed: int = 1) -> Any:
-    """Return a square image of coloured blocks."""
+    """Return a square image of colored blocks."""
     from PIL import Image
 
     blocks = numpy.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=numpy.uint8)
@@ -42,7 +42,7 @@ def mask(size: int) -> Any:
 
 
 def make_video(frames: int, size: int) -> list[Any]:
-    """Return a video of `count` frames."""
+    """Return a video as a list of frames."""
     return [make_image(size, seed=seed) for seed in range(frames)]
 
 
