@@ -160,7 +160,7 @@ def test_models_declare_repeated_blocks_and_parallel_plans() -> None:
 
 
 def test_dtype_argument_is_not_deprecated() -> None:
-    name = internals.name_dtype_argument()
+    name = internals.read_dtype_argument()
     assert f"{name}" in ("dtype", "torch_dtype")
     assert (
         f'"{name}"' in inspect.getsource(diffusers.DiffusionPipeline.from_pretrained)

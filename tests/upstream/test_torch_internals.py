@@ -269,7 +269,7 @@ def test_forget_and_restore_compiled_call() -> None:
         layer.compile(backend=compile_graph)
         layer(torch.ones(1, 2))
         assert len(graphs) == 1
-        compiled = internals.forget_compiled_call(layer)
+        compiled = internals.remove_compiled_call(layer)
         layer(torch.ones(3, 2))
         assert len(graphs) == 1
         internals.restore_compiled_call(layer, compiled)
@@ -280,8 +280,8 @@ def test_forget_and_restore_compiled_call() -> None:
 def test_find_compiler_and_inductor_cache() -> None:
     assert callable(internals.find_compiler("inductor"))
     assert internals.find_inductor_cache()
-    internals.set_triton_assembler()
-    with internals.pause_collection_after_compile():
+    internals.set_ptxas_path()
+    with internals.pause_gc_after_compile():
         assert torch._dynamo.config.run_gc_after_compile is False
 
 

@@ -80,6 +80,7 @@ class Interruption:
                 self._on_signal(self._deferred_signal, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Stopping here would leave a temporary file behind; after_file delivers the signal afterwards.
         if self._writing_file:
             self._deferred_signal = number
         elif number != signal.SIGINT or self.requested:

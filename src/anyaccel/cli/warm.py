@@ -12,6 +12,7 @@ from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import check_cache_writable
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import Dtype
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
 from anyaccel.runtime.speed.compile_cache import find_folder
@@ -32,25 +33,26 @@ class _LoadingProgress(ProgressListener):
         )
 
 
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: set by the model."
+    ),
+]
+ExpectedImages = Annotated[
+    int, typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled.")
+]
+
+
 def warm_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
-    sizes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: set by the model."
-        ),
-    ] = None,
+    sizes: Sizes = None,
     device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")
+        str, typer.Option("--device", "-d", help="Device to compile for, which must be available.")
     ] = "auto",
     images: Annotated[int, typer.Option("--images", "-n", help="Number of images per call.")] = 1,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype to run in. Default: the preferred dtype of the device.")
-    ] = None,
-    expected_images: Annotated[
-        int,
-        typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled."),
-    ] = 1000,
+    dtype: Dtype = None,
+    expected_images: ExpectedImages = 1000,
 ) -> None:
     """Compile a model ahead of time and cache the result.
 

@@ -26,7 +26,7 @@ _USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise if the pipeline generates no images from a prompt or does not accept the arguments.
 
-    Runs before the first step, so that mistakes do not cost a whole call.
+    Call it before the first step: later, a mistake costs a whole call.
     """
     parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__

@@ -49,7 +49,7 @@ def load_model(request: GenerationRequest, listener: ProgressListener | None = N
     """Return the model of a request on its device, from the cache if possible; another cached model is released."""
     model = request.model
     with LOCK:
-        # First, so that an unavailable device is reported before the import of diffusers, which takes seconds.
+        # First: an unavailable device is reported before the import of diffusers, which takes seconds.
         opened = resolve_device(request.device, PlacementOptions(dtype=request.dtype))
         fallback = _choose_virtual_dtype(opened, request.dtype)
         placement_options = PlacementOptions(dtype=fallback.value if fallback else request.dtype, speed=request.speed)

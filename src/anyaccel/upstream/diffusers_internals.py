@@ -30,8 +30,8 @@ __all__ = [
     "is_argument_error",
     "is_uneven_share",
     "make_tensor_parallel_config",
-    "name_dtype_argument",
     "read_alpha_sigma",
+    "read_dtype_argument",
     "read_float32_modules",
     "read_never_offloaded",
     "read_parallel_plan",
@@ -169,7 +169,7 @@ def allow_uneven_shares(model: Any) -> None:
     model._parallel_config.context_parallel_config.ulysses_anything = True
 
 
-def name_dtype_argument() -> str:
+def read_dtype_argument() -> str:
     """Return the name of `from_pretrained`'s dtype argument (utils/deprecation_utils.py)."""
     # Newer versions warn about `torch_dtype`, older ones do not know `dtype`.
     deprecation = importlib.import_module("diffusers.utils.deprecation_utils")

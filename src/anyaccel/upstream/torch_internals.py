@@ -25,20 +25,75 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only,
 from anyaccel.errors import VirtualDeviceError
 
 __all__ = [
-    "CACHE_LOGGER", "CONVOLUTION_FORWARD", "FORWARD_HOOK_TABLES", "GRAPH_BREAK_LOGGER", "MODULE_HOOKS", "WEIGHT_TABLES",
-    "DeviceContext", "FakeTensor", "PlainGenerator", "TorchDispatchMode", "TreeSpec", "allow_half_precision_attention",
-    "can_decompose", "claim_private_use", "count_dispatch_modes", "count_function_modes", "disable_torch_function",
-    "exclude_dispatch_key", "find_compiler", "find_default_device", "find_guard_table", "find_inductor_cache",
-    "find_property", "find_rebuild", "forget_compiled_call", "has_fallback", "int_mm", "is_autocast_enabled",
-    "is_compiled", "is_compiler_error", "is_decomposed", "is_recompiling", "is_tracing", "is_transformed",
-    "list_computed_weights", "load_dynamo", "make_guard", "make_wrapper_subclass", "pad_sequence", "parse_graph_break",
-    "pause_collection_after_compile", "pop_function_mode", "push_function_mode", "read_address", "read_buffer_table",
-    "read_child_table", "read_compile_times_s", "read_device_kind", "read_function_modes", "read_global_hooks",
-    "read_hook_tables", "read_parameter_table", "read_private_use_name", "read_schema", "read_timeout", "read_version",
-    "refresh_factories", "register_compiler", "register_device_module", "restore_compiled_call", "scaled_mm",
-    "set_triton_assembler", "skip_in_graphs", "tree_flatten", "tree_map", "tree_map_only", "tree_unflatten",
+    "CACHE_LOGGER",
+    "CONVOLUTION_FORWARD",
+    "FORWARD_HOOK_TABLES",
+    "GRAPH_BREAK_LOGGER",
+    "MODULE_HOOKS",
+    "WEIGHT_TABLES",
+    "DeviceContext",
+    "FakeTensor",
+    "PlainGenerator",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "allow_half_precision_attention",
+    "can_decompose",
+    "claim_private_use",
+    "count_dispatch_modes",
+    "count_function_modes",
+    "disable_torch_function",
+    "exclude_dispatch_key",
+    "find_compiler",
+    "find_default_device",
+    "find_guard_table",
+    "find_inductor_cache",
+    "find_property",
+    "find_rebuild",
+    "has_fallback",
+    "int_mm",
+    "is_autocast_enabled",
+    "is_compiled",
+    "is_compiler_error",
+    "is_decomposed",
+    "is_recompiling",
+    "is_tracing",
+    "is_transformed",
+    "list_computed_weights",
+    "load_dynamo",
+    "make_guard",
+    "make_wrapper_subclass",
+    "pad_sequence",
+    "parse_graph_break",
+    "pause_gc_after_compile",
+    "pop_function_mode",
+    "push_function_mode",
+    "read_address",
+    "read_buffer_table",
+    "read_child_table",
+    "read_compile_times_s",
+    "read_device_kind",
+    "read_function_modes",
+    "read_global_hooks",
+    "read_hook_tables",
+    "read_parameter_table",
+    "read_private_use_name",
+    "read_schema",
+    "read_timeout",
+    "read_version",
+    "refresh_factories",
+    "register_compiler",
+    "register_device_module",
+    "remove_compiled_call",
+    "restore_compiled_call",
+    "scaled_mm",
+    "set_ptxas_path",
+    "skip_in_graphs",
+    "tree_flatten",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
     "unwrap_compiled",
-]  # fmt: skip
+]
 
 # Classes and functions without a public name, re-exported from here:
 #   FakeTensor (_subclasses/fake_tensor.py): the tensors that Dynamo and torch.export trace with;
@@ -255,17 +310,17 @@ def count_function_modes() -> int:
     return torch._C._len_torch_function_stack()
 
 
-def forget_compiled_call(module: Any) -> Any:
+def remove_compiled_call(module: Any) -> Any:
     """Undo `Module.compile()` and return the compiled call (nn/modules/module.py, `_compiled_call_impl`)."""
     return vars(module).pop("_compiled_call_impl", None)  # the class attribute is None
 
 
 def restore_compiled_call(layer: Any, compiled: Any) -> None:
-    """Undo `forget_compiled_call`."""
+    """Undo `remove_compiled_call`."""
     layer._compiled_call_impl = compiled
 
 
-def pause_collection_after_compile() -> AbstractContextManager[Any]:
+def pause_gc_after_compile() -> AbstractContextManager[Any]:
     """Stop Dynamo from collecting garbage after each graph during the block (_dynamo/config.py, since torch 2.8)."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
@@ -277,7 +332,7 @@ def find_compiler(name: str) -> Callable[..., Any]:
     return compiler
 
 
-def set_triton_assembler() -> None:
+def set_ptxas_path() -> None:
     """Set the path of `ptxas` as Inductor's compile workers do (_inductor/runtime/compile_tasks.py)."""
     # The version of ptxas is part of every Triton kernel's cache key. Workers set the path before they read it, this
     # process sets it later: without this call the kernels compiled by workers would miss the cache (torch 2.13).

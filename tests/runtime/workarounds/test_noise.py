@@ -19,7 +19,7 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UsageError
 from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 from anyaccel.recipes import recipes
-from anyaccel.recipes.parts.calls import picture
+from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.workarounds.function_modes import make_model_function_mode, make_pipeline_function_mode
 from anyaccel.runtime.workarounds.noise import (
     BatchSliceNoise,
@@ -331,7 +331,7 @@ def test_images_per_prompt_from_one_input_image_equal_single_images() -> None:
             single = [generate(name, pipe, prompt="a fox", seed=seed) for seed in (4, 9)]
             for row in range(2):
                 assert (together[row] - single[row][0]).abs().max() < 1e-4, name
-            input_images = [picture(32, seed=1), picture(32, seed=2)]
+            input_images = [make_image(32, seed=1), make_image(32, seed=2)]
             both = generate(name, pipe, prompt=["a fox", "a hen"], image=input_images, seed=[4, 9])
             second = generate(name, pipe, prompt="a hen", image=input_images[1], seed=9)
             assert (both[1] - second[0]).abs().max() < 1e-4, name

@@ -23,7 +23,7 @@ from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
 from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
-from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
+from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_ptxas_path
 
 __all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
 
@@ -134,7 +134,7 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     plan = placement.plan
     rule: CompileRule = plan.compiler.value
     if rule.backend == "inductor":  # before the first lookup in Triton's cache
-        set_triton_assembler()
+        set_ptxas_path()
     return {
         "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),
         "fullgraph": fullgraph,

@@ -25,7 +25,7 @@ from anyaccel.storage.atomic_write import atomic_writer, is_temporary_file
 from anyaccel.storage.cache_dir import find_cache_folder, find_graphs_folder, tell_write_fault
 
 __all__ = [
-    "Entry",
+    "CacheEntry",
     "export_entries",
     "find_folder",
     "find_path",
@@ -54,7 +54,7 @@ _OLD_FILES = ("entry.json", "payload.bin")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A file in the cache, without its payload."""
 
     path: Path
@@ -122,7 +122,7 @@ def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
     return True
 
 
-def list_entries() -> list[Entry]:
+def list_entries() -> list[CacheEntry]:
     """Return all entries, newest first, including damaged ones."""
     entries = [entry for path in _list_paths() if (entry := _read(path)) is not None]
     return sorted(entries, key=lambda entry: -entry.created)
@@ -133,7 +133,7 @@ def _list_paths() -> list[Path]:
     return sorted(root.iterdir()) if root.is_dir() else []
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path) -> CacheEntry | None:
     """Return the entry in a file; None if the file does not start like an entry."""
     try:
         if path.is_symlink() or not path.is_file():
@@ -145,7 +145,7 @@ def _read(path: Path) -> Entry | None:
         return None
 
 
-def _parse(path: Path, content: bytes) -> tuple[Entry, bytes]:
+def _parse(path: Path, content: bytes) -> tuple[CacheEntry, bytes]:
     """Split the content of a file into an entry and its payload; a damaged entry has `fault` set."""
     header, _, payload = content.removeprefix(_MAGIC).partition(b"\n")
     try:
@@ -153,11 +153,11 @@ def _parse(path: Path, content: bytes) -> tuple[Entry, bytes]:
             raise ValueError("unknown format")
         key, sha256, created, took_s = _parse_header(header)
     except ValueError:
-        return Entry(path, {}, len(content), 0.0, 0.0, "invalid header"), b""
+        return CacheEntry(path, {}, len(content), 0.0, 0.0, "invalid header"), b""
     if find_path(key).name != path.name:
-        return Entry(path, {}, len(content), created, took_s, "the file name does not match the key"), b""
+        return CacheEntry(path, {}, len(content), created, took_s, "the file name does not match the key"), b""
     fault = "" if hashlib.sha256(payload).hexdigest() == sha256 else "wrong checksum"
-    return Entry(path, key, len(payload), created, took_s, fault), payload
+    return CacheEntry(path, key, len(payload), created, took_s, fault), payload
 
 
 def _parse_header(content: bytes) -> tuple[dict[str, str], str, float, float]:
@@ -180,7 +180,7 @@ def _parse_number(value: Any, maximum: int) -> float:
     return float(value)
 
 
-def export_entries(path: Path, entries: list[Entry]) -> int:
+def export_entries(path: Path, entries: list[CacheEntry]) -> int:
     """Write undamaged entries to an archive for a machine with the same device; return their number."""
     intact = [entry for entry in entries if not entry.fault]
     with atomic_writer(path) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:

@@ -17,7 +17,7 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
-from anyaccel.upstream.torch_internals import forget_compiled_call, restore_compiled_call
+from anyaccel.upstream.torch_internals import remove_compiled_call, restore_compiled_call
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
@@ -104,7 +104,7 @@ def find_compiled(module: Any) -> CompiledForward | None:
 
 def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
     """Make blocks that were compiled in place run eagerly; return the removed calls with their modules."""
-    removed = [(layer, forget_compiled_call(layer)) for layer in module.modules()]
+    removed = [(layer, remove_compiled_call(layer)) for layer in module.modules()]
     return [(layer, compiled) for layer, compiled in removed if compiled is not None]
 
 

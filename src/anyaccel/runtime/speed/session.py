@@ -29,7 +29,7 @@ from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.quantize import quantize_denoisers
 from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable
-from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
+from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_gc_after_compile
 
 __all__ = [
     "SpeedState",
@@ -96,7 +96,7 @@ def _pause_gc(pause: bool) -> Iterator[None]:
     if not pause:
         yield
         return
-    with gc_paused(), pause_collection_after_compile():
+    with gc_paused(), pause_gc_after_compile():
         yield
 
 
