@@ -31,7 +31,8 @@ def test_flux_on_the_first_gaudi_does_not_stay_there_and_is_told_of_both_splits(
     assert plan.forecast is not None
     tensor, context = plan.forecast.notes[-2:]
     assert tensor == (
-        "parallel='tensor' is not to be had here: diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
+        "parallel='tensor' is not to be had here: "
+        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
     )
     assert context.startswith("parallel='context:8': of 4,608 tokens a rank takes 576")
     assert "each has all 31.4 GiB of weights" in context

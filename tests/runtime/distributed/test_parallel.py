@@ -148,7 +148,7 @@ CHECKS = {
     "guidance": check_guidance,
     "auto flux": has_half_of_the_sequence,
     "auto unet": check_guidance,
-    "tensor refused": says("diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on", "parallel='context'"),
+    "tensor refused": says("supports tensor parallelism on cuda, neuron, tpu, xpu, not on", "parallel='context'"),
     "no tensor plan": says("parallel='tensor:2': diffusers"),
     "no context plan": says("no context-parallel plan for UNet2DConditionModel", "parallel='cfg'"),
     "wrong count": says("requires 4 processes, one per device, but 2 are running", "torchrun --nproc-per-node 4"),
