@@ -17,8 +17,7 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime.call import run as call
 from anyaccel.runtime.placement import memory_plan, place
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.runtime.workarounds import function_modes
-from anyaccel.runtime.workarounds import model_inputs
+from anyaccel.runtime.workarounds import function_modes, model_inputs
 from anyaccel.runtime.workarounds.model_inputs import find_input_adapters
 from tests.conftest import NEEDS_RECIPES
 
