@@ -160,7 +160,7 @@ def save_stable_diffusion(folder: Path) -> None:
 
 
 def save_turbo(folder: Path) -> None:
-    """Save SDXL with a VAE that scales by 32, so 512 × 512 pixels are 16 × 16 latents."""
+    """Save SDXL with a VAE that scales by 32, so 512 by 512 pixels are 16 by 16 latents."""
     base: Any = recipes()["stable-diffusion-xl"].make()
     depth = 6
     torch.manual_seed(20)
@@ -225,7 +225,7 @@ def execute(block: str, folder: Path) -> Block:
     """Run a block in a folder with a fixed random state; return its variables."""
     before = os.getcwd()
     os.chdir(folder)
-    # The block passes no size, and the default of FluxPipeline would be 1024 × 1024; the class sets it, not the model.
+    # The block passes no size, and the default of FluxPipeline would be 1024 by 1024; the class sets it, not the model.
     flux = library.FluxPipeline
     flux.default_sample_size = property(lambda pipe: 8, lambda pipe, size: None)
     names: Block = {}
