@@ -53,6 +53,7 @@ class _CfgSplit:
         """Return the output for the whole batch; this rank runs only one half of it."""
         sample = args[0] if args else kwargs.get(self.first)
         rows = sample.shape[0] if isinstance(sample, torch.Tensor) else 1
+        # An odd batch has no two halves: guidance is off, or the pipeline calls the model once per half.
         if self.disabled or rows % 2:
             self._warn_unsplit(rows)
             return forward(*args, **kwargs)
@@ -77,7 +78,7 @@ class _CfgSplit:
             reason = _find_difference(whole, self._run_half(forward, rows, args, kwargs))
         except Exception as error:
             if isinstance(error, AnyaccelError) or is_out_of_memory(error):
-                raise
+                raise  # not caused by the split
             reason = f"a half fails with {type(error).__name__}: {error}"
         if not reason:
             self.compared.add(rows)

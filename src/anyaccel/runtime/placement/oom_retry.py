@@ -76,7 +76,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
                 end_phase(pipe)
         except BaseException as error:
             if not is_out_of_memory(error):
-                _send_weights_back(pipe, placement)
+                _offload_after_failure(pipe, placement)
                 raise
             message = first_line(error)
             clear_traceback_frames(error)
@@ -120,7 +120,7 @@ def weights_on_cpu(pipe: Any) -> Iterator[None]:
         move_weights(pipe, placement, residence)
 
 
-def _send_weights_back(pipe: Any, placement: Placement) -> None:
+def _offload_after_failure(pipe: Any, placement: Placement) -> None:
     """Offload the weights that an interrupted call left on the device."""
     if placement.residence in ("phase", "layer"):
         end_phase(pipe, failed=True)

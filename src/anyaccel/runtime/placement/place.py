@@ -139,7 +139,7 @@ def place_pipeline(
         check_residence(options.memory, unified_memory=opened.sheet.unified_memory)
     loaded = {component.name: component.dtype for component in read_facts(pipe).components}
     plan = plan_pipeline(pipe, opened, options, dtype)
-    # All checks come before `_undo`: a rejected placement leaves the earlier one in use.
+    # Checked before `_undo`, so a rejected placement leaves the earlier one in use.
     check_splits(pipe, plan.parallel.value)
     target = opened.tensor_device
     if before is None or (plan.quantization.value, plan.dtype.value) != (
@@ -278,7 +278,7 @@ def _capture(pipe: Any, opened: OpenDevice) -> None:
     """Replace the denoisers by captured graphs of the device, once."""
     for name in read_facts(pipe).denoisers:
         model = getattr(pipe, name)
-        if not vars(model).get("_anyaccel_captured"):
+        if not vars(model).get("_anyaccel_captured"):  # a second placement must not wrap the graph again
             captured = opened.driver.capture(model)
             vars(captured)["_anyaccel_captured"] = True
             setattr(pipe, name, captured)
