@@ -99,7 +99,7 @@ def test_a_picture_that_is_not_finite_is_traced_and_mended(device: str) -> None:
     assert pipe.plan.report.float32_models.value == ("vae",)
     with torch.no_grad():
         pipe.unet.conv_in.weight.fill_(float("nan"))
-    with pytest.raises(anyaccel.AnyaccelError, match=r"unet\.conv_in at pass 1"):
+    with pytest.raises(anyaccel.AnyaccelError, match=r"unet\.conv_in at forward pass 1"):
         pipe("a fox", seed=1, **CALL)
 
 

@@ -71,6 +71,7 @@ def _check_index(index: Path, trusted: bool) -> None:
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {index}: {error}", hint="download it again") from error
     name = components.get("_class_name")
+    # Optimum for Intel Gaudi saves its own subclasses, such as GaudiStableDiffusionPipeline.
     if isinstance(name, str) and name.startswith("Gaudi"):
         raise ModelError(
             f"{index.parent} was saved by Optimum for Intel Gaudi: diffusers has no class {name}",
@@ -80,7 +81,7 @@ def _check_index(index: Path, trusted: bool) -> None:
     if trusted:
         return
     custom = [entry for entry in components.values() if isinstance(entry, list) and _is_code(index.parent, entry)]
-    if isinstance(name, list) or custom:
+    if isinstance(name, list) or custom:  # a list is [Python file, class], as for a component
         raise ModelError(
             f"{index.parent} contains custom code, which would run when the model is loaded",
             hint="review the code, then pass trust_remote_code=True",

@@ -20,7 +20,7 @@ from anyaccel.runtime.call.run import run_call
 from anyaccel.runtime.call.warmup import warm_up
 from anyaccel.runtime.loading import derive_pipeline, load_pipeline
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
-from anyaccel.runtime.placement.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
+from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
 from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
@@ -191,7 +191,7 @@ def _placement_of(pipe: Any) -> Placement:
     plan = plan_pipeline(
         pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
     )
-    settle(pipe, Placement(opened, device, plan, placement_options))
+    attach_placement(pipe, Placement(opened, device, plan, placement_options))
     settled = find_placement(pipe)
     assert settled is not None
     return settled
@@ -221,7 +221,7 @@ def inherit_placement(pipe: Any, source: Any) -> None:
     placement = find_placement(source)
     if placement is not None:
         plan = plan_pipeline(pipe, placement.opened, placement.options)
-        settle(pipe, Placement(placement.opened, placement.device, plan, placement.options))
+        attach_placement(pipe, Placement(placement.opened, placement.device, plan, placement.options))
 
 
 def make_portable(pipe: Any) -> Any:

@@ -56,6 +56,7 @@ class Placement:
     """The progress bar that the calls of one batch share."""
     running: bool = False
     """Whether a call is running. Nested calls then run without setup of their own."""
+    # Reentrant, because a callback may call the pipeline again in the same thread.
     lock: threading.RLock = field(default_factory=threading.RLock)
     loaded: dict[str, str] = field(default_factory=dict)
     """Dtype of each model when it was loaded, before any plan cast it."""
@@ -141,7 +142,7 @@ def find_options(pipe: Any) -> PlacementOptions:
 def being_offloaded(pipe: Any) -> Iterator[None]:
     """Let `pipe.to` and the offload methods call diffusers directly during the block."""
     # diffusers' offload methods call `pipe.to("cpu")`, which would otherwise place the pipeline again.
-    before = _OFFLOADING in vars(pipe)
+    before = _OFFLOADING in vars(pipe)  # blocks can be nested; only the outermost one removes the mark
     vars(pipe)[_OFFLOADING] = True
     try:
         yield

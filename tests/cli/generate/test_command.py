@@ -283,7 +283,7 @@ def test_explain_prints_the_plan_and_generates_nothing(run: Run, tmp_path: Path)
         (["x", "y", "-o", "-"], "cannot write 2 images to stdout", "--grid"),
         (["x", "-o", "-", "--json"], "both write to stdout", "-o image.png"),
         (["x", "--model", "."], "is not a pipeline", "save_pretrained"),
-        (["x", "--model", "./nowhere"], "the folder ./nowhere does not exist", "path"),
+        (["x", "--model", "./nowhere"], "does not exist", "path"),
         (["x", "--device", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
         (["x", "--dtype", "int8"], "a floating-point type", "float32"),
         (["--from", "taken.png"], "taken.png is not a complete PNG, JPEG or WebP file", "anyaccel wrote"),

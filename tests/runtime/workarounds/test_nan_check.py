@@ -43,7 +43,7 @@ def test_overflowing_autoencoder_reruns_in_float32() -> None:
     assert first.std() > 0
     assert numpy.array_equal(first, second)
     assert dtypes == ("vae",)
-    assert "vae was not finite in float16 (vae.decoder.conv_in at pass 1)" in reason
+    assert "vae produced NaN or Inf in float16 (vae.decoder.conv_in at forward pass 1)" in reason
     assert unet == "torch.float16"
 
 
@@ -64,7 +64,7 @@ def test_error_names_the_first_module_and_the_pass() -> None:
         return str(caught.value)
 
     message = run_forked("mps", use)
-    assert "unet.mid_block.resnets.0.conv1 at pass 2" in message
+    assert "unet.mid_block.resnets.0.conv1 at forward pass 2" in message
     assert "hint:" in message
 
 
