@@ -52,10 +52,10 @@ def compile_two_shapes(backend: str) -> Callable[[VirtualAccelerator], Report]:
             small, large = torch.ones(5, 8).to(place), torch.ones(6, 8).to(place)
             difference = (compiled(small) - block(small)).abs().max().item()
             compiled(small), compiled(large), compiled(large)
-        book = accelerator.compiler
+        memory = accelerator.compiler
         weights = {"float32[8, 8]", "float32[8]"}
-        shapes = [shape for graph in book.recompilations for shape in graph.inputs if shape not in weights]
-        return len(book.graphs), book.compiled, shapes, difference
+        shapes = [shape for graph in memory.recompilations for shape in graph.inputs if shape not in weights]
+        return len(memory.graphs), memory.compiled, shapes, difference
 
     return use
 

@@ -23,15 +23,15 @@ FLOAT = 4
 
 def measure(accelerator: VirtualAccelerator, run: Callable[[], torch.Tensor]) -> tuple[int, int]:
     """Bytes of the result alone, and at the peak of the run, over what was there before."""
-    book = accelerator.book
-    before = book.used(0)
-    book.reset_peak(0)
+    memory = accelerator.memory
+    before = memory.used(0)
+    memory.reset_peak(0)
     with torch.no_grad():
         result = run()
-    kept, peak = book.used(0) - before, book.peak(0) - before
+    kept, peak = memory.used(0) - before, memory.peak(0) - before
     assert result.untyped_storage().nbytes() == kept
     del result
-    assert book.used(0) == before
+    assert memory.used(0) == before
     return kept, peak
 
 
@@ -39,9 +39,9 @@ def measure(accelerator: VirtualAccelerator, run: Callable[[], torch.Tensor]) ->
 def test_a_chain_of_linears(accelerator: VirtualAccelerator) -> None:
     chain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 32)).to(accelerator.device(0))
     weights = (64 * 256 + 256 + 256 * 32 + 32) * FLOAT
-    assert accelerator.book.used(0) == weights
+    assert accelerator.memory.used(0) == weights
     given = torch.ones(8, 64, device=accelerator.device(0))
-    assert accelerator.book.used(0) == weights + 8 * 64 * FLOAT
+    assert accelerator.memory.used(0) == weights + 8 * 64 * FLOAT
     hidden, output = 8 * 256 * FLOAT, 8 * 32 * FLOAT
     # Sequential lets go of each input once the next output is there: before ReLU and after it is the most.
     assert measure(accelerator, lambda: chain(given)) == (output, hidden + hidden)
@@ -102,64 +102,64 @@ def test_a_residual_block(accelerator: VirtualAccelerator) -> None:
 
 @everywhere()
 def test_views_count_once_and_the_last_frees(accelerator: VirtualAccelerator) -> None:
-    book, before = accelerator.book, accelerator.book.used(1)
+    memory, before = accelerator.memory, accelerator.memory.used(1)
     base = torch.ones(100, 10, device=accelerator.device(1))
     views = [base.t(), base[3:], base.view(-1), base.expand(2, 100, 10), base.detach(), nn.Parameter(base)]
     views += base.chunk(2)
-    assert book.used(1) - before == 1000 * FLOAT
-    assert accelerator.book.used(0) == 0
+    assert memory.used(1) - before == 1000 * FLOAT
+    assert accelerator.memory.used(0) == 0
     del base, views[1:]
-    assert book.used(1) - before == 1000 * FLOAT
+    assert memory.used(1) - before == 1000 * FLOAT
     views.clear()
-    assert book.used(1) == before
+    assert memory.used(1) == before
 
 
 @everywhere()
 def test_sizes_follow_types_and_writes(accelerator: VirtualAccelerator) -> None:
-    book, there, before = accelerator.book, accelerator.device(1), accelerator.book.used(1)
+    memory, there, before = accelerator.memory, accelerator.device(1), accelerator.memory.used(1)
     tensor = torch.zeros(10, device=there, dtype=torch.bfloat16)
-    assert book.used(1) - before == 20
+    assert memory.used(1) - before == 20
     tensor.add_(1)
     tensor[2:] = 3
-    assert book.used(1) - before == 20
+    assert memory.used(1) - before == 20
     tensor = tensor.to(torch.float32)
-    assert book.used(1) - before == 40
+    assert memory.used(1) - before == 40
     tensor.resize_(50)
-    assert book.used(1) - before == 200
+    assert memory.used(1) - before == 200
     moved = tensor.cpu()
     del tensor
-    assert (moved.numel(), book.used(1)) == (50, before)
+    assert (moved.numel(), memory.used(1)) == (50, before)
 
 
 @everywhere()
 def test_a_module_gives_its_memory_back(accelerator: VirtualAccelerator) -> None:
-    before = accelerator.book.used(1)
+    before = accelerator.memory.used(1)
     module = nn.Linear(10, 10).to(accelerator.device(1))
-    assert accelerator.book.used(1) - before == 110 * FLOAT
+    assert accelerator.memory.used(1) - before == 110 * FLOAT
     module.to(torch.bfloat16)
-    assert accelerator.book.used(1) - before == 110 * 2
+    assert accelerator.memory.used(1) - before == 110 * 2
     module.to("meta")
-    assert accelerator.book.used(1) == before
+    assert accelerator.memory.used(1) == before
 
 
 @everywhere()
 def test_pickles_come_back_counted(accelerator: VirtualAccelerator) -> None:
-    before = accelerator.book.used(1)
+    before = accelerator.memory.used(1)
     tensor = pickle.loads(pickle.dumps(torch.ones(25, device=accelerator.device(1))))
-    assert accelerator.book.used(1) - before == tensor.nbytes == 100
+    assert accelerator.memory.used(1) - before == tensor.nbytes == 100
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_out_of_memory_is_torchs_own_and_leaks_nothing(device: str) -> None:
     def fill(accelerator: VirtualAccelerator) -> tuple[str, list[int], int]:
-        there, book = accelerator.device(0), accelerator.book
+        there, memory = accelerator.device(0), accelerator.memory
         kept = torch.zeros(2**18, device=there)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             torch.zeros(2**18, device=there) + torch.zeros(2**18, device=there)
         caught_text = str(caught.value)
         del caught
         gc.collect()
-        used = [book.used(0)]
+        used = [memory.used(0)]
         attempts: list[Callable[[], torch.Tensor]] = [
             lambda: kept.repeat(4),
             lambda: torch.zeros(2**20).to(there),
@@ -169,9 +169,9 @@ def test_out_of_memory_is_torchs_own_and_leaks_nothing(device: str) -> None:
             with pytest.raises(torch.OutOfMemoryError):
                 attempt()
             gc.collect()
-            used.append(book.used(0))
+            used.append(memory.used(0))
         other = torch.zeros(2**19, device=accelerator.device(1))
-        return caught_text, used, book.used(1) - other.nbytes
+        return caught_text, used, memory.used(1) - other.nbytes
 
     text, used, on_the_other = run_forked(device, fill, count=2, memory="3MiB")
     assert "Tried to allocate 1.00 MiB" in text

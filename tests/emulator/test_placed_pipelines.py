@@ -153,10 +153,10 @@ def test_torch_accelerator_speaks_of_the_device(accelerator: VirtualAccelerator)
     assert torch.accelerator.device_count() == 2
     assert torch.accelerator.current_device_index() == 0
     kept = torch.ones(256, device=accelerator.device(0))
-    assert torch.accelerator.memory_allocated() == accelerator.book.used(0) >= kept.nbytes
-    assert torch.accelerator.max_memory_allocated() == accelerator.book.peak(0)
+    assert torch.accelerator.memory_allocated() == accelerator.memory.used(0) >= kept.nbytes
+    assert torch.accelerator.max_memory_allocated() == accelerator.memory.peak(0)
     torch.accelerator.reset_peak_memory_stats()
-    assert torch.accelerator.max_memory_allocated() == accelerator.book.used(0)
+    assert torch.accelerator.max_memory_allocated() == accelerator.memory.used(0)
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
     torch.accelerator.set_device_index(1)

@@ -68,7 +68,7 @@ def _search(accelerator: VirtualAccelerator) -> int:
 
     with torch.no_grad():
         check()
-    assert accelerator.book.used(0) == 0, "memory was left behind"
+    assert accelerator.memory.used(0) == 0, "memory was left behind"
     return tried
 
 

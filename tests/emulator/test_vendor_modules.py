@@ -135,11 +135,11 @@ def tie() -> nn.ModuleList:
 
 @everywhere()
 def test_tied_weights_stay_tied_and_count_once(accelerator: VirtualAccelerator) -> None:
-    before, tied = accelerator.book.used(1), tie()
+    before, tied = accelerator.memory.used(1), tie()
     weight = tied[0].weight
     tied.to(accelerator.device(1))
     assert tied[0].weight is tied[1].weight is weight
-    assert accelerator.book.used(1) - before == 5 * 4 * 4
+    assert accelerator.memory.used(1) - before == 5 * 4 * 4
     tied.half()
     assert tied[0].weight is tied[1].weight
 
@@ -209,7 +209,7 @@ def test_autocast_lowers_products(accelerator: VirtualAccelerator) -> None:
 
 @everywhere()
 def test_threads_work_side_by_side(accelerator: VirtualAccelerator) -> None:
-    there, before, results = accelerator.device(1), accelerator.book.used(1), {}
+    there, before, results = accelerator.device(1), accelerator.memory.used(1), {}
 
     def work(number: int) -> None:
         tensor = torch.full((16, 16), float(number), device=there)
@@ -227,4 +227,4 @@ def test_threads_work_side_by_side(accelerator: VirtualAccelerator) -> None:
         expected = torch.full((16, 16), float(number))
         expected[0, 0] += 40
         assert torch.equal(results[number], expected)
-    assert accelerator.book.used(1) == before
+    assert accelerator.memory.used(1) == before
