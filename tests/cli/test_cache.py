@@ -84,7 +84,7 @@ def test_an_import_of_which_nothing_is_here_afterwards_fails(own_cache: Path, mo
         call("cache", "import", str(wrong))
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file"))
-    with pytest.raises(UsageError, match="file is no folder\nhint: set ANYACCEL_CACHE"):
+    with pytest.raises(UsageError, match="file is not a folder\nhint: set ANYACCEL_CACHE"):
         call("cache", "import", str(file))
 
 
@@ -117,7 +117,7 @@ def test_warming_into_a_folder_that_cannot_be_written_is_refused_before_anything
 ) -> None:
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file" / "below"))
-    with pytest.raises(UsageError, match="file is no folder\nhint: set ANYACCEL_CACHE"):
+    with pytest.raises(UsageError, match="file is not a folder\nhint: set ANYACCEL_CACHE"):
         call("warm", "./no-such-model", "--size", "64x64")
 
 

@@ -75,8 +75,8 @@ class MemoryTracker:
         used, capacity = self._used[index], self.capacity_bytes or 0
         return torch.OutOfMemoryError(
             f"virtual device {index} out of memory. Tried to allocate {_format_size(size)}. It has a total capacity of "
-            f"{_format_size(capacity)}, of which {_format_size(capacity - used)} is free and {_format_size(used)} is in "
-            "use."
+            f"{_format_size(capacity)}, of which {_format_size(capacity - used)} is free and {_format_size(used)} is "
+            "in use."
         )
 
 

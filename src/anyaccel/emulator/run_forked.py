@@ -35,7 +35,7 @@ def run_forked(
             return function(accelerator)
 
     try:
-        return call_in_fork(call, name=f"virtual {device}", timeout_s=timeout_s)
+        return call_in_fork(call, name=f"a virtual {device}", timeout_s=timeout_s)
     except ProcessDiedError as error:
         hint = "run the same code with ANYACCEL_VIRTUAL set to see its output"
         raise VirtualDeviceError(error.message, hint=hint) from None

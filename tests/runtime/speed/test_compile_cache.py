@@ -337,5 +337,5 @@ def test_a_pipeline_compiles_elsewhere_where_its_folder_cannot_be_written(
             assert os.environ[variable] == before
         assert not compile_cache.save_payload(key, b"graph", 1.0)
     [record] = caplog.records
-    assert f"{own_cache / 'file'} is no folder" in record.message
+    assert f"{own_cache / 'file'} is not a folder" in record.message
     assert "ANYACCEL_CACHE" in record.message
