@@ -45,7 +45,7 @@ def find_write_fault(folder: Path) -> str:
     """Create a directory if necessary; return why it cannot be written, or an empty string."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # os.access is wrong for root and for read-only mounts: try it.
+        # Creating a file is the only reliable check: os.access knows nothing of quotas and network mounts.
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:

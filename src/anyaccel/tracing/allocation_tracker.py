@@ -58,9 +58,9 @@ class AllocationTracker(TorchDispatchMode):
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
             self._record_facts(func, args[0])
         if func is torch.ops.aten.convolution.default:
-            shapes = (tuple(tensor.shape) for tensor in (args[0], args[1], result))
+            images, weight, output = (tuple(tensor.shape) for tensor in (args[0], args[1], result))
             last = _is_channels_last(args[0])
-            self.count_transient(self.workspace.of_convolution(*shapes, result.element_size(), last))
+            self.count_transient(self.workspace.of_convolution(images, weight, output, result.element_size(), last))
         return result
 
     def _record_facts(self, func: Any, tensor: torch.Tensor) -> None:
