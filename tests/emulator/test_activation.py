@@ -91,7 +91,7 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ("nueron", "unknown device 'nueron' (from ANYACCEL_VIRTUAL); hint: did you mean neuron?"),
         (

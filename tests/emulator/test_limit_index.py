@@ -118,7 +118,7 @@ def test_host_round_trips(read: Callable[[torch.Tensor], object]) -> None:
     ]
 
 
-@pytest.mark.parametrize(("heads", "effects_"), [(8, set()), (2**11, {"wrong"}), (2**12 + 1, {"wrong", "error"})])
+@pytest.mark.parametrize(("heads", "expected"), [(8, set()), (2**11, {"wrong"}), (2**12 + 1, {"wrong", "error"})])
 def test_attention_scores_are_measured_without_allocation(heads: int, expected: set[str]) -> None:
     """1024 x 1024 scores per head: 2**31 at 2048 heads, 2**32 at 4096."""
 

@@ -113,12 +113,13 @@ def test_kaiser_window(accelerator: VirtualAccelerator) -> None:
 def test_to_accepts_all_argument_forms(accelerator: VirtualAccelerator) -> None:
     name, device, cpu_tensor = accelerator.name, accelerator.device(1), torch.ones(2, 3)
     moved = cpu_tensor.to(device)
-    spellings = [
-        moved, cpu_tensor.to(f"{name}:1"), cpu_tensor.to(device=device), cpu_tensor.to(device, torch.float32), cpu_tensor.to(torch.device(1)),
-        cpu_tensor.to(device, non_blocking=True), cpu_tensor.to(moved), cpu_tensor.to(device, copy=True), moved.to(torch.float16),
-        moved.half(), moved.to(memory_format=torch.contiguous_format), cpu_tensor.type_as(moved),
+    results = [
+        moved, cpu_tensor.to(f"{name}:1"), cpu_tensor.to(device=device), cpu_tensor.to(device, torch.float32),
+        cpu_tensor.to(torch.device(1)), cpu_tensor.to(device, non_blocking=True), cpu_tensor.to(moved),
+        cpu_tensor.to(device, copy=True), moved.to(torch.float16), moved.half(),
+        moved.to(memory_format=torch.contiguous_format), cpu_tensor.type_as(moved),
     ]  # fmt: skip
-    assert {tensor.device for tensor in spellings} == {device}
+    assert {tensor.device for tensor in results} == {device}
     assert moved.to(device) is moved
     assert moved.to(device, copy=True) is not moved
     assert cpu_tensor.to(device, torch.float16).dtype is moved.to(dtype=torch.float16).dtype is torch.float16
