@@ -21,7 +21,7 @@ __all__ = [
     "DEVICES",
     "PROGRAMS",
     "UNSUPPORTED",
-    "Outcome",
+    "ProgramOutcome",
     "compare",
     "find_program",
     "preload",

@@ -34,7 +34,7 @@ def make_models(folder: Path) -> Path:
     all_recipes: dict[str, Any] = recipes()
     for name in PIPELINES:
         all_recipes[name].make().save_pretrained(folder / name)
-    picture(IMAGE_SIZE).save(folder / "picture.png")
+    picture(IMAGE_SIZE).save(folder / "image.png")
     mask(IMAGE_SIZE).save(folder / "mask.png")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)

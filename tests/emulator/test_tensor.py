@@ -91,9 +91,9 @@ def test_devices_can_be_pickled(accelerator: VirtualAccelerator) -> None:
 @on_every_device()
 def test_factories_match_the_cpu(accelerator: VirtualAccelerator) -> None:
     for name, make in FACTORIES.items():
-        made = make(accelerator.device(1))
-        assert made.device == accelerator.device(1), name
-        check_same(made, make(CPU))
+        tensor = make(accelerator.device(1))
+        assert tensor.device == accelerator.device(1), name
+        check_same(tensor, make(CPU))
 
 
 @on_every_device()

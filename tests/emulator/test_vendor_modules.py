@@ -156,10 +156,10 @@ def test_modes_without_gradients(accelerator: VirtualAccelerator) -> None:
     with torch.no_grad():
         assert not (tensor * 2).requires_grad
     with torch.inference_mode():
-        made = torch.ones(2, device=accelerator.device()) * 2
-        assert made.is_inference()
-        made[:1].add_(1)
-        assert made.unsqueeze_(0).tolist() == [[3, 2]]
+        result = torch.ones(2, device=accelerator.device()) * 2
+        assert result.is_inference()
+        result[:1].add_(1)
+        assert result.unsqueeze_(0).tolist() == [[3, 2]]
 
 
 @on_every_device(broken="the autograd engine accepts only an accelerator that torch was built for", on=KNOWN_TO_TORCH)

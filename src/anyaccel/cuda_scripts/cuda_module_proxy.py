@@ -81,6 +81,7 @@ class CudaModuleProxy:
 
     is_initialized = is_available
 
+    # Indices are relative to the selected device, like CUDA_VISIBLE_DEVICES.
     def device_count(self) -> int:
         """Return the number of devices, counted from the selected one."""
         return max(1, self._driver.count() - (self._migration.first.index or 0))
@@ -136,7 +137,7 @@ class CudaModuleProxy:
         return SimpleNamespace(name=name, total_memory=total, major=major, minor=minor, is_integrated=False)
 
     def get_arch_list(self) -> list[str]:
-        """Return an empty list: there is no NVIDIA architecture."""
+        """Return an empty list: the device has no NVIDIA architecture."""
         return []
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
@@ -162,6 +163,7 @@ class CudaModuleProxy:
         """Return the current seed."""
         return torch.initial_seed()
 
+    # One random state for all devices: a seed gives the same image on each of them.
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """Return the CPU's random state: the CPU draws all noise."""
         return torch.get_rng_state()
@@ -228,6 +230,7 @@ def install_cuda_proxy(migration: Migration) -> None:
         """The real module for libraries, the proxy for scripts."""
 
         def __getattribute__(self, name: str) -> Any:
+            # The caller decides: diffusers asks torch.cuda about real CUDA, the script about its device.
             if name.startswith("__") or is_device_aware_library(sys._getframe(1)):
                 return super().__getattribute__(name)
             dotted = f"{module_name}.{name}"

@@ -70,12 +70,14 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
             execute(module)
             patch(module, self.migration)
 
+        # The loader belongs to this spec, so no other module is affected.
         spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 
 
 def _replace_method(cls: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace a method by `make(function)`, if the class has it."""
+    # vars, not getattr: an inherited method is patched on the class that defines it.
     before = vars(cls).get(name)
     if before is None:
         return
@@ -164,7 +166,7 @@ def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[...,
     """Make `pipe.to("cuda")` place the pipeline; calls without an accelerator are unchanged."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from anyaccel.runtime.pipeline import Portable
+        from anyaccel.runtime.pipeline import Portable  # here: it imports diffusers, which the script may configure
 
         candidates = [*args, kwargs.get("device")]
         if isinstance(self, Portable) or not any(_is_accelerator(value, migration) for value in candidates):
@@ -178,6 +180,7 @@ def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[...,
 
 def _is_accelerator(value: Any, migration: Migration) -> bool:
     """Return whether a value is the accelerator: `cuda`, an index, or the actual device type."""
+    # bool is an int: `device=True` is not an index.
     if isinstance(value, int) and not isinstance(value, bool):
         return True
     is_actual = isinstance(value, str | torch.device) and is_on(value, migration.device.type)
@@ -194,6 +197,7 @@ def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | 
         # Already placed, or loaded by anyaccel: its earlier options still apply.
         placement_options = {"dtype": dtype} if dtype is not None else {}
     place(make_portable(pipe), str(device), **placement_options)
+    # place casts all models to one dtype; models that the script loaded in another dtype get it back.
     _restore_dtypes(dtypes, device)
     migration.pipelines += 1
     return pipe
@@ -274,7 +278,7 @@ def _patch_pipeline_loading(before: Callable[..., Any], migration: Migration) ->
         if device is None:
             return pipe
         place_script_pipeline(pipe, device, None, migration)
-        vars(pipe)["hf_device_map"] = str(device)
+        vars(pipe)["hf_device_map"] = str(device)  # diffusers sets it too
         return pipe
 
     return from_pretrained

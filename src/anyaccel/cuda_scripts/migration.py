@@ -48,6 +48,7 @@ def is_device_aware_library(frame: FrameType) -> bool:
 
 def read_site(depth: int = 1) -> ScriptLine | None:
     """Return the innermost line of the script on the stack; None in a thread of a library."""
+    # Frames of torch and diffusers between the script and here are skipped.
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and is_device_aware_library(frame):
         frame = frame.f_back
@@ -134,7 +135,7 @@ class Migration:
 
     def note(self, text: str) -> None:
         """Record a note for the summary; repeated notes are shown once, with their first line."""
-        self.notes.setdefault(text, read_site())
+        self.notes.setdefault(text, read_site())  # a note in a loop would fill the screen
 
     def summarize(self, verbose: bool = False) -> list[str]:
         """Return the lines of the summary."""

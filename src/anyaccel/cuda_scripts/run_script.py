@@ -64,6 +64,7 @@ def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbos
     code = _read_code(path)
     migration = start_migration(device)
     sys.argv = [path, *arguments]
+    # Like `python SCRIPT`: modules next to the script can be imported.
     sys.path[:1] = [str(Path(path).resolve().parent)]
     try:
         _execute(code, path)

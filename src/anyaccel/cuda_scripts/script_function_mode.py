@@ -50,6 +50,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one torch call."""
+        # Before the handlers of the pipeline mode, which expect the actual device.
         translator = self.translators.get(func)
         if translator is not None:
             func, args, kwargs = translator(func, args, kwargs or {})
@@ -84,7 +85,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
         device = self.migration.translate(self.migration.source_type if requested is None else requested, name)
         kwargs.pop("device", None)
         if len(args) > 2:
-            kwargs["non_blocking"] = args[2]
+            kwargs["non_blocking"] = args[2]  # a second positional argument of Tensor.to would be the dtype
         return Tensor.to, (args[0], device), kwargs
 
     def _is_on_accelerator(self, tensor: Any, frame: Any) -> bool:

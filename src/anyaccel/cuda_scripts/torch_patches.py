@@ -23,6 +23,7 @@ def install_torch_patches(migration: Migration) -> None:
     apply_patch("torch.Generator", lambda original: _use_cpu_generator(original, migration), "scripts")
     _translate_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
     _translate_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)
+    # DeviceContext implements `with torch.device(...)` and torch.set_default_device.
     _translate_first_argument("torch.utils._device.DeviceContext", "device", migration, with_index=True)
     apply_patch("torch.load", lambda load: _translate_map_location(load, migration), "scripts")
     apply_patch("torch.compile", lambda original: _choose_backend(original, migration), "scripts")
@@ -79,7 +80,7 @@ def _choose_backend(original: Any, migration: Migration) -> Any:
     def compile_mapped(model: Any = None, **options: Any) -> Any:
         if options.get("backend") not in _GENERIC_BACKENDS:
             return original(model, **options)
-        if model is None:
+        if model is None:  # used as a decorator with arguments
             return lambda function: compile_mapped(function, **options)
         reason = _find_skip_reason(rule.backend, migration)
         if reason:

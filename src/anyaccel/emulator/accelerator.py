@@ -40,7 +40,7 @@ class VirtualAccelerator:
         """Enforce limits again with new options and an empty ledger. Tensors still alive keep counting."""
         self.sheet, self.strict, self.capacity_bytes = sheet, strict, capacity_bytes
         self.limits = LimitIndex(sheet)
-        # The tracker is kept: it counts the tensors that survived the previous run.
+        # Not a new tracker: tensors of the previous run still use memory.
         self.memory.capacity_bytes = capacity_bytes
         self.ledger.clear()
         self.compiler.graphs.clear()
@@ -79,6 +79,7 @@ class VirtualAccelerator:
 
     def record_host_read(self, operation: str) -> None:
         """Count a read from the device to the CPU; record it if the sheet lists it as a limit."""
+        # Unlike the ledger, this counter also covers devices without the limit.
         self.round_trips += 1
         if self.limits.round_trip is not None:
             self.hit_limit("host_round_trip", self.limits.round_trip, operation)

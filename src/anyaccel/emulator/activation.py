@@ -57,6 +57,7 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
     sheet, capacity = _read_product(find_sheet(name), memory)
     if not sheet.can_be_virtual:
         raise UsageError(f"{name} has no virtual device", hint=f"use one of {', '.join(_list_virtual_names())}")
+    # torch cannot unregister a device type, so there is one accelerator per process and it is reused.
     if not _STARTED:
         _STARTED.append(_install(VirtualAccelerator(sheet, count, capacity, strict)))
         return _STARTED[0]
@@ -76,6 +77,7 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     # An operation with a limit must reach dispatch as called, or the limit would never be seen.
     undecomposed = [name for name in accelerator.limits.operations if "." not in name]
     register_device(accelerator.name, module, undecomposed)
+    # Before the patches, which use the functions of the device module.
     activate(accelerator, dispatch)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)
@@ -105,6 +107,7 @@ def _restart(
             f"this process started with count={running.count}; count={count} is not possible any more",
             hint="start with the larger count",
         )
+    # The sheet may be narrowed to another product, so the registered device changes with it.
     running.restart(sheet, capacity, strict)
     register_virtual(sheet, running.count)
     return running

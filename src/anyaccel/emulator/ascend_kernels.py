@@ -41,6 +41,7 @@ def npu_rms_norm(
     hidden: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply root mean square normalization; return the result and the factor."""
+    # Computed in float32 and rounded before the weight is applied.
     factor = torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (hidden.float() * factor).to(hidden.dtype) * weight, factor
 

@@ -39,6 +39,7 @@ def install_collectives(accelerator: VirtualAccelerator) -> None:
 def _replace_builtin_backend(name: str) -> None:
     """Replace a backend that torch knows by name but was built without."""
     module = torch.distributed.distributed_c10d
+    # A torch built with the backend would use the real one; only a missing backend is replaced.
     if not getattr(module, f"is_{name}_available", lambda: True)():
         apply_patch(f"{module.__name__}.is_{name}_available", replace_by(lambda: True), "emulator")
         apply_patch(f"{module.__name__}.ProcessGroup{name.upper()}", replace_by(_GlooBackend), "emulator")

@@ -17,7 +17,7 @@ def install_ordinal_devices(accelerator: VirtualAccelerator) -> None:
 
     def replace(original: Any) -> Any:
         def build(*args: Any, **kwargs: Any) -> torch.device:
-            # Not isinstance: torch rejects torch.device(True).
+            # Not isinstance, because torch rejects torch.device(True).
             if len(args) == 1 and type(args[0]) is int and not kwargs:
                 return original(accelerator.name, args[0])  # type: ignore[no-any-return]
             return original(*args, **kwargs)  # type: ignore[no-any-return]

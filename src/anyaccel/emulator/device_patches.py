@@ -39,6 +39,7 @@ def install_device_patches(accelerator: VirtualAccelerator) -> None:
     apply_patch("safetensors.safe_open", lambda safe_open: _load_safetensors(safe_open, accelerator), "emulator")
     for name, function in _make_accelerator_functions(accelerator).items():
         apply_patch(f"torch.accelerator.{name}", replace_by(function), "emulator")
+    # Pinning is only recorded: CPU memory behaves the same, but programs check is_pinned().
     pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
     apply_patch("torch.Tensor.pin_memory", lambda plain: _pin_memory(pinned), "emulator")
     apply_patch("torch.Tensor.is_pinned", lambda plain: _is_pinned(pinned), "emulator")

@@ -83,6 +83,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     call.values = args[2] if facts.name in _INDEX_PUT else None
     plain_args = [call.unwrap(value) for value in args]
     plain_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
+    # The original kwargs: in plain_kwargs the device becomes the CPU, where the operation runs.
     target = _choose_target(accelerator, call, kwargs)
     _check_devices(call, facts)
     if "device" in plain_kwargs:
@@ -92,6 +93,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _use_own_generator(accelerator, func, plain_kwargs, target)
     traced = any(isinstance(inner, FakeTensor) for inner in plain_args)
     if facts.name == _ATTENTION and accelerator.enforcing and not traced and not is_host(target):
+        # Before the call: with too little memory, the operation must fail and not run.
         _enforce_on_scores(accelerator, facts, plain_args)
         _count_scores(accelerator, plain_args, target)
     if draws and not facts.takes_generator:

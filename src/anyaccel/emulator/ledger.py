@@ -59,6 +59,7 @@ class Ledger:
 
     def record(self, limit: str, effect: Effect, operation: str) -> tuple[str, int]:
         """Count a hit at the source line that caused it; return its file and line."""
+        # Outside the lock: walking the stack is the slow part.
         file, line, step = _find_site(sys._getframe(1))
         key = (limit, effect, operation, file, line)
         with self._lock:

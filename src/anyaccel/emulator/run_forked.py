@@ -34,6 +34,7 @@ def run_forked(
         with virtual(device, count=count, memory=memory, strict=strict) as accelerator:
             return function(accelerator)
 
+    # A fork instead of a new interpreter: torch and diffusers are already imported.
     try:
         return call_in_fork(call, name=f"a virtual {device}", timeout_s=timeout_s)
     except ProcessDiedError as error:

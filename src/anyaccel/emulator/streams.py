@@ -14,6 +14,7 @@ class Stream:
 
     event: type[Event]
 
+    # Vendors' constructors take further arguments (priority, stream_id), which have no effect here.
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
         self.device = device
 

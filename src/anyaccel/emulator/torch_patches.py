@@ -221,6 +221,7 @@ def apply_patch(name: str, wrap: Wrap, user: str) -> None:
     """Replace an attribute of the table by `wrap(original)`. A second layer of a user replaces the first."""
     if name not in _REPLACEMENTS:
         _REPLACEMENTS[name] = _read_original(name, find_patch(name))
+    # A dict keeps the position of an existing key: a replaced layer stays where it was.
     replacement = _REPLACEMENTS[name]
     replacement.layers[user] = wrap
     replacement.write()
@@ -264,6 +265,7 @@ def _read_original(name: str, patch: Patch) -> _Replacement:
                 f"{dotted} does not exist in this installation and cannot be patched: {patch.why}",
                 hint=f"use a tested torch release: {', '.join(patch.known_good)}",
             )
+        # vars, not getattr: restore must not turn an inherited attribute into an own one.
         owners.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
         originals.append(original)
     return _Replacement(originals[0], owners)

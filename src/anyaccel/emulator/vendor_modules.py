@@ -35,7 +35,7 @@ UNLIMITED_BYTES = 64 * 2**30
 def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
     """Return the module `torch.NAME` as the vendor's package would provide it."""
     module = ModuleType(f"torch.{accelerator.name}", "Functions of a virtual accelerator.")
-    # importlib.util.find_spec raises ValueError for a loaded module without a spec.
+    # Libraries probe for packages with importlib.util.find_spec, which raises ValueError without a spec.
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
     groups = [
         _make_device_functions(accelerator),
@@ -90,6 +90,7 @@ def _make_device_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
         "set_device": set_device,
         "device": on_device,
         "get_device_name": lambda device=None: name,
+        # With (0, 0), programs skip features that require a CUDA compute capability.
         "get_device_capability": lambda device=None: (0, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(
             name=name, total_memory=_find_capacity(accelerator)
@@ -143,6 +144,7 @@ def _make_memory_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
 
     return {
         "memory_allocated": used,
+        # There is no caching allocator, so reserved and allocated memory are the same.
         "memory_reserved": used,
         "current_allocated_memory": used,
         "driver_allocated_memory": used,

@@ -74,6 +74,7 @@ def keep_fact(file: str, key: str, fact: Any) -> None:
     path = find_cache_folder() / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Two processes can lose one of their measurements here; it is then measured again.
         atomic_write(path, json.dumps({**_read(path), key: fact}, indent=1) + "\n")
     except OSError:
         return

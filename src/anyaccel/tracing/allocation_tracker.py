@@ -141,6 +141,7 @@ class _AttentionMode(TorchFunctionMode):
         query, key, value, mask = named["query"], named["key"], named["value"], named.get("attn_mask")
         if not query.is_meta:
             return func(*args, **(kwargs or {}))
+        # The copies count: they are allocated on the device as well.
         if self.rule.contiguous:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         # Kernels read a mask without a copy only if its last dimension is dense.

@@ -63,6 +63,7 @@ class Measurement:
         self, arguments: Callable[[int], Mapping[str, Any]], size: tuple[int, int] | None
     ) -> Measurement:
         """Return a measurement of the same pipeline with other arguments."""
+        # A shallow copy shares the trace, and with it the cached model calls.
         other = copy.copy(self)
         other.arguments, other.size, other.seen, other._footprints = arguments, size, TraceFacts(), {}
         return other
@@ -126,6 +127,7 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
     def sum_bytes(tensors: Any) -> int:
         return sum(workspace.of_block(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
+    # Streaming moves parameters only; buffers stay on the device and count for every layer.
     buffers = sum_bytes(model.buffers())
     ahead = _find_next_layer(model, sum_bytes) if fetches_ahead else 0
     return ModelSize(

@@ -55,6 +55,7 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
         submodule = getattr(model, child, None)
         if isinstance(submodule, torch.nn.Module):
             set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
+    # One block of a kind is traced, the others use its cached result.
     for key, blocks in _find_repeated(model).items():
         for block in blocks:
             set_override(block, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{key}"))

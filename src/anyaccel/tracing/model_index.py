@@ -131,6 +131,7 @@ def _missing_bytes(folder: Path) -> int | None:
     """Return 0 if the weights are present, else the total size in the index of the weight files, if there is one."""
     if any(folder.glob("*.safetensors")):
         return 0
+    # Sharded weights have an index with their total size; a single file has none.
     plain = [file for file in folder.glob("*.safetensors.index.json") if not _VARIANT.search(file.name)]
     size = read_json(plain[0]).get("metadata", {}).get("total_size") if plain else None
     return int(size) if isinstance(size, int | float) else None

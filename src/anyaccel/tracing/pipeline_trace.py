@@ -79,6 +79,7 @@ class PipelineTrace:
         before = tracker.used
         key = (self._setting, name, method, repr(map_tensors((args, kwargs), _read_layout)))
         cached = self._cache.get(key)
+        # Relative to the use before the call: the pipeline may hold more at the next call.
         if cached is None:
             result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
             peak = tracker.take_peak()
