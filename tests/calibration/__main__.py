@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.calibration.calibrate import Outcome, load_libraries, observe, summarize, write
+from tests.calibration.calibrate import CaseOutcome, load_libraries, observe, summarize, write
 from tests.calibration.failures import FAILURES
 from tests.calibration.known_good import KNOWN_GOOD
 
@@ -39,7 +39,7 @@ def _is_selected(name: str, patterns: list[str]) -> bool:
     return not patterns or any(pattern in name for pattern in patterns)
 
 
-def _format_outcome(outcome: Outcome) -> str:
+def _format_outcome(outcome: CaseOutcome) -> str:
     if outcome.effect is None:
         verdict = "clean" if outcome.good else "FALSE ALARM"
     else:

@@ -16,7 +16,7 @@ from anyaccel.recipes import recipes
 from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration.case import Case
 
-__all__ = ["Outcome", "Summary", "calibrate", "load_libraries", "observe", "strict_error_classes", "summarize"]
+__all__ = ["CaseOutcome", "Summary", "calibrate", "load_libraries", "observe", "strict_error_classes", "summarize"]
 
 FALSE_ALARMS = ("error", "wrong")
 """Effects that a program must not have if it runs correctly on hardware."""
@@ -33,7 +33,7 @@ REQUIRED_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The result of one case."""
 
     name: str
@@ -83,13 +83,13 @@ def load_libraries() -> None:
         recipes()
 
 
-def calibrate(cases: Iterable[Case]) -> list[Outcome]:
+def calibrate(cases: Iterable[Case]) -> list[CaseOutcome]:
     """Run the cases one after another, each in its own process."""
     load_libraries()
     return [observe(case) for case in cases]
 
 
-def observe(case: Case) -> Outcome:
+def observe(case: Case) -> CaseOutcome:
     """Run one case and evaluate it."""
     started = time.perf_counter()
     rows, error_classes, raised = run_forked(
@@ -101,7 +101,7 @@ def observe(case: Case) -> Outcome:
     else:
         relevant = [row for row in rows if _is_about(case, row)]
         good = bool(relevant) or (case.effect == "error" and case.strict_error in error_classes)
-    return Outcome(
+    return CaseOutcome(
         name=case.name,
         device=case.device,
         effect=case.effect,
@@ -121,7 +121,7 @@ def strict_error_classes(case: Case) -> list[str]:
     return error_classes
 
 
-def summarize(outcomes: Iterable[Outcome]) -> Summary:
+def summarize(outcomes: Iterable[CaseOutcome]) -> Summary:
     """Count caught failures and false alarms."""
     outcomes = list(outcomes)
     failures = [outcome for outcome in outcomes if outcome.effect is not None]
@@ -134,7 +134,7 @@ def summarize(outcomes: Iterable[Outcome]) -> Summary:
     )
 
 
-def write(outcomes: Iterable[Outcome], path: Path) -> None:
+def write(outcomes: Iterable[CaseOutcome], path: Path) -> None:
     """Write the summary and all outcomes as JSON."""
     outcomes = list(outcomes)
     summary = summarize(outcomes)

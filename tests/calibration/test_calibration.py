@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.calibration.calibrate import Outcome, load_libraries, observe, strict_error_classes, summarize
+from tests.calibration.calibrate import CaseOutcome, load_libraries, observe, strict_error_classes, summarize
 from tests.calibration.case import Case
 from tests.calibration.failures import FAILURES
 from tests.calibration.known_good import KNOWN_GOOD
@@ -16,9 +16,9 @@ DEVICES = {"mps", "hpu", "neuron", "npu", "xpu", "mlu"}
 WITH_ERROR = [case for case in FAILURES if case.strict_error]
 
 
-def observe_once(case: Case, kept: Kept) -> Outcome:
+def observe_once(case: Case, kept: Kept) -> CaseOutcome:
     """Return the outcome of a case, shared between test workers."""
-    outcome: Outcome | None = kept.find(f"calibration-{case.name}")
+    outcome: CaseOutcome | None = kept.find(f"calibration-{case.name}")
     if outcome is None:
         load_libraries()
         outcome = observe(case)
@@ -27,7 +27,7 @@ def observe_once(case: Case, kept: Kept) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(kept: Kept) -> list[Outcome]:
+def outcomes(kept: Kept) -> list[CaseOutcome]:
     return [observe_once(case, kept) for case in (*FAILURES, *KNOWN_GOOD)]
 
 
@@ -50,13 +50,13 @@ def test_names_are_unique_and_every_case_has_a_source() -> None:
 
 
 @pytest.mark.long
-def test_90_percent_of_the_failures_are_caught(outcomes: list[Outcome]) -> None:
+def test_90_percent_of_the_failures_are_caught(outcomes: list[CaseOutcome]) -> None:
     summary = summarize(outcomes)
     missed = [outcome.name for outcome in outcomes if outcome.effect and not outcome.good]
     assert summary.share >= 0.9, f"{summary}\nmissed: {', '.join(missed)}"
 
 
-def test_correct_code_raises_no_false_alarm(outcomes: list[Outcome]) -> None:
+def test_correct_code_raises_no_false_alarm(outcomes: list[CaseOutcome]) -> None:
     reported = {outcome.name: outcome.rows or outcome.raised for outcome in outcomes if not outcome.effect}
     good = {outcome.name for outcome in outcomes if outcome.good}
     assert {name: rows for name, rows in reported.items() if name not in good} == {}

@@ -38,7 +38,7 @@ _thread = threading.local()
 
 
 class _Children:
-    """The running children of the threads of one pool; `_fork_lock` is held by whoever uses it."""
+    """The running children of the threads of one pool. Callers hold `_fork_lock`."""
 
     def __init__(self) -> None:
         self.running: set[BaseProcess] = set()
