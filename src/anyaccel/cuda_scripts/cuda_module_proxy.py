@@ -1,4 +1,4 @@
-"""A proxy of `torch.cuda` that answers a script's calls for the actual device.
+"""A proxy of torch's CUDA module that answers a script's calls for the actual device.
 
 Libraries that support several devices (diffusers, accelerate) still see the real module.
 """
@@ -41,7 +41,7 @@ _NO_FIGURE = float("nan")
 
 
 class CudaModuleProxy:
-    """The functions of `torch.cuda` that scripts use, implemented for the actual device."""
+    """The functions of torch's CUDA module that scripts use, implemented for the actual device."""
 
     def __init__(self, migration: Migration, module: ModuleType) -> None:
         self._migration, self._driver = migration, migration.opened.driver
@@ -49,7 +49,7 @@ class CudaModuleProxy:
         self.OutOfMemoryError = torch.OutOfMemoryError
         self.AcceleratorError = RuntimeError
         self.Stream, self.Event = make_stream_classes(lambda: self.synchronize())
-        # torch.cuda.memory and torch.cuda.random have the same functions as torch.cuda itself.
+        # The submodules `memory` and `random` have the same functions as the module itself.
         self.memory = self.random = self
         nothing = self._do_nothing
         self.ipc_collect = self.init = nothing
@@ -98,7 +98,7 @@ class CudaModuleProxy:
     def device(self, device: Any = None) -> Iterator[None]:
         """Make a device the current one while the block runs."""
         before = self._migration.device
-        # torch.cuda.device ignores None and negative indices.
+        # Like torch, ignore None and negative indices.
         ignored = device < 0 if isinstance(device, int) else device is None or is_host(device)
         if not ignored:
             self._migration.device = self._migration.translate(device, "device")
@@ -221,16 +221,16 @@ class CudaModuleProxy:
 
 
 def install_cuda_proxy(migration: Migration) -> None:
-    """Make `torch.cuda` answer scripts through the proxy."""
+    """Make torch's CUDA module answer scripts through the proxy."""
     module: Any = torch.get_device_module(migration.source_type)
     proxy = CudaModuleProxy(migration, module)
 
-    # A class instead of a new module: `from torch import cuda` may have bound the module object already.
+    # A new class instead of a new module: scripts and libraries may already hold the module object.
     class PatchedCudaModule(ModuleType):
         """The real module for libraries, the proxy for scripts."""
 
         def __getattribute__(self, name: str) -> Any:
-            # The caller decides: diffusers asks torch.cuda about real CUDA, the script about its device.
+            # The caller decides: diffusers needs the real CUDA module, the script the proxy.
             if name.startswith("__") or is_device_aware_library(sys._getframe(1)):
                 return super().__getattribute__(name)
             dotted = f"{module_name}.{name}"

@@ -27,7 +27,7 @@ _DEVICE_AWARE = frozenset(
     | {"huggingface_hub", "triton", "xformers", "bitsandbytes", "anyaccel"}
     | set(sys.stdlib_module_names)
 )
-"""Libraries that support several devices themselves: their calls to `torch.cuda` get the real answers."""
+"""Libraries that support several devices themselves: their calls to the CUDA module get the real answers."""
 
 
 @dataclass(frozen=True, order=True)
