@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from anyaccel.recipes import recipes
 from anyaccel.recipes.families.adapters import processor_width
-from anyaccel.recipes.parts.calls import mask, picture
+from anyaccel.recipes.parts.calls import make_image, mask
 
 __all__ = ["make_models"]
 
@@ -34,7 +34,7 @@ def make_models(folder: Path) -> Path:
     all_recipes: dict[str, Any] = recipes()
     for name in PIPELINES:
         all_recipes[name].make().save_pretrained(folder / name)
-    picture(IMAGE_SIZE).save(folder / "image.png")
+    make_image(IMAGE_SIZE).save(folder / "image.png")
     mask(IMAGE_SIZE).save(folder / "mask.png")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)

@@ -144,7 +144,7 @@ def test_interrupt_exits_with_130(run_cli: RunCli, tmp_path: Path) -> None:
     [
         (["run", "nowhere.py"], "nowhere.py does not exist"),
         (["run", "."], ". is a folder"),
-        (["run", "x.py", "--device"], "--device names no device"),
+        (["run", "x.py", "--device"], "--device requires a device"),
         (["run", "--device", "virtual:nueron", __file__], "nueron"),
     ],
 )

@@ -71,5 +71,5 @@ def test_counts_divide_the_heads() -> None:
 def test_what_cannot_be_split_is_refused_before_anything_is_worked_out() -> None:
     with pytest.raises(UsageError, match="no context-parallel plan for UNet2DConditionModel"):
         anyaccel.explain(SD, "gaudi2", parallel="context:2")
-    with pytest.raises(UsageError, match="parallel is auto, tensor:N"):
+    with pytest.raises(UsageError, match="parallel must be auto, tensor:N"):
         anyaccel.explain(SD, "gaudi2", parallel="both")

@@ -43,8 +43,8 @@ def test_tensors_go_there_and_come_back_beside_other_work(device: str) -> None:
     opened = anyaccel.open_device(device)
     host = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(7))
     there = opened.driver.send(host, opened.torch_device) * 2
-    opened.driver.mark(opened.index)()
-    with opened.driver.aside(opened.index):
+    opened.driver.record_event(opened.index)()
+    with opened.driver.side_stream(opened.index):
         assert torch.equal(there.cpu(), host * 2)
 
 

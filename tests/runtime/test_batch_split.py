@@ -19,7 +19,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.recipes.parts.calls import picture
+from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from tests.conftest import NEEDS_RECIPES
@@ -124,7 +124,7 @@ def test_seeded_images_get_the_picture_that_they_share_once_each() -> None:
         asked = CallRequest({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
         return split_request(asked, None)[0].arguments["image"]
 
-    one, two = picture(8, seed=1), picture(8, seed=2)
+    one, two = make_image(8, seed=1), make_image(8, seed=2)
     assert give(one, 2, 1) == [one, one]
     assert give([one], 2, 1) == [one, one]
     assert give([one, two], 2, 2) == [one, one, two, two]
@@ -140,7 +140,7 @@ def test_seeded_images_get_the_picture_that_they_share_once_each() -> None:
 
 
 def test_results_of_every_kind_are_joined() -> None:
-    pictures = [picture(4, seed=seed) for seed in range(3)]
+    pictures = [make_image(4, seed=seed) for seed in range(3)]
     outputs = [
         StableDiffusionPipelineOutput(images=[one], nsfw_content_detected=[flag])
         for one, flag in zip(pictures, (False, True, False), strict=True)
@@ -199,7 +199,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "negative prompts": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"]}),
     "images to a prompt": (TEXT_TO_IMAGE, {"prompt": PROMPTS[0], "num_images_per_prompt": 3}),
     "both": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"], "num_images_per_prompt": 2}),
-    "pictures": (IMAGE_TO_IMAGE, {"prompt": PROMPTS[:2], "image": [picture(32, seed=1), picture(32, seed=2)]}),
+    "pictures": (IMAGE_TO_IMAGE, {"prompt": PROMPTS[:2], "image": [make_image(32, seed=1), make_image(32, seed=2)]}),
 }
 
 
@@ -339,7 +339,7 @@ def test_pipelines_without_a_prompt_are_counted_by_what_they_take(name: str) -> 
         if name == "dit":
             given: tuple[str, list[Any]] = ("class_labels", [1, 2])
         else:
-            given = ("image", [picture(call["image"].size[0], seed=seed) for seed in (1, 2)])
+            given = ("image", [make_image(call["image"].size[0], seed=seed) for seed in (1, 2)])
         both = pipe(**call | {given[0]: given[1]}, seed=[5, 9]).to_tuple()[0]
         second = pipe(**call | {given[0]: [given[1][1]]}, seed=9).to_tuple()[0]
         return float(numpy.abs(numpy.asarray(both[1]) - numpy.asarray(second[0])).max()), len(both)
