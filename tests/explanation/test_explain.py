@@ -139,11 +139,11 @@ def test_folders_that_make_no_sense(tmp_path: Path) -> None:
     config.write_text(json.dumps({**json.loads(config.read_text()), "block_out_channels": "hello"}))
     refuse(f"unet cannot be built from {config}: ValueError")
     config.unlink()
-    refuse(f"needs a unet, and {folder / 'unet'} has no config.json")
+    refuse(f"requires unet, but {folder / 'unet'} has no config.json")
     index.write_text(json.dumps({**json.loads(index.read_text()), "unet": [1, 2]}))
-    refuse("names no class for unet")
+    refuse("has no class for unet")
     index.write_text("{}")
-    refuse("names no pipeline")
+    refuse("has no _class_name")
     refuse("is a file", index)
 
 

@@ -1,4 +1,4 @@
-"""The cache directory: where it is, whether it can be written, and measurements that are kept in it."""
+"""The cache directory: its path, write errors, and stored measurements."""
 
 import json
 import logging
@@ -16,7 +16,9 @@ from anyaccel.storage.cache_dir import (
 )
 
 
-def test_the_variable_comes_before_the_users_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_overrides_the_user_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ANYACCEL_CACHE", raising=False)
     assert find_cache_folder() == tmp_path / "anyaccel"
@@ -29,7 +31,7 @@ def test_the_variable_comes_before_the_users_own_directory(tmp_path: Path, monke
     assert find_cache_folder() == tmp_path / ".cache" / "anyaccel"
 
 
-def test_measurements_are_kept_beside_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_stored_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "cache"))
     assert read_fact("facts.json", "a") is None
     keep_fact("facts.json", "a", 1.5)
@@ -43,7 +45,7 @@ def test_measurements_are_kept_beside_one_another(tmp_path: Path, monkeypatch: p
     assert json.loads((tmp_path / "cache" / "facts.json").read_text()) == {"a": 3}
 
 
-def test_a_directory_that_cannot_be_written(
+def test_unwritable_directory_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

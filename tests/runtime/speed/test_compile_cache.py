@@ -339,5 +339,5 @@ def test_unwritable_directory_falls_back_to_the_compilers_default(
             assert os.environ[variable] == before
         assert not compile_cache.save_payload(key, b"graph", 1.0)
     [record] = caplog.records
-    assert f"{own_cache / 'file'} is no folder" in record.message
+    assert f"{own_cache / 'file'} is not a folder" in record.message
     assert "ANYACCEL_CACHE" in record.message
