@@ -1,4 +1,4 @@
-"""A picture of benchmarks/results/speed_cuda.json for the documentation: docs/pictures/speed.svg.
+"""Plot benchmarks/results/speed_cuda.json for the documentation: docs/images/speed.svg.
 
 python -m benchmarks.plot_speed
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SOURCE, TARGET = HERE / "results" / "speed_cuda.json", HERE.parent / "docs" / "pictures" / "speed.svg"
+SOURCE, TARGET = HERE / "results" / "speed_cuda.json", HERE.parent / "docs" / "images" / "speed.svg"
 COLOURS = {"stock eager": "#b8bec9", "stock compiled": "#7d8797", "anyaccel": "#1f6feb", "anyaccel fast": "#79b8ff"}
 LEFT, BAR, GAP, WIDTH, ROOM = 270, 15, 26, 900, 500
 
