@@ -14,8 +14,8 @@ __all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "State", "Violation"
 State: TypeAlias = Literal["works", "waits", "wrong", "stops"]
 """State of a pipeline on a device.
 
-`works`: correct image. `waits`: correct, but the CPU waits for the device at every step. `wrong`: another image, without
-an error. `stops`: an error.
+`works`: correct image. `waits`: correct, but the CPU waits for the device at every step. `wrong`: another image,
+without an error. `stops`: an error.
 """
 
 TOLERANCE = 1e-3

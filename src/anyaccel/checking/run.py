@@ -94,9 +94,7 @@ def _run_reference(recipe: Recipe) -> Any:
     except AnyaccelError as error:
         raise UsageError(f"the pipeline fails on the CPU: {error.message}", hint="fix this first") from error
     except Exception as error:
-        raise UsageError(
-            f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint="fix this first"
-        ) from error
+        raise UsageError(f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint="fix this first") from error
 
 
 def run_on_device(

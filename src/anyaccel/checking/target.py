@@ -83,7 +83,8 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
             result = make()
         except (Exception, SystemExit) as error:
             raise UsageError(
-                f"{text} fails: {describe_failure(error)}", hint="the function must take no arguments and return a pipeline"
+                f"{text} fails: {describe_failure(error)}",
+                hint="it must take no arguments and return a pipeline",
             ) from error
     # `(pipe, arguments)` is allowed as well.
     pipe, call = result if isinstance(result, tuple) and len(result) == 2 else (result, None)

@@ -17,8 +17,8 @@ _GUESS_TOLERANCE = 0.1
 def find_largest_size(need: Callable[[Size], int | None], requested: Size, capacity_bytes: int) -> Size | None:
     """Return the largest size with the aspect ratio of `requested`, in steps of 128 pixels, that fits, or None.
 
-    `need` returns the bytes that a size requires, or None if the model cannot generate it. `requested` determines where the
-    search starts but not its result.
+    `need` returns the bytes that a size requires, or None if the model cannot generate it. `requested` determines where
+    the search starts but not its result.
     """
     measured: dict[int, int] = {}
     # Invariant: `fits` steps fit (0: nothing measured yet) and `too_large` steps do not.
@@ -55,5 +55,7 @@ def _guess(measured: Mapping[int, int], capacity_bytes: int, candidates: range) 
     (step, step_bytes), (other, other_bytes) = [*nearest, (0, 0)][:2]
     slope = (step_bytes - other_bytes) / (step**2 - other**2)
     expected = {candidate: step_bytes + slope * (candidate**2 - step**2) for candidate in candidates}
-    best = max((candidate for candidate in candidates if expected[candidate] <= capacity_bytes), default=candidates.start)
+    best = max(
+        (candidate for candidate in candidates if expected[candidate] <= capacity_bytes), default=candidates.start
+    )
     return best, expected[best]

@@ -27,7 +27,9 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "model_index.json").is_file():
-            raise ModelError(f"{text} is not a pipeline folder: it has no model_index.json", hint="give the folder of a pipeline")
+            raise ModelError(
+                f"{text} is not a pipeline folder: it has no model_index.json", hint="give the folder of a pipeline"
+            )
         return read_model_folder(path)
     if path.exists():
         raise ModelError(f"{text} is a file, not a pipeline folder", hint="give the folder of a pipeline")
@@ -36,9 +38,7 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     if described is not None:
         return read_model_folder(described)
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise ModelError(
-            f"{text} is not a folder and not a hub id", hint=nearest(text, [NAME, *described_models()])
-        )
+        raise ModelError(f"{text} is not a folder and not a hub id", hint=nearest(text, [NAME, *described_models()]))
     return read_model_folder(_download_configs(text, revision))
 
 
