@@ -123,7 +123,8 @@ def _probe_random_numbers(context: ProbeContext, name: str, claim: Claim | Unkno
         for seed in (7, 7, 8)
     )
     reproducible = torch.equal(first, again) and not torch.equal(first, other)
-    detail = f"mean {mean:.3f}, deviation {deviation:.3f}; a seed {'determines' if reproducible else 'does not determine'} the noise"
+    seeding = "determines" if reproducible else "does not determine"
+    detail = f"mean {mean:.3f}, deviation {deviation:.3f}; a seed {seeding} the noise"
     return Observation("yes" if plausible and reproducible else "wrong", detail)
 
 
