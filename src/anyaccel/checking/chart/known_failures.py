@@ -5,7 +5,7 @@ from __future__ import annotations
 __all__ = ["REASONS", "find_reason"]
 
 # `if device.type == "mps"` selects the interpolation mode, so the CPU and MPS run different code.
-_OTHER_UPSCALING = "diffusers selects another interpolation mode on MPS (`pipeline_unclip.py`)"
+_OTHER_UPSCALING = "diffusers selects another interpolation mode on MPS (pipeline_unclip.py)"
 
 REASONS: dict[str, str] = {
     "attend-and-excite": "computes gradients while denoising; virtual devices have no gradients through attention",

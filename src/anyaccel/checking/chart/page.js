@@ -109,7 +109,7 @@ function siteCell(line) {
 
 function countCell(hits) {
   if (!hits) return h("td", { class: "gone" }, "none");
-  return h("td", {}, `${hits.count}×`, h("small", {}, hits.step === null ? "outside the steps" : `from step ${hits.step}`));
+  return h("td", {}, `${hits.count}×`, h("small", {}, hits.step === null ? "outside the steps" : `step ${hits.step}`));
 }
 
 function siteTable(lines, modes) {
