@@ -1,4 +1,4 @@
-"""Baselines: an earlier report with accepted findings, so that a check fails only on new ones."""
+"""Baselines: an earlier report with accepted findings; a check then fails only on new ones."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ FindingKey = tuple[str, str, str, str]
 def read_baseline(path: str) -> Counter[FindingKey]:
     """Read the JSON report at `path` and return how often each finding occurs in it."""
     try:
+        # File names instead of paths: the baseline may come from another checkout.
         devices = json.loads(Path(path).read_text(encoding="utf-8"))["devices"]
         return Counter(_make_key(name, entry) for name, device in devices.items() for entry in device["violations"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -32,7 +32,7 @@ def check(
 
     The first argument is a pipeline, a model folder (configs are enough: a small model with the same architecture is
     built), a recipe name, or `package.module:function`. `plain` checks diffusers without anyaccel. `strict` raises
-    where the device would. `told` is called with the report of each device when it is finished. Further keyword
+    where the device would. `on_report` is called with the report of each device when it is finished. Further keyword
     arguments go to the pipeline call.
     """
     if plain and compile:

@@ -54,6 +54,7 @@ def check_in_fresh_process(task: CheckTask) -> Report:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "check"
         path.write_bytes(content)
+        # One thread, so that the new process can fork virtual devices.
         with JsonLineWorker("anyaccel.checking.check_worker", env={"OMP_NUM_THREADS": "1"}) as worker:
             try:
                 worker.request(str(path))

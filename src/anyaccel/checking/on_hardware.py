@@ -84,7 +84,7 @@ def check_on_hardware(
     """Run a model with its own weights on the CPU in float32 and on a device, and compare every call of its components.
 
     `what` is a hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline. Further
-    keyword arguments go to the pipeline call. Progress messages go to `say`.
+    keyword arguments go to the pipeline call. Progress messages go to `on_message`.
     """
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
@@ -94,6 +94,7 @@ def check_on_hardware(
     pipe: Any = recipe.make()
     say("running on the CPU in float32")
     place(pipe, "cpu", dtype="float32")
+    # The same pipeline object runs on both devices, with the same weights.
     with recording(pipe) as calls:
         expected = run(recipe, pipe)
     say(f"running on {device}")

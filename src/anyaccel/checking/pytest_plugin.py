@@ -173,8 +173,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         _skip_for_other_devices(item, config.stash[_ACTIVE].name)
     if _device_name(item) is None or config.getoption("--accelerator-second") or config.getoption("--accelerator-real"):
         return None
-    if _SECOND not in config.stash:
+    if _SECOND not in config.stash:  # started for the first marked test, and reused
         config.stash[_SECOND] = _SecondPytest(config)
+    # These hooks make the test appear in the report of this process as if it had run here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for content in config.stash[_SECOND].run(item.nodeid):
         report = config.hook.pytest_report_from_serializable(config=config, data=content)
@@ -269,6 +270,7 @@ def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
     marker = item.get_closest_marker(_MARKER)
     assert name is not None
     assert marker is not None
+    # The marker overrides the command line.
     options: dict[str, Any] = {"strict": item.config.getoption("--accelerator-strict"), **marker.kwargs}
 
     def run() -> list[dict[str, Any]]:
@@ -282,6 +284,7 @@ def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
 
 
 def _serialize(item: pytest.Item) -> Iterator[dict[str, Any]]:
+    # `log=False`: the reports go to the first process, which logs them.
     for report in runtestprotocol(item, log=False, nextitem=None):
         yield item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
 

@@ -102,6 +102,7 @@ class DeviceReport:
     @property
     def state(self) -> State:
         """The worst state that applies."""
+        # From the worst state to the best.
         if not self.runs:
             return "stops"
         if not self.is_right:

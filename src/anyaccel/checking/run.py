@@ -53,7 +53,7 @@ def run_on_devices(
 ) -> list[DeviceReport]:
     """Check one pipeline on virtual devices and return the reports in the order of `devices`.
 
-    `told` is called with each report when it is finished.
+    `on_report` is called with each report when it is finished.
     """
     from anyaccel.processes.forked_call import forking_threads
 
@@ -156,7 +156,7 @@ def _move(pipe: Any, accelerator: VirtualAccelerator, mode: CheckMode) -> Any:
         return pipe.to(accelerator.device())
     from anyaccel.runtime.pipeline import place
 
-    # float32, so that the tolerance does not have to cover rounding to half precision.
+    # float32, because the tolerance does not cover rounding to half precision.
     placed = place(pipe, accelerator.device(), dtype="float32")
     if mode.compiled:
         placed.enable_compile()

@@ -86,6 +86,7 @@ def explain(
     check_residence(requested.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
     plan = _explain_once(folder, target, requested, width, height, batch)
+    # A smaller dtype is used only if the default one does not fit and the caller allows it.
     smaller = find_smaller_dtype(target.sheet, plan.dtype.value, requested)
     if smaller is None or plan.forecast is None or plan.forecast.fits:
         return plan
@@ -157,6 +158,7 @@ class _MemoryEstimate:
         side = find_default_side(self.full.pipe)
         self.size = (width or height or side, height or width or side)
         self._first = self._make_measurement()
+        # Measurements by size; the search for the largest size needs several.
         self._measured = {self.size: self._first}
 
     def make_plan(self, batch: int) -> Plan:

@@ -141,6 +141,7 @@ def main() -> None:
         device, quick = sys.argv[1:]
         configure_process(os.cpu_count() or 1)
         context = make_probe_context(device, quick == "1")
+        # A broken driver stays broken, so the parent starts a new process after this answer.
         for task in tasks:
             answer(_answer(context, task) | {"broken": _is_broken(context)})
 

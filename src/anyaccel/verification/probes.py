@@ -97,6 +97,7 @@ def _run_probe(context: ProbeContext, name: str, claim: Claim | Unknown) -> Obse
     if context.accelerator is not None:
         context.accelerator.ledger.clear()
     try:
+        # `_probe_training` enables gradients again; the others must not pay for them.
         with torch.no_grad():
             observation = _PROBES[name.split(".")[0]](context, name, claim)
     except ImportError as error:
@@ -161,7 +162,7 @@ def _probe_new_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) 
 
 def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool, float]:
     """Return whether all results are right, and the median extra milliseconds of the first run of a size."""
-    # The run before the loop loads the kernels, so that only the new shape costs time.
+    # The run before the loop loads the kernels, and the difference below is the cost of the new shape.
     right, extra = run(sizes[0] + 1), []
     for size in sizes:
         times = []
@@ -212,6 +213,7 @@ def _make_unet() -> Any:
     import torch
     from diffusers import UNet2DModel
 
+    # A fixed seed, without a change to the random state of the caller.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         unet: Any = UNet2DModel(

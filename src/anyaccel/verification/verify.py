@@ -1,6 +1,6 @@
 """`verify`: check a device sheet claim by claim on the device, and tiny pipelines against the CPU.
 
-    verification = verify("cuda", pipelines="all", signed_off_by="A. Name", say=print)
+    verification = verify("cuda", pipelines="all", signed_off_by="A. Name", on_message=print)
     Path("evidence.json").write_text(verification.to_json())
 
 On a virtual device, this verifies the emulator and not hardware; the file says so.
@@ -62,8 +62,8 @@ def verify(
 ) -> Verification:
     """Verify the sheet of a device on the device: `verify("cuda")`, `verify("virtual:mps")`.
 
-    `pipelines` is `few`, `all` or recipe names; `jobs` processes run them concurrently. Progress messages go to `say`.
-    Probes run in separate processes, and a crash of one is a finding too.
+    `pipelines` is `few`, `all` or recipe names; `jobs` processes run them concurrently. Progress messages go to
+    `on_message`. Probes run in separate processes, and a crash of one is a finding too.
     """
     names = _choose_recipes(pipelines)
     if jobs is not None and jobs < 1:
@@ -72,6 +72,7 @@ def verify(
     if spec.virtual:
         return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, say)
     context = make_probe_context(device, quick)
+    # More workers than pipelines would idle; each one loads the driver and uses device memory.
     cores = os.cpu_count() or 1
     jobs = min(jobs or min(_MAX_JOBS, cores), max(1, len(names)))
     with ExitStack() as stack:
@@ -154,7 +155,7 @@ def describe_pipeline(finding: PipelineFinding) -> str:
 def _verify_virtual(
     name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, say: OnMessage
 ) -> Verification:
-    """Verify a virtual device in forked processes. `say` is called in those processes."""
+    """Verify a virtual device in forked processes, which also call `on_message`."""
     from anyaccel.emulator.run_forked import run_forked
 
     device_sheet = sheet(name)
@@ -177,6 +178,7 @@ def _verify_virtual(
             return [_report(probe_pipeline(recipe, context.device), say) for recipe in share]
 
         try:
+            # Strict, because a probe must see the error that the device would raise.
             return run_forked(name, use, strict=True, timeout_s=_TIMEOUT_S)
         except VirtualDeviceError as death:
             return [_make_crash_finding(recipe, death.message) for recipe in share]

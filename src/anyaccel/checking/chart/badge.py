@@ -22,6 +22,7 @@ _LABEL_COLOR = "#2f363b"
 _HEIGHT = 20
 _PADDING = 7
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Verdana, 'DejaVu Sans', sans-serif"
+# Characters that are much narrower or wider than the others in common sans-serif fonts.
 _NARROW, _WIDE = frozenset("fijlrtI.,:;'|!()[]{} /"), frozenset("mwMW@%")
 
 
@@ -54,6 +55,7 @@ def _text_width(text: str) -> int:
 
 
 def _character_width(character: str) -> float:
+    # East Asian wide and full-width characters are as wide as the font size.
     if unicodedata.east_asian_width(character) in ("W", "F"):
         return 11.0
     if character in _NARROW:

@@ -153,6 +153,7 @@ def _group(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
 
 
 def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[ChartRow]:
+    # The CPU images are computed once per group and shared by all devices and both modes.
     expected = run_on_cpu(recipes)
     cells: dict[str, list[ChartCell]] = {recipe.name: [] for recipe in recipes}
     for device in devices:

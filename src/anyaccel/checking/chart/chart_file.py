@@ -52,6 +52,7 @@ def read_chart(path: Path) -> Chart:
         limits = {name: device["limits"] for name, device in document["devices"].items()}
         lines = tuple(_read_row(row, sites, limits) for row in document["lines"])
         return Chart(tuple(document["devices"]), lines, document["seconds"], document["made"])
+    # Any of these means that the file is damaged or is not a chart.
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UsageError(f"{path} is not a chart: {error}", hint=f"anyaccel chart --json > {path}") from error
 
@@ -121,6 +122,7 @@ def _row_as_dict(row: ChartRow, index: dict[CodeLine, int]) -> dict[str, Any]:
     cells: dict[str, dict[str, Any]] = {}
     for cell in row.cells:
         modes = {"plain": _attempt_as_dict(cell.plain, index), "placed": _attempt_as_dict(cell.placed, index)}
+        # Reasons are computed when the chart is shown, so that a new text applies to recorded charts too.
         reason = find_reason(row.recipe) if cell.placed.state != "works" else ""
         cells[cell.device] = modes | ({"reason": reason} if reason else {})
     return {"recipe": row.recipe, "pipeline": row.pipeline, "family": row.family, "cells": cells}

@@ -13,12 +13,12 @@ from anyaccel.checking.report import DeviceReport, Report
 __all__ = ["write_report_page"]
 
 
-def write_report_page(report: Report, made: Mapping[str, Any] | None = None) -> str:
-    """Return the page of a report; `made` has the date and versions: `{"versions": {"torch": "2.13.0"}}`."""
+def write_report_page(report: Report, environment: Mapping[str, Any] | None = None) -> str:
+    """Return the page of a report; `environment` has the date and versions: `{"versions": {"torch": "2.13.0"}}`."""
     devices = {name: _as_dict(device) for name, device in report.devices.items()}
     return fill_page(
         "report.html",
-        report.as_dict() | {"devices": devices, "made": dict(made or {})},
+        report.as_dict() | {"devices": devices, "made": dict(environment or {})},
         title=f"anyaccel check: {report.subject}",
     )
 
