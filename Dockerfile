@@ -1,13 +1,14 @@
-# anyaccel serve in a container. For a CPU:
+# `anyaccel serve` in a container. For a CPU:
 #
 #     docker build -t anyaccel .
 #
-# For an accelerator, on the vendor's own image, which brings a torch built for it:
+# For an accelerator, use the vendor's image, which has a torch build for the device:
 #
 #     docker build -t anyaccel --build-arg BASE=vault.habana.ai/gaudi-docker/1.22.2/ubuntu24.04/habanalabs/pytorch-installer-2.7.1:1.22.2-32 .
 #
-# A torch that the image has already is kept: pip is asked for what is missing only. Plain `torch` brings gigabytes for
-# NVIDIA on x86_64: TORCH takes what https://pytorch.org/get-started/locally/ says for a CPU, after `pip install`.
+# pip keeps a torch that the base image already has. Without one it installs the default build, which on x86_64 includes
+# gigabytes of CUDA libraries. To install another, set TORCH to the arguments after `pip install` that
+# https://pytorch.org/get-started/locally/ shows for it.
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG TORCH=""
@@ -27,8 +28,9 @@ USER anyaccel
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM
+# The start period covers the download and the warm-up of a model.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m \
   CMD python3 -c "import urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:8000/healthz', headers={'Host': 'localhost'}))"
 
-# A key is wanted, since a container's port can be reached: ANYACCEL_API_KEYS, or --no-key.
+# The service requires a key because it does not listen on loopback: set ANYACCEL_API_KEYS, or pass --no-key.
 ENTRYPOINT ["python3", "-m", "anyaccel", "serve", "--host", "0.0.0.0", "--data", "/data/serve"]

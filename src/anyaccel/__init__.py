@@ -1,6 +1,6 @@
-"""anyaccel: any diffusion pipeline, any accelerator, the same picture.
+"""anyaccel: any diffusion pipeline, any accelerator, the same image.
 
-The names below are imported when they are first used: a bare `import anyaccel` loads no torch.
+Public names are imported on first use, so `import anyaccel` does not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from anyaccel.runtime.pipeline import DiffusionPipeline as DiffusionPipeline
     from anyaccel.runtime.pipeline import place as place
 
-_HOMES = {
+_MODULES = {
     "AnyaccelError": "anyaccel.errors",
     "AutoPipelineForImage2Image": "anyaccel.runtime.pipeline",
     "AutoPipelineForInpainting": "anyaccel.runtime.pipeline",
@@ -77,7 +77,7 @@ _HOMES = {
     "virtual": "anyaccel.emulator.activation",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
@@ -85,10 +85,10 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("anyaccel")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'anyaccel' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value  # later accesses bypass __getattr__
     return value
 
 

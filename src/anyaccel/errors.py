@@ -1,26 +1,26 @@
-"""Every error that anyaccel raises on purpose, in one tree.
+"""Exceptions of anyaccel.
 
-    AnyaccelError                 exit status 3: something broke
-    ├── UsageError                exit status 2: the call was wrong (also a ValueError)
-    │   ├── UnknownDeviceError    no backend has that name
-    │   ├── UnknownDtypeError     torch has no such number type
-    │   ├── UnknownProductError   no sheet lists that product
-    │   ├── UnknownComponentError the pipeline has no component of that name
-    │   └── ModelError            what was named is no model, or one that is broken or not trusted
-    ├── DeviceUnavailableError    exit status 1: the device is known, and not here (also a RuntimeError)
-    ├── LimitError                exit status 1: a virtual device refuses what the real one cannot do (a RuntimeError)
-    │   └── LimitTypeError        the same where the real device raises a TypeError
-    ├── VirtualDeviceError        a virtual device cannot be had here, or not beside another
-    │   └── RealDeviceError       the real one is here, and wins
-    ├── DoesNotFitError           exit status 1: more memory is needed than there is (also a RuntimeError)
-    ├── NotFiniteError            exit status 1: the picture is not finite, in float32 neither (also an ArithmeticError)
-    ├── NotMeasurableError        exit status 1: this device keeps no such figure (also a RuntimeError)
-    ├── ProcessDiedError          a child process ended before it answered (also a RuntimeError)
-    ├── UnmappedError             exit status 1: a script asks for what CUDA alone has (also an AttributeError)
-    ├── UpstreamError             torch or a library lacks what anyaccel relies on (also a RuntimeError)
-    └── PluginError               a backend plugin is broken, or two claim one name
+    AnyaccelError                 exit status 3: unexpected failure
+    ├── UsageError                exit status 2: invalid arguments (also a ValueError)
+    │   ├── UnknownDeviceError    unknown device name
+    │   ├── UnknownDtypeError     unknown torch dtype
+    │   ├── UnknownProductError   product not listed on the sheet
+    │   ├── UnknownComponentError unknown component of the pipeline
+    │   └── ModelError            not a model, or a broken or untrusted one
+    ├── DeviceUnavailableError    exit status 1: known device, not available (also a RuntimeError)
+    ├── LimitError                exit status 1: a virtual device hit a limit of the real one (also a RuntimeError)
+    │   └── LimitTypeError        the same, if the real device raises a TypeError
+    ├── VirtualDeviceError        a virtual device cannot be started (also a RuntimeError)
+    │   └── RealDeviceError       the real device is available and takes precedence
+    ├── DoesNotFitError           exit status 1: not enough memory (also a RuntimeError)
+    ├── NotFiniteError            exit status 1: NaN or Inf in the image, even in float32 (also an ArithmeticError)
+    ├── NotMeasurableError        exit status 1: the device does not report this figure (also a RuntimeError)
+    ├── ProcessDiedError          a child process exited without a result (also a RuntimeError)
+    ├── UnmappedError             exit status 1: a script uses a CUDA-only attribute (also an AttributeError)
+    ├── UpstreamError             torch or a library lacks an attribute (also a RuntimeError)
+    └── PluginError               broken backend plugin, or two with the same name
 
-A message says the limit and what was asked; `hint` says a way out and is printed on a line of its own.
+Every error has a `message` and a `hint` that says what to do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class AnyaccelError(Exception):
-    """The root of the tree; catch this to catch everything that anyaccel raises on purpose."""
+    """Base class of all exceptions that anyaccel raises on purpose."""
 
     exit_status: ClassVar[int] = 3
 
@@ -78,95 +78,95 @@ def _rebuild(kind: type[AnyaccelError], message: str, hint: str) -> AnyaccelErro
 
 
 class UsageError(AnyaccelError, ValueError):
-    """The call was wrong, and no device could have answered it."""
+    """Invalid arguments, on any device."""
 
     exit_status = 2
 
 
 class UnknownDeviceError(UsageError):
-    """No backend has that name."""
+    """Unknown device name."""
 
 
 class UnknownDtypeError(UsageError):
-    """torch has no such number type."""
+    """Unknown torch dtype."""
 
 
 class UnknownProductError(UsageError):
-    """No sheet lists that product."""
+    """Product not listed on the sheet of a device."""
 
 
 class UnknownComponentError(UsageError):
-    """The pipeline has no component of that name."""
+    """Unknown component of a pipeline."""
 
 
 class ModelError(UsageError):
-    """What was named is no model, or one that is broken or not trusted."""
+    """Not a model, or a broken or untrusted one."""
 
 
 class DeviceUnavailableError(AnyaccelError, RuntimeError):
-    """The device is known, and this machine does not have it."""
+    """Known device that is not available on this machine."""
 
     exit_status = 1
 
 
 class LimitError(AnyaccelError, RuntimeError):
-    """A virtual device in strict mode refuses what the real one cannot do."""
+    """A virtual device in strict mode hit a limit of the real one."""
 
     exit_status = 1
 
 
 class LimitTypeError(LimitError, TypeError):
-    """The same, where the real device raises a TypeError."""
+    """A `LimitError` for limits where the real device raises a TypeError."""
 
 
 class VirtualDeviceError(AnyaccelError, RuntimeError):
-    """A virtual device cannot be had in this process."""
+    """A virtual device cannot be started in this process."""
 
 
 class RealDeviceError(VirtualDeviceError):
-    """The real device, or its software, is here, and wins over a virtual one."""
+    """The real device or its software is available and takes precedence over a virtual one."""
 
 
 class DoesNotFitError(AnyaccelError, RuntimeError):
-    """A call needs more memory than the device has, in whatever way it is run."""
+    """A call needs more memory than the device has, with every memory rule."""
 
     exit_status = 1
 
 
 class NotFiniteError(AnyaccelError, ArithmeticError):
-    """The picture is not finite, and is not in float32 either."""
+    """The image contains NaN or Inf, even when recomputed in float32."""
 
     exit_status = 1
 
 
 class NotMeasurableError(AnyaccelError, RuntimeError):
-    """The device keeps no such figure, so that none is made up."""
+    """The device does not report this figure."""
 
     exit_status = 1
 
 
 class ProcessDiedError(AnyaccelError, RuntimeError):
-    """A child process ended before it answered."""
+    """A child process exited without a result."""
 
 
 class UnmappedError(AnyaccelError, AttributeError):
-    """A script that was written for CUDA asks for what no other device has; `hasattr` is answered with no."""
+    """A CUDA script uses an attribute without an equivalent on the device; `hasattr` returns False."""
 
     exit_status = 1
 
 
 class UpstreamError(AnyaccelError, RuntimeError):
-    """The installed torch, or another library, lacks an attribute that anyaccel relies on."""
+    """The installed torch or another library lacks an attribute that anyaccel needs."""
 
 
 class PluginError(AnyaccelError):
-    """A backend plugin could not be imported, or two claim one name."""
+    """A backend plugin failed to load, or two have the same name."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its class if the message is empty.
+    """Return the first line of an error's message, or its class name if the message is empty.
 
-    A line that ends with a colon, as torch's "backend='inductor' raised:" does, is joined with the next.
+    A line that ends with a colon, such as torch's "backend='inductor' raised:", is joined with the next one.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -175,24 +175,23 @@ def first_line(error: BaseException) -> str:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message: `KeyError: 'a'`."""
+    """Return the class name and the first line of the message: `KeyError: 'a'`."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
 
 
-_MOST_NAMES, _TOLD_NAMES = 60, 12
+_MAX_LISTED, _MAX_SIMILAR = 60, 12
 
 
-def nearest(asked: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
-    """Say which known names there are, the nearest one first: `did you mean mps? known: cpu, cuda, …`.
+def nearest(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """Return a hint for a misspelled name: `did you mean mps? known: cpu, cuda, …`.
 
-    Of very many, those that are most like what was asked for are told, and how many there are. Names in `also` are
-    suggested if they are similar, and not listed.
+    A long list is shortened to the most similar names. Names in `also` are suggested but not listed.
     """
     names = list(known)
-    close = difflib.get_close_matches(asked.lower(), [*names, *also], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), [*names, *also], n=1, cutoff=0.5)
     guess = f"did you mean {close[0]}? " if close else ""
-    if len(names) <= _MOST_NAMES:
+    if len(names) <= _MAX_LISTED:
         return f"{guess}known: {', '.join(names)}"
-    alike = difflib.get_close_matches(asked.lower(), names, n=_TOLD_NAMES, cutoff=0.0)
-    return f"{guess}known: {', '.join(alike)} and {len(names) - len(alike)} more"
+    similar = difflib.get_close_matches(name.lower(), names, n=_MAX_SIMILAR, cutoff=0.0)
+    return f"{guess}known: {', '.join(similar)} and {len(names) - len(similar)} more"

@@ -1,4 +1,4 @@
-"""Sizes of memory, as people write and read them."""
+"""Memory sizes as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size as people write it: `16GiB`, `512MB`, `1000`."""
+    """Return the bytes of a size such as `16GiB`, `512MB` or `1000`."""
     trimmed = text.strip().upper()
     digits = trimmed.rstrip("KMGIB")
     unit = trimmed[len(digits) :] or "B"
@@ -18,13 +18,14 @@ def parse_size(text: str) -> int:
         amount = float(digits)
     except ValueError:
         amount = -1.0
+    # The upper bound also rejects inf and sizes that overflow later computations.
     if unit not in _UNITS or not 0 < amount * _UNITS[unit] < 2**60:
-        raise UsageError(f"{text!r} is no size of a memory", hint="write it as 16GiB, 96GB or 512MiB")
+        raise UsageError(f"{text!r} is not a valid memory size", hint="use a size such as 16GiB, 96GB or 512MiB")
     return int(amount * _UNITS[unit])
 
 
 def readable(size: int) -> str:
-    """`1.5 GiB`, `312 MiB`."""
+    """Format bytes: `1.5 GiB`, `312 MiB`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size < 100 * factor else f"{size / factor:.0f} {unit}"

@@ -17,7 +17,7 @@ def test_the_table_names_every_backend(run_cli: RunCli) -> None:
     done = run_cli("devices")
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in EIGHT)
-    assert "hint:" in done.stdout
+    assert done.stdout.index("available\n") < done.stdout.index("not available on this machine")
     assert done.stderr == ""
 
 
@@ -35,7 +35,7 @@ def test_json_lists_the_eight_with_reason_and_hint(run_cli: RunCli) -> None:
 def test_one_name_shows_its_whole_sheet_with_sources(run_cli_forked: RunCli, name: str) -> None:
     done = run_cli_forked("devices", name)
     assert done.returncode == 0, done.stderr
-    sections = ["Number types", "Behaviour", "Limits on size", "Software", "Requirements", "Products"]
+    sections = ["Dtypes", "Behavior", "Size and operation limits", "Software", "Requirements", "Products"]
     assert all(section in done.stdout for section in sections)
     assert "https://" in done.stdout
 
@@ -60,7 +60,11 @@ def test_the_report_can_be_pasted_into_an_issue(run_cli: RunCli) -> None:
     [
         (["devices", "nueron"], "unknown device 'nueron'", "did you mean neuron?"),
         (["devices", "cuda:x"], "'cuda:x' is not a valid device", "hpu:3"),
-        (["devices", "--report", "--json"], "--report goes with nothing else", "anyaccel devices --report"),
+        (
+            ["devices", "--report", "--json"],
+            "--report cannot be combined with NAME or --json",
+            "anyaccel devices --report",
+        ),
     ],
 )
 def test_a_wrong_call_ends_with_two_and_a_hint(
@@ -129,7 +133,7 @@ def test_lines_are_left_whole_so_that_addresses_can_be_copied(run_cli_forked: Ru
 def test_the_report_names_no_home_and_keeps_its_fence(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError('{tmp_path}/secret\\n```')")
     report = run_cli("devices", "--report", PYTHONPATH=str(tmp_path), HOME=str(tmp_path)).stdout
-    assert "npu: not here: its software is installed and fails: ImportError: ~/secret" in report
+    assert "npu: not available: its software is installed and fails: ImportError: ~/secret" in report
     assert report.count("```") == 2
 
 
@@ -142,3 +146,12 @@ def test_a_vendor_module_may_do_its_worst(run_cli: RunCli, tmp_path: Path, code:
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     assert not rows["npu"]["available"]
     assert rows["cpu"]["available"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_unavailable_devices_take_one_line_each(run_cli_forked: RunCli, columns: int) -> None:
+    lines = run_cli_forked("devices", COLUMNS=str(columns)).stdout.splitlines()
+    unavailable = lines[lines.index("not available on this machine") + 1 :]
+    unavailable = unavailable[: unavailable.index("")]
+    assert len(unavailable) == len({line.split()[0] for line in unavailable}) >= 1
+    assert all(len(line) <= columns for line in unavailable)

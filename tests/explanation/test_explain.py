@@ -218,7 +218,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "h200", "width": 0}, UsageError, "pixels"),
         (SD, {"device": "h200", "width": 10**9}, UsageError, "width must be an integer from 1 to 16384 pixels"),
         (SD, {"device": "h200", "width": 513, "height": 512}, UsageError, "use 512 or 520"),
-        (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory is one of"),
+        (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory must be one of"),
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
         ("", {"device": "h200"}, ModelError, "the model name is empty"),

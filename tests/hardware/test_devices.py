@@ -43,8 +43,8 @@ def test_tensors_are_copied_in_both_directions_with_other_streams(device: str) -
     opened = anyaccel.open_device(device)
     expected = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(7))
     on_device = opened.driver.send(expected, opened.torch_device) * 2
-    opened.driver.mark(opened.index)()
-    with opened.driver.aside(opened.index):
+    opened.driver.record_event(opened.index)()
+    with opened.driver.side_stream(opened.index):
         assert torch.equal(on_device.cpu(), expected * 2)
 
 

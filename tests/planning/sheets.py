@@ -1,4 +1,4 @@
-"""Sheets for the tests of planning: one of a device without a limit, and changes to it."""
+"""Sheets for planning tests: a device without limits, and limits to add to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = [
 ]  # fmt: skip
 
 NAMES = ("cpu", "cuda", "rocm", "mps", "hpu", "neuron", "xpu", "npu", "mlu")
-_KNOWN: dict[str, Any] = {"says": "It says so.", "source": "https://example.org", "evidence": "documented"}
-ANSWER = Yes(**_KNOWN)
+_CLAIM: dict[str, Any] = {"says": "A documented fact.", "source": "https://example.org", "evidence": "documented"}
+ANSWER = Yes(**_CLAIM)
 
 
 def without_limits(**changes: Any) -> Sheet:
-    """A device that does everything, but for what is changed; a type's name changes that type."""
+    """Return the sheet of a device without limits, except for the given fields; dtype names set that dtype."""
     names = [field.name for field in fields(Dtypes)]
     dtypes = Dtypes(**{name: changes.pop(name, ANSWER) for name in names})
     base = Sheet(
@@ -30,7 +30,7 @@ def without_limits(**changes: Any) -> Sheet:
         documentation="https://example.org",
         preference=1,
         dtypes=dtypes,
-        default_dtypes=DtypeOrder(order=("bfloat16", "float16", "float32"), **_KNOWN),
+        default_dtypes=DtypeOrder(order=("bfloat16", "float16", "float32"), **_CLAIM),
         random_numbers=ANSWER,
         data_dependent_shapes=ANSWER,
         new_shapes=ANSWER,
@@ -45,15 +45,15 @@ def without_limits(**changes: Any) -> Sheet:
 
 
 def dtype_limit(effect: Effect, **more: Any) -> DtypeLimit:
-    return DtypeLimit(effect=effect, **_KNOWN | more)
+    return DtypeLimit(effect=effect, **_CLAIM | more)
 
 
 def limit(effect: Effect, **more: Any) -> Limit:
-    return Limit(effect=effect, **_KNOWN | more)
+    return Limit(effect=effect, **_CLAIM | more)
 
 
 def round_trip(**more: Any) -> RoundTrip:
-    return RoundTrip(effect="slow", cost_us=10.0, **_KNOWN | more)
+    return RoundTrip(effect="slow", cost_us=10.0, **_CLAIM | more)
 
 
 def size_limit(
@@ -62,17 +62,17 @@ def size_limit(
     of: Literal["tensor", "attention_scores"] = "attention_scores",
     **more: Any,
 ) -> SizeLimit:
-    return SizeLimit(effect="wrong", amount=amount, unit=unit, of=of, **_KNOWN | more)
+    return SizeLimit(effect="wrong", amount=amount, unit=unit, of=of, **_CLAIM | more)
 
 
 def operation_limit(effect: Effect, **more: Any) -> OperationLimit:
-    return OperationLimit(effect=effect, operations=("mul",), **{"name": "an_operation"} | _KNOWN | more)
+    return OperationLimit(effect=effect, operations=("mul",), **{"name": "an_operation"} | _CLAIM | more)
 
 
 def quirk(name: str, **more: Any) -> Quirk:
-    return Quirk(effect="wrong", name=name, **_KNOWN | more)
+    return Quirk(effect="wrong", name=name, **_CLAIM | more)
 
 
 def real_sheet(name: str) -> Sheet:
-    """A sheet of the package as it reads with this torch and a current macOS."""
+    """Return a built-in sheet with its conditions resolved for torch 2.13 and macOS 15."""
     return anyaccel.sheet(name).on(versions={"torch": "2.13.0", "macos": "15.0"})

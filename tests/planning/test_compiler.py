@@ -1,4 +1,4 @@
-"""How a device compiles, and how it executes."""
+"""Choice of the compiler and of the execution mode."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from anyaccel.planning import PlacementOptions
 from anyaccel.planning.compiler import choose_compiler, choose_mode
 from tests.planning.sheets import NAMES, limit, real_sheet, without_limits
 
-KNOWN: dict[str, Any] = {"says": "It compiles.", "source": "https://example.org", "evidence": "documented"}
+CLAIM: dict[str, Any] = {"says": "It compiles.", "source": "https://example.org", "evidence": "documented"}
 
 
-def test_where_no_compiler_is_known_the_plan_says_so() -> None:
+def test_plan_reports_an_unknown_compiler() -> None:
     chosen = choose_compiler(without_limits())
     assert chosen.value.backend == ""
-    assert str(chosen) == "not known here"
+    assert str(chosen) == "unknown"
     assert chosen.reason == "No compiler was found."
 
 
 @pytest.mark.parametrize(
     ("dynamic", "static_shapes", "expected"), [(True, False, False), (False, False, True), (True, True, True)]
 )
-def test_sizes_are_fixed_where_the_compiler_or_the_device_needs_it(
+def test_shapes_are_static_if_the_compiler_or_the_device_requires_it(
     dynamic: bool, static_shapes: bool, expected: bool
 ) -> None:
-    compiler = Compiler(backend="b", dynamic=dynamic, fullgraph=True, cache_variable="CACHE", **KNOWN)
+    compiler = Compiler(backend="b", dynamic=dynamic, fullgraph=True, cache_variable="CACHE", **CLAIM)
     shapes = {"data_dependent_shapes": limit("error")} if static_shapes else {}
     rule = choose_compiler(without_limits(compiler=compiler, **shapes)).value
     assert (rule.backend, rule.fullgraph, rule.static, rule.cache_variable) == ("b", True, expected, "CACHE")
-    assert ("a graph for each size" in str(rule)) is expected
-    assert "whole graphs" in str(rule)
+    assert ("one graph per size" in str(rule)) is expected
+    assert "full graph" in str(rule)
 
 
-def test_the_sheets_name_a_compiler_or_say_that_none_is_known() -> None:
+def test_built_in_sheets_explain_the_compiler() -> None:
     rules = {name: choose_compiler(real_sheet(name)) for name in NAMES}
     assert all(rule.reason for rule in rules.values())
     assert rules["neuron"].value.static
@@ -45,17 +45,17 @@ def test_the_sheets_name_a_compiler_or_say_that_none_is_known() -> None:
 
 
 MODES = (
-    Mode(name="eager", settings=(("LAZY", "0"),), **KNOWN),
-    Mode(name="lazy", settings=(("LAZY", "1"),), **KNOWN),
+    Mode(name="eager", settings=(("LAZY", "0"),), **CLAIM),
+    Mode(name="lazy", settings=(("LAZY", "1"),), **CLAIM),
 )
 
 
-def test_the_first_way_unless_another_is_asked_for_or_set() -> None:
+def test_first_mode_is_the_default_unless_requested_or_set_in_the_environment() -> None:
     sheet = without_limits(modes=MODES)
     assert choose_mode(sheet, PlacementOptions(), {}).value == "eager"
-    asked = choose_mode(sheet, PlacementOptions(mode="lazy"), {})
-    assert asked.value == "lazy"
-    assert asked.reason.startswith("asked for")
+    requested = choose_mode(sheet, PlacementOptions(mode="lazy"), {})
+    assert requested.value == "lazy"
+    assert requested.reason.startswith("requested")
     by_environment = choose_mode(sheet, PlacementOptions(), {"LAZY": "1"})
     assert by_environment.value == "lazy"
     assert "LAZY=1" in by_environment.reason
@@ -63,11 +63,11 @@ def test_the_first_way_unless_another_is_asked_for_or_set() -> None:
     assert choose_mode(sheet, PlacementOptions(), {"LAZY": "7"}).value == "eager"
 
 
-def test_a_way_that_there_is_not_is_refused() -> None:
+def test_unknown_mode_raises() -> None:
     with pytest.raises(UsageError, match="has no mode 'graph'") as caught:
         choose_mode(without_limits(modes=MODES), PlacementOptions(mode="graph"), {})
     assert "eager, lazy" in caught.value.hint
-    with pytest.raises(UsageError, match="one way only"):
+    with pytest.raises(UsageError, match="has only the mode 'eager', not 'lazy'"):
         choose_mode(without_limits(), PlacementOptions(mode="lazy"), {})
     assert choose_mode(without_limits(), PlacementOptions(mode="eager"), {}).value == "eager"
     assert choose_mode(without_limits(), PlacementOptions(), {}).value == "eager"

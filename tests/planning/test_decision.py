@@ -1,4 +1,4 @@
-"""A decision in words."""
+"""Text of decisions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from anyaccel.planning import Decision
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "text"),
     [
         (None, "-"),
         ((), "-"),
@@ -17,10 +17,10 @@ from anyaccel.planning import Decision
         (False, "no"),
         (1, "1"),
         (0, "0"),
-        ("host", "host"),
+        ("cpu", "cpu"),
         (("dtypes", "noise"), "dtypes, noise"),
         ((("float64", "float32"), ("int64", "int32")), "float64 → float32, int64 → int32"),
     ],
 )
-def test_a_value_is_written_as_people_read_it(value: object, words: str) -> None:
-    assert str(Decision(value, "a reason")) == words
+def test_values_are_formatted_for_humans(value: object, text: str) -> None:
+    assert str(Decision(value, "a reason")) == text

@@ -1,4 +1,4 @@
-"""Which number type a pipeline runs in, and what stands in for those that a device lacks."""
+"""Choice of the dtype, and replacements for dtypes that a device lacks."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from tests.planning.sheets import dtype_limit, operation_limit, real_sheet, with
 
 
 def facts(*dtypes: str, encoder: str = "", quantized: bool = False) -> PipelineFacts:
-    """A pipeline whose denoisers have those types."""
-    parts = [
-        ComponentFacts(name=f"unet{number}", kind="UNet", dtype=dtype, parameters=1, denoises=True, quantized=quantized)
-        for number, dtype in enumerate(dtypes)
+    """Return a pipeline with one denoiser per dtype."""
+    components = [
+        ComponentFacts(name=f"unet{index}", kind="UNet", dtype=dtype, parameters=1, denoises=True, quantized=quantized)
+        for index, dtype in enumerate(dtypes)
     ]
     if encoder:
-        parts.append(ComponentFacts(name="text_encoder", kind="Text", dtype=encoder, parameters=1))
-    return PipelineFacts(pipeline="Test", components=tuple(parts))
+        components.append(ComponentFacts(name="text_encoder", kind="Text", dtype=encoder, parameters=1))
+    return PipelineFacts(pipeline="Test", components=tuple(components))
 
 
 NO_BF16 = without_limits(bfloat16=dtype_limit("error", becomes="float16", says="No bfloat16 here."))
 
 
-def test_what_is_asked_for_comes_first_as_far_as_the_device_goes() -> None:
-    asked = choose_dtype(without_limits(), facts("float16"), PlacementOptions(dtype="float32"))
-    assert asked.value == "float32"
-    assert "asked for" in asked.reason
-    instead = choose_dtype(NO_BF16, facts(), PlacementOptions(dtype="bfloat16"))
-    assert instead.value == "float16"
-    assert "bfloat16 was asked for" in instead.reason
-    assert "No bfloat16 here." in instead.reason
+def test_requested_dtype_wins_unless_the_device_lacks_it() -> None:
+    requested = choose_dtype(without_limits(), facts("float16"), PlacementOptions(dtype="float32"))
+    assert requested.value == "float32"
+    assert "requested" in requested.reason
+    replacement = choose_dtype(NO_BF16, facts(), PlacementOptions(dtype="bfloat16"))
+    assert replacement.value == "float16"
+    assert "bfloat16 was requested" in replacement.reason
+    assert "No bfloat16 here." in replacement.reason
 
 
-def test_a_half_precision_that_was_loaded_is_kept() -> None:
+def test_loaded_half_precision_is_kept() -> None:
     assert choose_dtype(without_limits(), facts("float16"), PlacementOptions()).value == "float16"
     assert choose_dtype(NO_BF16, facts("bfloat16"), PlacementOptions()).value == "float16"
     assert choose_dtype(without_limits(), facts("float16", encoder="float32"), PlacementOptions()).value == "float16"
     assert choose_dtype(without_limits(), facts("float32", encoder="float16"), PlacementOptions()).value == "bfloat16"
     mixed = choose_dtype(without_limits(), facts("float16", "bfloat16"), PlacementOptions())
-    assert mixed.value == "bfloat16", "two of them say nothing, and the device's order counts"
+    assert mixed.value == "bfloat16", "two half precisions are ambiguous: the order of the device decides"
 
 
-def test_float32_that_was_loaded_becomes_the_best_of_the_device() -> None:
+def test_loaded_float32_becomes_the_best_dtype_of_the_device() -> None:
     assert choose_dtype(without_limits(), facts("float32"), PlacementOptions()).value == "bfloat16"
     assert choose_dtype(NO_BF16, facts("float32"), PlacementOptions()).value == "float16"
     both = without_limits(bfloat16=dtype_limit("error"), float16=dtype_limit("wrong"))
     assert choose_dtype(both, facts(), PlacementOptions()).value == "float32"
     slow = without_limits(bfloat16=dtype_limit("slow"))
     assert choose_dtype(slow, facts(), PlacementOptions()).value == "bfloat16"
-    open_question = without_limits(bfloat16=dtype_limit("error", only_if=("macos<14",)))
-    assert choose_dtype(open_question, facts(), PlacementOptions()).value == "bfloat16"
+    conditional = without_limits(bfloat16=dtype_limit("error", only_if=("macos<14",)))
+    assert choose_dtype(conditional, facts(), PlacementOptions()).value == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,14 @@ def test_float32_that_was_loaded_becomes_the_best_of_the_device() -> None:
         ({"float16": 0.81, "bfloat16": 0.9}, "float32"),
     ],
 )
-def test_on_the_host_the_measure_decides(cost: dict[str, float], expected: str) -> None:
+def test_measured_cost_decides_on_the_cpu(cost: dict[str, float], expected: str) -> None:
     chosen = choose_dtype(without_limits(), facts("float16"), PlacementOptions(), cost)
     assert chosen.value == expected
-    assert "measured on this host" in chosen.reason
+    assert "measured on this CPU" in chosen.reason
     assert choose_dtype(without_limits(), facts(), PlacementOptions(dtype="float16"), cost).value == "float16"
 
 
-def test_models_that_keep_a_type_of_their_own() -> None:
+def test_components_that_keep_their_own_dtype() -> None:
     assert choose_component_dtypes(facts("float16"), "float16", None).value == ()
     quantized = choose_component_dtypes(facts("uint8", quantized=True), "bfloat16", None)
     assert quantized.value == (("unet0", "uint8"),)
@@ -79,7 +79,7 @@ def test_models_that_keep_a_type_of_their_own() -> None:
     assert choose_component_dtypes(facts("float32", encoder="float32"), "float32", None).value == ()
 
 
-def test_what_stands_in() -> None:
+def test_replacements_of_missing_dtypes() -> None:
     assert choose_replacements(without_limits()).value == ()
     sheet = without_limits(
         float64=dtype_limit("error", becomes="float32", says="No float64."),
@@ -92,7 +92,7 @@ def test_what_stands_in() -> None:
         assert choose_replacements(without_limits(float64=harmless)).value == ()
 
 
-def test_complex_numbers_become_pairs_where_they_are_refused_or_patchy() -> None:
+def test_complex_dtypes_become_pairs_if_rejected_or_partly_supported() -> None:
     pairs = (("complex64", "pairs"), ("complex128", "pairs"))
     assert choose_replacements(without_limits(complex64=dtype_limit("error"))).value == pairs
     both = without_limits(complex64=dtype_limit("error"), complex128=dtype_limit("error", becomes="complex64"))
@@ -121,4 +121,4 @@ def test_the_sheets() -> None:
     assert dict(choose_replacements(real_sheet("hpu").on(product="gaudi1")).value)["float64"] == "float32"
     assert choose_dtype(
         real_sheet("mps").on(versions={"macos": "13.5"}), facts(), PlacementOptions(dtype="bfloat16")
-    ).value == ("bfloat16"), "settled for macOS 15 already"
+    ).value == ("bfloat16"), "already resolved for macOS 15"

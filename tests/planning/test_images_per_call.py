@@ -1,4 +1,4 @@
-"""How many images run in one call."""
+"""Choice of the number of images per call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from anyaccel.planning.images_per_call import choose_images_per_call
 from tests.planning.sheets import NAMES, limit, real_sheet, without_limits
 
 
-def test_one_where_batches_are_not_reliable() -> None:
+def test_one_image_per_call_if_batches_are_unreliable() -> None:
     chosen = choose_images_per_call(
         without_limits(batches=limit("wrong", says="Batches gave noise.")), PlacementOptions()
     )
@@ -17,7 +17,7 @@ def test_one_where_batches_are_not_reliable() -> None:
     assert "https://example.org" in chosen.reason
 
 
-def test_all_where_nothing_is_against_it() -> None:
+def test_whole_batch_if_no_problem_is_known() -> None:
     for batches in (limit("slow"), limit("wrong", only_if=("torch<2",)), Unknown(says="Not found.")):
         assert choose_images_per_call(without_limits(batches=batches), PlacementOptions()).value is None
     chosen = choose_images_per_call(without_limits(), PlacementOptions())
@@ -25,12 +25,12 @@ def test_all_where_nothing_is_against_it() -> None:
     assert str(chosen) == "-"
 
 
-def test_what_is_asked_for_is_done_even_against_the_sheet() -> None:
+def test_requested_count_overrides_the_sheet() -> None:
     chosen = choose_images_per_call(without_limits(batches=limit("wrong")), PlacementOptions(images_per_call=4))
-    assert (chosen.value, chosen.reason) == (4, "asked for")
+    assert (chosen.value, chosen.reason) == (4, "requested")
 
 
-def test_the_sheets() -> None:
+def test_built_in_sheets() -> None:
     assert {name for name in NAMES if choose_images_per_call(real_sheet(name), PlacementOptions()).value == 1} == {
         "mps"
     }

@@ -1,4 +1,4 @@
-"""Deciding about memory: the order of the rules, what each would hold, and the first that fits."""
+"""Memory planning: order of the rules, predicted peaks, and the first rule that fits."""
 
 from dataclasses import replace
 
@@ -26,10 +26,10 @@ MODELS = tuple(
 DISCRETE, UNIFIED = list_residences(unified_memory=False), list_residences(unified_memory=True)
 
 
-def measure(way: MemorySavings, images: int) -> Footprint:
-    """A pipeline that holds 10, 40 and 200 bytes an image beside its weights; parts and slices take that down."""
-    decode = 200 * images if not way.vae_in_parts else 60
-    denoise = (40 if not way.sliced_attention else 20) * images
+def measure(savings: MemorySavings, images: int) -> Footprint:
+    """Return a pipeline with activations of 10, 40 and 200 bytes per image; tiles and slices reduce them."""
+    decode = 200 * images if not savings.vae_in_parts else 60
+    denoise = (40 if not savings.sliced_attention else 20) * images
     passings = (
         ModelCall("text_encoder", "encode", 10 * images),
         ModelCall("unet", "denoise", denoise),
@@ -42,7 +42,7 @@ def measure(way: MemorySavings, images: int) -> Footprint:
     )  # fmt: skip
 
 
-def test_what_each_residence_holds() -> None:
+def test_peaks_of_each_residence() -> None:
     plain = measure(MemorySavings(), 1)
     assert predict(plain, "resident") == {"load": 680, "encode": 690, "denoise": 720, "decode": 880}
     assert predict(plain, "component") == {"load": 30, "encode": 140, "denoise": 570, "decode": 280}
@@ -54,34 +54,34 @@ def test_what_each_residence_holds() -> None:
     assert predict(alone, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
 
 
-def test_what_graphs_hold_is_held_in_all_phases() -> None:
+def test_captured_graphs_hold_memory_in_all_phases() -> None:
     held = {"load": 720, "encode": 730, "denoise": 720, "decode": 920}
     assert predict(measure(MemorySavings(), 1), "resident", recorded=True) == held
 
 
-def test_a_model_that_runs_again_later_stays_where_diffusers_leaves_it() -> None:
+def test_model_that_runs_again_stays_where_diffusers_leaves_it() -> None:
     passings = (ModelCall("vae", "encode", 1), ModelCall("unet", "denoise", 1), ModelCall("vae", "decode", 1))
     footprint = replace(measure(MemorySavings(), 1), passings=passings)
-    # The autoencoder comes after the denoiser in the order, so that the denoiser does not make it leave.
+    # The VAE comes after the denoiser in the offload order, so the denoiser does not offload it.
     assert predict(footprint, "component")["denoise"] == 30 + 50 + 500 + 1
     assert predict(footprint, "component")["decode"] == 30 + 50 + 1
 
 
-def test_the_order_of_the_rules() -> None:
+def test_order_of_the_rules() -> None:
     order = [str(rule) for rule in list_rules(1, PlacementOptions(), DISCRETE)]
     assert order == [
         "everything resident",
-        "everything resident, VAE in parts",
-        "everything resident, VAE in parts, attention one head at a time",
+        "everything resident, VAE tiled",
+        "everything resident, VAE tiled, attention one head at a time",
         "one model at a time",
-        "one model at a time, VAE in parts",
-        "one model at a time, VAE in parts, attention one head at a time",
+        "one model at a time, VAE tiled",
+        "one model at a time, VAE tiled, attention one head at a time",
         "one layer at a time",
-        "one layer at a time, VAE in parts",
-        "one layer at a time, VAE in parts, attention one head at a time",
+        "one layer at a time, VAE tiled",
+        "one layer at a time, VAE tiled, attention one head at a time",
     ]
     unified = {rule.residence for rule in list_rules(1, PlacementOptions(), UNIFIED)}
-    assert unified == {"resident", "phase", "layer"}, "moving to the host frees nothing there"
+    assert unified == {"resident", "phase", "layer"}, "offloading to the CPU frees nothing with unified memory"
     split = [
         rule.images_per_call for rule in list_rules(4, PlacementOptions(), DISCRETE) if rule.residence == "component"
     ]
@@ -103,14 +103,14 @@ def test_the_order_of_the_rules() -> None:
         (99, 1, None),
     ],
 )
-def test_the_first_that_fits_is_taken(capacity: int, images: int, expected: MemoryRule | None) -> None:
+def test_first_rule_that_fits_is_chosen(capacity: int, images: int, expected: MemoryRule | None) -> None:
     decision, peaks = choose_memory(measure, images, capacity, list_rules(images, PlacementOptions(), DISCRETE))
     assert decision.value == expected
     assert (max(peaks.values()) <= capacity) == (expected is not None)
     assert readable(capacity) in decision.reason
 
 
-def test_what_is_pinned_is_in_every_rule() -> None:
+def test_pinned_options_are_in_every_rule() -> None:
     pinned = PlacementOptions(memory="component", vae_tiling=True, images_per_call=1, attention_slicing="auto")
     assert list(list_rules(4, pinned, DISCRETE)) == [MemoryRule("component", MemorySavings(True), 1)]
     assert {rule.savings.vae_in_parts for rule in list_rules(1, PlacementOptions(vae_tiling=False), DISCRETE)} == {
@@ -118,7 +118,7 @@ def test_what_is_pinned_is_in_every_rule() -> None:
     }
 
 
-def test_where_weights_go_before_a_size_is_known() -> None:
+def test_residence_before_a_size_is_known() -> None:
     weights = {"unet": 500, "vae": 50}
     assert choose_residence(weights, 700, DISCRETE).value.residence == "resident"
     assert choose_residence(weights, 650, DISCRETE).value.residence == "component"
@@ -127,11 +127,11 @@ def test_where_weights_go_before_a_size_is_known() -> None:
 
 
 @pytest.mark.parametrize(("capacity", "most"), [(879, 0), (880, 1), (1279, 2), (1480, 4), (2680, 10)])
-def test_the_largest_batch(capacity: int, most: int) -> None:
+def test_largest_batch(capacity: int, most: int) -> None:
     assert find_largest_batch(measure, MemoryRule(), capacity) == most
 
 
-def test_a_convolution_that_is_reordered_copies_what_goes_in_and_out() -> None:
+def test_reordered_convolution_copies_input_and_output() -> None:
     reordering = Workspace(reordered_convolutions=True)
     shapes = (1, 256, 1024, 1024), (128, 256, 3, 3), (1, 128, 1024, 1024)
     # As measured on one H200: 512 + 256 MiB, and the weight.
@@ -140,20 +140,20 @@ def test_a_convolution_that_is_reordered_copies_what_goes_in_and_out() -> None:
     assert Workspace().of_convolution(*shapes, 2, False) == 0
 
 
-def test_scores_are_held_where_attention_is_not_fused() -> None:
+def test_unfused_attention_holds_all_scores() -> None:
     query = key = (2, 8, 4096, 40)
     assert Workspace(fused_attention=False).of_attention(query, key, 40) == 2 * 4 * 16 * 4096**2
     assert Workspace().of_attention(query, key, 40) == 4 * 16 * 4096
 
 
-def test_large_tensors_take_whole_segments() -> None:
+def test_large_tensors_use_whole_segments() -> None:
     segments = Workspace(segment_bytes=2**21)
     assert segments.of_block(25 * 2**20) == 26 * 2**20
-    assert segments.of_block(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "a rest of more than 1 MiB is given to others"
+    assert segments.of_block(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "a remainder above 1 MiB is reused"
     assert segments.of_block(1000) == 1024
 
 
-def test_the_slices_of_a_rule() -> None:
+def test_slice_shapes_of_a_rule() -> None:
     query = (2, 8, 64, 40)
     assert AttentionRule().slices(query, 64) is None
     assert AttentionRule(heads="max").slices(query, 64) == ((1, 64, 40), (1, 64, 40), 40)

@@ -1,4 +1,4 @@
-"""What the user asked for, read and checked."""
+"""Reading and checking options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anyaccel.planning import PlacementOptions
 from anyaccel.planning.options import read_options
 
 
-def test_wishes_are_added_to_earlier_ones() -> None:
+def test_options_are_added_to_earlier_ones() -> None:
     before = read_options({"dtype": "float16", "images_per_call": 2})
     assert read_options({"attention_slicing": "max"}, before) == PlacementOptions(
         dtype="float16", images_per_call=2, attention_slicing="max"
@@ -22,19 +22,19 @@ def test_wishes_are_added_to_earlier_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"),
+    ("misspelled", "option"),
     [
         ("attention_slice", "attention_slicing"),
         ("dtyp", "dtype"),
         ("image_per_call", "images_per_call"),
-        ("schedul", "schedule"),
+        ("schedul", "scheduler"),
         ("hpu_migrate", "hpu_migration"),
     ],
 )
-def test_a_wish_that_there_is_not_is_an_error_that_names_the_nearest(asked: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=f"no wish '{asked}'") as caught:
-        read_options({asked: 1})
-    assert meant in caught.value.hint
+def test_unknown_option_suggests_the_nearest(misspelled: str, option: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown option '{misspelled}'") as caught:
+        read_options({misspelled: 1})
+    assert option in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_wish_that_there_is_not_is_an_error_that_names_the_nearest(asked: str,
         ("attention_slicing", True),
         ("images_per_call", 0),
         ("images_per_call", False),
-        ("schedule", "gpu"),
+        ("scheduler", "gpu"),
         ("vae_tiling", "yes"),
         ("check_finite", None),
         ("check_finite", 1),
@@ -67,7 +67,7 @@ def test_a_wish_that_there_is_not_is_an_error_that_names_the_nearest(asked: str,
         ("expected_images", "500"),
     ],
 )
-def test_a_value_that_means_nothing_is_an_error_with_a_hint(name: str, value: Any) -> None:
+def test_invalid_value_raises_with_a_hint(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name) as caught:
         read_options({name: value})
     assert caught.value.hint
@@ -76,12 +76,12 @@ def test_a_value_that_means_nothing_is_an_error_with_a_hint(name: str, value: An
 @pytest.mark.parametrize(
     ("name", "value"), [("images_per_call", "2"), ("images_per_call", 1.5), ("attention_slicing", 2.0)]
 )
-def test_a_value_of_another_kind_is_an_error_too(name: str, value: Any) -> None:
+def test_value_of_another_type_raises(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name):
         read_options({name: value})
 
 
-def test_whether_and_for_how_many_pictures_to_compile() -> None:
-    for asked in ("auto", True, False):
-        assert read_options({"compile": asked, "expected_images": 500}).compile is asked
+def test_compile_and_expected_images() -> None:
+    for value in ("auto", True, False):
+        assert read_options({"compile": value, "expected_images": 500}).compile is value
     assert read_options({"expected_images": None}, PlacementOptions(expected_images=2)).expected_images is None

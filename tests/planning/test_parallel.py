@@ -1,4 +1,4 @@
-"""How one model is split over several devices: by its kind, the device and the count of processes."""
+"""Choice of the split over several devices, by model, device and number of processes."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,8 +14,8 @@ from anyaccel.planning.parallel import Ranks, Split, choose_parallel, weigh_rank
 from anyaccel.planning.plan import make_plan
 from tests.planning.sheets import NAMES, real_sheet, without_limits
 
-KNOWN: dict[str, Any] = {"says": "It says so.", "source": "https://example.org", "evidence": "documented"}
-SHEET = without_limits(distributed=Distributed(backend="b", **KNOWN))
+CLAIM: dict[str, Any] = {"says": "A documented fact.", "source": "https://example.org", "evidence": "documented"}
+SHEET = without_limits(distributed=Distributed(backend="b", **CLAIM))
 FLUX = ComponentFacts(
     name="transformer", kind="Flux", dtype="bfloat16", parameters=1_000, denoises=True, splits=("context", "tensor"),
     heads=24, sharded=600,
@@ -33,25 +33,25 @@ def choose(
     return choose_parallel(sheet, facts, read_options({"parallel": parallel, **placement_options}), ranks)
 
 
-def refusal(*args: Any, **options: Any) -> UsageError:
+def expect_error(*args: Any, **options: Any) -> UsageError:
     with pytest.raises(UsageError) as raised:
         choose(*args, **options)
     return raised.value
 
 
 @pytest.mark.parametrize(
-    ("text", "read"),
+    ("text", "expected"),
     [("auto", ("auto", None)), ("cfg", ("cfg", None)), ("tensor:2", ("tensor", 2)), ("context", ("context", None))],
 )
-def test_spellings(text: str, read: tuple[str, int | None]) -> None:
-    assert read_parallel(text) == read
+def test_valid_values(text: str, expected: tuple[str, int | None]) -> None:
+    assert read_parallel(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "tensor:1", "tensor:0", "context:", "context:x", "cfg:3", "ring:2", "Auto", 2, True]
 )
-def test_other_spellings_are_refused(text: Any) -> None:
-    with pytest.raises(UsageError, match="parallel is auto, tensor:N, context:N or cfg"):
+def test_other_values_raise(text: Any) -> None:
+    with pytest.raises(UsageError, match="parallel must be auto, tensor:N, context:N or cfg"):
         read_options({"parallel": text})
 
 
@@ -71,73 +71,73 @@ def test_one_device_is_the_default() -> None:
         ("cfg", "cfg:2"),
     ],
 )
-def test_what_is_asked_for_is_done(text: str, split: str) -> None:
+def test_requested_split_is_chosen(text: str, split: str) -> None:
     assert str(choose(text, FLUX)) == split
 
 
-def test_the_reason_says_what_it_buys() -> None:
-    assert "of transformer's 1,000 weights a rank holds 700" in choose("tensor", FLUX).reason
-    assert "a rank takes 1/2 of the sequence" in choose("context", FLUX).reason
+def test_reason_states_the_gain() -> None:
+    assert "each rank holds 700 of 1,000 parameters of transformer" in choose("tensor", FLUX).reason
+    assert "each rank runs 1/2 of the sequence" in choose("context", FLUX).reason
 
 
 @pytest.mark.parametrize("text", ["context:2", "tensor", "cfg"])
-def test_one_process_is_too_few(text: str) -> None:
-    error = refusal(text, FLUX, ranks=Ranks())
-    assert "takes 2 processes, a device each, and there is one" in error.message
+def test_one_process_is_not_enough(text: str) -> None:
+    error = expect_error(text, FLUX, ranks=Ranks())
+    assert "requires 2 processes, one per device, but only one is running" in error.message
     assert error.hint == "start the program with torchrun --nproc-per-node 2 program.py"
 
 
-def test_the_count_is_that_of_the_processes() -> None:
-    error = refusal("context:4", FLUX)
-    assert "takes 4 processes, a device each, and there are 2" in error.message
+def test_rank_count_must_match_the_processes() -> None:
+    error = expect_error("context:4", FLUX)
+    assert "requires 4 processes, one per device, but 2 are running" in error.message
     assert "--nproc-per-node 4" in error.hint
-    assert "--nproc-per-node 2" in refusal("cfg", FLUX, ranks=Ranks(count=4)).hint
+    assert "--nproc-per-node 2" in expect_error("cfg", FLUX, ranks=Ranks(count=4)).hint
 
 
 @pytest.mark.parametrize(
-    ("text", "model", "words", "hint"),
+    ("text", "model", "message", "hint"),
     [
         ("tensor", WAN, "no tensor-parallel plan for Wan", "parallel='context'"),
         ("context", UNET, "no context-parallel plan for UNet", "parallel='cfg'"),
-        ("tensor", replace(FLUX, quantized=True), "are quantized", "load the model as it is"),
-        ("context", replace(FLUX, kind="LTXVideoTransformer3DModel"), "its masks have a row for each head", "auto"),
+        ("tensor", replace(FLUX, quantized=True), "are quantized", "load the model without quantization"),
+        ("context", replace(FLUX, kind="LTXVideoTransformer3DModel"), "masks have a row per head", "auto"),
     ],
 )
-def test_a_model_that_cannot_be_split_so(text: str, model: ComponentFacts, words: str, hint: str) -> None:
-    error = refusal(text, model)
-    assert words in error.message
+def test_model_without_support_for_the_split(text: str, model: ComponentFacts, message: str, hint: str) -> None:
+    error = expect_error(text, model)
+    assert message in error.message
     assert hint in error.hint
 
 
-def test_heads_are_shared_out_evenly() -> None:
-    error = refusal("context", replace(FLUX, heads=30), ranks=Ranks(count=8))
-    assert "the 30 attention heads of Flux cannot be shared out to 8" in error.message
+def test_heads_must_be_divisible_by_the_ranks() -> None:
+    error = expect_error("context", replace(FLUX, heads=30), ranks=Ranks(count=8))
+    assert "the 30 attention heads of Flux are not divisible by 8" in error.message
     assert error.hint == "parallel='context:6'"
 
 
-def test_every_model_that_runs_at_each_step_must_have_a_plan() -> None:
+def test_every_denoiser_needs_a_plan() -> None:
     control = replace(UNET, name="controlnet", kind="FluxControlNetModel")
-    assert "FluxControlNetModel" in refusal("context", FLUX, control).message
-    assert "no model that runs at every step" in refusal("context").message
+    assert "FluxControlNetModel" in expect_error("context", FLUX, control).message
+    assert "no model that runs at every step" in expect_error("context").message
 
 
-def test_a_device_on_which_diffusers_splits_no_weights() -> None:
-    error = refusal("tensor", FLUX, ranks=Ranks(count=2, tensor_types=("other",)))
-    assert "diffusers splits weights on other, and not on best" in error.message
+def test_device_without_tensor_parallelism_in_diffusers() -> None:
+    error = expect_error("tensor", FLUX, ranks=Ranks(count=2, tensor_types=("other",)))
+    assert "diffusers supports tensor parallelism on other, not on best" in error.message
     assert "context" in error.hint
 
 
-def test_a_device_without_a_known_backend() -> None:
-    assert "no backend of torch.distributed is known" in refusal("cfg", FLUX, sheet=without_limits()).message
+def test_device_without_a_distributed_backend() -> None:
+    assert "no torch.distributed backend is known" in expect_error("cfg", FLUX, sheet=without_limits()).message
 
 
-@pytest.mark.parametrize("wish", [{"compile": True}, {"capture": True}, {"speed": "fast"}, {"speed": "draft"}])
-def test_what_ranks_would_do_apart_is_refused(wish: dict[str, Any]) -> None:
-    assert "is not done on several devices" in refusal("context", FLUX, **wish).message
+@pytest.mark.parametrize("option", [{"compile": True}, {"capture": True}, {"speed": "fast"}, {"speed": "draft"}])
+def test_rank_local_options_raise(option: dict[str, Any]) -> None:
+    assert "is not supported with several devices" in expect_error("context", FLUX, **option).message
 
 
-def test_split_weights_stay() -> None:
-    assert "moves weights" in refusal("tensor", FLUX, memory="component").message
+def test_split_weights_cannot_be_offloaded() -> None:
+    assert "cannot offload weights" in expect_error("tensor", FLUX, memory="component").message
     assert choose("context", FLUX, memory="component").value == Split("context", 2)
 
 
@@ -154,26 +154,26 @@ def test_split_weights_stay() -> None:
         (FLUX, Ranks(count=1), "-"),
     ],
 )
-def test_auto(model: ComponentFacts, ranks: Ranks, split: str) -> None:
+def test_auto_chooses_the_split(model: ComponentFacts, ranks: Ranks, split: str) -> None:
     chosen = choose("auto", model, ranks=ranks)
     assert str(chosen) == split
     assert chosen.reason
 
 
-def test_auto_says_why_not() -> None:
+def test_auto_explains_rejected_splits() -> None:
     reason = choose("auto", UNET, ranks=Ranks(count=4)).reason
     assert "no context: diffusers has no context-parallel plan for UNet" in reason
-    assert "no cfg: guidance has two halves, and there are 4 processes" in reason
+    assert "no cfg: guidance has two branches, but 4 processes are running" in reason
 
 
-def test_what_a_rank_holds() -> None:
+def test_parameters_per_rank() -> None:
     assert weigh_rank(FLUX, Split("tensor", 4)) == 400 + 150
     assert weigh_rank(FLUX, Split("context", 4)) == 1_000
     assert weigh_rank(ENCODER, Split("tensor", 4)) == 50
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plan_for_several_devices_times_and_records_nothing(name: str) -> None:
+def test_plan_for_several_devices_neither_compiles_nor_captures(name: str) -> None:
     facts = PipelineFacts(pipeline="P", components=(FLUX,))
     plan = make_plan(
         real_sheet(name), facts, PlacementOptions(parallel="context:2"), device="d:0", ranks=Ranks(count=2)

@@ -1,4 +1,4 @@
-"""The plan: every decision with its reason, as plain data, made without torch."""
+"""Plans: decisions with reasons, as plain data, without importing torch."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def test_every_decision_has_a_reason_and_the_plan_is_plain_data(name: str) -> No
         plan.device = "other"  # type: ignore[misc]
 
 
-def test_one_sheet_facts_and_wishes_give_one_plan() -> None:
+def test_same_input_gives_the_same_plan() -> None:
     assert plan_on("neuron") == plan_on("neuron")
     assert plan_on("neuron") != plan_on("neuron", dtype="float32")
 
 
-def test_a_virtual_device_is_said_to_be_one() -> None:
+def test_plan_marks_a_virtual_device() -> None:
     plan = make_plan(real_sheet("hpu"), FACTS, PlacementOptions(), device="hpu:0", virtual=True)
     assert "(virtual)" in str(plan).splitlines()[0]
     assert plan.to_dict()["virtual"] is True
 
 
-def test_the_type_decides_how_many_scores_a_limit_in_bytes_allows() -> None:
+def test_attention_limit_in_bytes_depends_on_the_dtype() -> None:
     sheet = without_limits(largest_tensor=(size_limit(2**32, "bytes", "tensor"),))
     for dtype, scores in (("float16", 2**30), ("bfloat16", 2**30), ("float32", 2**29), ("float64", 2**28)):
         plan = make_plan(sheet, FACTS, PlacementOptions(dtype=dtype), device="best:0")
@@ -65,7 +65,7 @@ def test_the_type_decides_how_many_scores_a_limit_in_bytes_allows() -> None:
         assert plan.workarounds.value == ("attention",)
 
 
-def test_attention_in_bfloat16() -> None:
+def test_bf16_attention_needs_the_quirk_and_bfloat16() -> None:
     sheet = without_limits(quirks=(quirk("float32_attention", says="Slow in float32."),))
 
     def chosen(**options: object) -> Decision[bool]:
@@ -77,7 +77,7 @@ def test_attention_in_bfloat16() -> None:
     assert not make_plan(without_limits(), FACTS, PlacementOptions(), device="best:0").bf16_attention.value
 
 
-def test_facts() -> None:
+def test_denoisers_of_a_pipeline() -> None:
     assert FACTS.denoisers == ("unet",)
     assert FACTS.denoiser_dtypes == {"float32"}
     without = PipelineFacts(pipeline="Test", components=FACTS.components[1:])
@@ -86,7 +86,7 @@ def test_facts() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    """In a process of its own, for every device and with a plan printed."""
+    """Checked in a new process, for every device, including the printed plan."""
     program = f"""
 import sys
 import anyaccel

@@ -1,4 +1,4 @@
-"""One word for more speed: which steps are run, and where products go to 8 bits."""
+"""Speed levels: which steps run, and where float8 is used."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, 
 
 
 def rule(speed: str) -> StepSkipping:
-    found = choose_step_skipping(PlacementOptions(speed=speed)).value
-    assert found is not None
-    return found
+    skipping = choose_step_skipping(PlacementOptions(speed=speed)).value
+    assert skipping is not None
+    return skipping
 
 
 @pytest.mark.parametrize(
@@ -29,41 +29,43 @@ def rule(speed: str) -> StepSkipping:
         ("draft", 3, "rrr"),
     ],
 )
-def test_which_steps_are_run(speed: str, steps: int, expected: str) -> None:
-    found = rule(speed)
-    assert "".join("r" if found.is_run(step, steps) else "-" for step in range(steps)) == expected
-    assert found.count(steps) == expected.count("r")
+def test_steps_that_run(speed: str, steps: int, expected: str) -> None:
+    skipping = rule(speed)
+    assert "".join("r" if skipping.is_run(step, steps) else "-" for step in range(steps)) == expected
+    assert skipping.count(steps) == expected.count("r")
 
 
 @pytest.mark.parametrize("steps", range(1, 60))
-def test_the_first_and_the_last_step_are_always_run(steps: int) -> None:
+def test_first_and_last_step_always_run(steps: int) -> None:
     for speed in ("fast", "draft"):
         assert rule(speed).is_run(0, steps)
         assert rule(speed).is_run(steps - 1, steps)
-        assert rule(speed).is_run(steps, steps), "a scheduler that takes more steps than it said"
+        assert rule(speed).is_run(steps, steps), "a scheduler may take more steps than announced"
 
 
-def test_exact_runs_every_step_in_its_own_type() -> None:
+def test_exact_runs_every_step_in_the_dtype_of_the_model() -> None:
     assert choose_step_skipping(PlacementOptions()).value is None
     assert not choose_quantization(sheet("cuda"), PlacementOptions(), "bfloat16").value
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "value", "says"),
+    ("device", "dtype", "value", "reason"),
     [
-        ("cuda", "bfloat16", "float8", "8 bits"),
-        ("cuda", "float32", "", "half precision"),
+        ("cuda", "bfloat16", "float8", "float8"),
+        ("cuda", "float32", "", "half-precision"),
         ("mps", "float16", "", "not known"),
         ("cpu", "float32", "", "not known"),
     ],
 )
-def test_where_products_go_to_8_bits(device: str, dtype: str, value: str, says: str) -> None:
+def test_float8_is_used_for_half_precision_if_known_to_be_faster(
+    device: str, dtype: str, value: str, reason: str
+) -> None:
     decision = choose_quantization(sheet(device), PlacementOptions(speed="fast"), dtype)
     assert decision.value == value
-    assert says in decision.reason
+    assert reason in decision.reason
 
 
-def test_a_speed_that_there_is_not() -> None:
-    with pytest.raises(UsageError, match="speed is one of exact, fast, draft") as caught:
+def test_unknown_speed_raises() -> None:
+    with pytest.raises(UsageError, match="speed must be one of exact, fast, draft") as caught:
         read_options({"speed": "fats"})
     assert "fast" in (caught.value.hint or "")

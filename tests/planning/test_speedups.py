@@ -1,4 +1,4 @@
-"""What is done for speed: by the sheet, switched off by a word, and compiled when that pays."""
+"""Speedups: chosen by the sheet, turned off by an option; compilation once it pays off."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ from anyaccel.planning.speedups import (
 )
 from tests.planning.sheets import NAMES, real_sheet, without_limits
 
-KNOWN: dict[str, Any] = {"says": "It pays.", "source": "https://example.org", "evidence": "documented"}
+CLAIM: dict[str, Any] = {"says": "It is faster.", "source": "https://example.org", "evidence": "documented"}
 FAST = without_limits(
-    compiler=Compiler(backend="b", dynamic=True, fullgraph=False, **KNOWN),
+    compiler=Compiler(backend="b", dynamic=True, fullgraph=False, **CLAIM),
     speedups=tuple(
-        Speedup(name=name, gain=2.0, **KNOWN) for name in ("compile", "capture", "channels_last", "group_norm")
+        Speedup(name=name, gain=2.0, **CLAIM) for name in ("compile", "capture", "channels_last", "group_norm")
     ),
 )
 DENOISER = ComponentFacts(name="transformer", kind="T", dtype="bfloat16", parameters=9, denoises=True, blocks=57)
@@ -34,16 +34,16 @@ def facts(*components: ComponentFacts) -> PipelineFacts:
     return PipelineFacts(pipeline="P", components=components)
 
 
-def test_what_the_sheet_names_is_done_with_its_source() -> None:
+def test_speedups_of_the_sheet_are_chosen_with_their_source() -> None:
     for chosen in (choose_capture(FAST, PlacementOptions()), choose_channels_last(FAST, PlacementOptions())):
         assert chosen.value
-        assert chosen.reason == "It pays. (https://example.org)"
+        assert chosen.reason == "It is faster. (https://example.org)"
     assert choose_fusions(FAST, PlacementOptions()).value == ("group_norm",)
 
 
-@pytest.mark.parametrize("wish", ["capture", "channels_last", "fuse", "compile"])
-def test_each_can_be_switched_off(wish: str) -> None:
-    off: dict[str, Any] = {wish: False}
+@pytest.mark.parametrize("option", ["capture", "channels_last", "fuse", "compile"])
+def test_each_speedup_can_be_turned_off(option: str) -> None:
+    off: dict[str, Any] = {option: False}
     options = PlacementOptions(**off)
     choosers: dict[str, Any] = {
         "capture": choose_capture,
@@ -51,12 +51,12 @@ def test_each_can_be_switched_off(wish: str) -> None:
         "fuse": choose_fusions,
         "compile": lambda sheet, options: choose_compile_policy(sheet, facts(DENOISER), options),
     }
-    chosen = choosers[wish](FAST, options)
+    chosen = choosers[option](FAST, options)
     assert not chosen.value or chosen.value == CompilePolicy("never")
-    assert f"{wish}=False was asked for" in chosen.reason
+    assert f"{option}=False was requested" in chosen.reason
 
 
-def test_nothing_is_done_where_nobody_knows_that_it_pays() -> None:
+def test_no_speedup_is_chosen_without_evidence() -> None:
     sheet = without_limits()
     assert not choose_capture(sheet, PlacementOptions()).value
     assert not choose_channels_last(sheet, PlacementOptions()).value
@@ -66,32 +66,34 @@ def test_nothing_is_done_where_nobody_knows_that_it_pays() -> None:
         assert choose_compile_policy(real_sheet(name), facts(DENOISER), PlacementOptions()).reason
 
 
-def test_blocks_are_compiled_alone_where_a_model_is_made_of_them() -> None:
+def test_only_blocks_are_compiled_if_the_model_consists_of_them() -> None:
     few = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions()).value
     many = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(expected_images=100_000)).value
     assert (few.region, many.region) == ("blocks", "whole")
     assert few.takes_s < many.takes_s
     assert choose_compile_policy(FAST, facts(UNET), PlacementOptions()).value.region == "whole", (
-        "convolutions stand between them"
+        "most of the time is spent in convolutions between the blocks"
     )
-    repaired = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(), ("zero_empty",))
-    assert repaired.value.region == "whole", "repairs are made in the graph"
+    worked_around = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(), ("zero_empty",))
+    assert worked_around.value.region == "whole", "workarounds are applied to the whole graph"
 
 
-def test_it_pays_once_as_much_was_spent_as_it_would_have_saved() -> None:
-    compiling = CompilePolicy("when it pays", "blocks", takes_s=20, gain=2.0)
-    assert not is_worth_compiling(compiling, seconds_a_picture=1.0, done=39, pictures=None)
-    assert is_worth_compiling(compiling, seconds_a_picture=1.0, done=40, pictures=None)
+def test_compiling_pays_off_once_the_past_images_would_have_saved_its_time() -> None:
+    policy = CompilePolicy("when it pays", "blocks", takes_s=20, gain=2.0)
+    assert not is_worth_compiling(policy, seconds_per_image=1.0, done=39, expected=None)
+    assert is_worth_compiling(policy, seconds_per_image=1.0, done=40, expected=None)
 
 
-def test_a_told_number_of_pictures_counts_from_the_second_on() -> None:
-    compiling = CompilePolicy("when it pays", "blocks", takes_s=20, gain=2.0)
-    assert is_worth_compiling(compiling, seconds_a_picture=1.0, done=1, pictures=1000)
-    assert not is_worth_compiling(compiling, seconds_a_picture=1.0, done=1, pictures=10)
-    assert not is_worth_compiling(compiling, seconds_a_picture=0.0, done=0, pictures=1000), "a picture is timed first"
+def test_expected_images_count_from_the_second_image_on() -> None:
+    policy = CompilePolicy("when it pays", "blocks", takes_s=20, gain=2.0)
+    assert is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=1000)
+    assert not is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=10)
+    assert not is_worth_compiling(policy, seconds_per_image=0.0, done=0, expected=1000), (
+        "the first image is timed first"
+    )
 
 
-def test_asked_for_is_now_and_never_is_never() -> None:
+def test_compile_true_compiles_at_once_and_never_means_never() -> None:
     now = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(compile=True)).value
     assert is_worth_compiling(now, 0.0, 0, None)
     assert not is_worth_compiling(CompilePolicy("never"), 100.0, 100, 10**6)

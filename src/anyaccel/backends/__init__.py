@@ -1,6 +1,6 @@
-"""The accelerators: one file each, and what reads them.
+"""Backends: sheets and drivers of all accelerators, and the registry that finds them.
 
-A new accelerator is one new file here with a `BACKEND`, or a plugin that brings one; nothing else changes.
+To add an accelerator, add a module with a `BACKEND` to `devices`, or publish one as a plugin.
 """
 
 from anyaccel.backends.driver import Driver, Memory

@@ -1,4 +1,4 @@
-"""Is a device there, and if not why: decided from data alone, so that it is tested for machines nobody here has."""
+"""Availability of devices, with the reason. Decided from plain data, so it can be tested for any machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Device", "describe_broken", "describe_virtual", "examine", "find_unm
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One kind of accelerator on this machine: there, or not and why."""
+    """The availability of one kind of accelerator on this machine."""
 
     name: str
     title: str
@@ -23,25 +23,26 @@ class Device:
     reason: str
     """Why it is or is not available."""
     hint: str
-    """What would help; empty where nothing is amiss."""
+    """How to make it available; empty if nothing is wrong."""
     names: tuple[str, ...] = ()
-    """What each device calls itself: `("NVIDIA H200",)`."""
+    """The name that each device reports: `("NVIDIA H200",)`."""
     origin: str = BUILT_IN
     """`anyaccel`, or the distribution of the plugin."""
     sheet: Sheet | None = None
     """None for a plugin that could not be loaded."""
     virtual: bool = False
-    """Whether it is a virtual one: the CPU, enforcing the documented limits."""
+    """Whether it is a virtual device: the CPU, enforcing documented limits."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return len(self.names)
 
 
 def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
-    """The requirements that a machine does not meet; on the wrong system nothing else is worth saying."""
+    """Return the requirements that a machine does not meet."""
     unmet = [requirement for requirement in sheet.requirements if requirement.unmet(machine) is not None]
+    # On the wrong operating system, hints to install packages would mislead.
     wrong_system = any(isinstance(requirement, SystemIs) for requirement in unmet)
     return unmet[:1] if wrong_system else unmet
 
@@ -49,19 +50,20 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
 def examine(
     sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
-    """Decide whether a device is there, from the machine and from what its software sees: names, or an error."""
-    absence = _explain_absence(sheet, machine, seen)
-    names = () if absence or isinstance(seen, str) else seen
-    if absence:
-        reason, hint = absence
+    """Return the availability of a device; `seen` is the names that its software reports, or an error message."""
+    problem = _find_problem(sheet, machine, seen)
+    names = () if problem or isinstance(seen, str) else seen
+    if problem:
+        reason, hint = problem
     else:
-        counted = Counter(names)
-        reason = "found: " + ", ".join(f"{count} × {name}" for name, count in counted.items())
-        hint = "; ".join(text for need in sheet.requirements if (text := need.advice(machine)) is not None)
+        counts = Counter(names)
+        reason = "found: " + ", ".join(f"{count} × {name}" for name, count in counts.items())
+        advice = [requirement.advice(machine) for requirement in sheet.requirements]
+        hint = "; ".join(text for text in advice if text is not None)
     return Device(
         name=name or sheet.name,
         title=sheet.title,
-        available=not absence,
+        available=not problem,
         reason=reason,
         hint=hint,
         names=names,
@@ -71,7 +73,7 @@ def examine(
 
 
 def describe_virtual(sheet: Sheet, count: int) -> Device:
-    """A virtual device, which is never mistaken for a real one."""
+    """Return the availability of a virtual device, marked as virtual in title, reason and names."""
     return Device(
         name=sheet.name,
         title=f"{sheet.title}, virtual",
@@ -85,38 +87,38 @@ def describe_virtual(sheet: Sheet, count: int) -> Device:
 
 
 def describe_broken(plugin: BrokenPlugin) -> Device:
-    """A plugin that could not be loaded, shown as a device that is not there."""
+    """Return a plugin that failed to load as an unavailable device."""
     return Device(
         name=plugin.name,
-        title=f"plugin of {plugin.origin}",
+        title=f"plugin from {plugin.origin}",
         available=False,
-        reason=f"the plugin could not be loaded: {plugin.error}",
+        reason=f"the plugin failed to load: {plugin.error}",
         hint=f"update or uninstall {plugin.origin}",
         origin=plugin.origin,
     )
 
 
-def _explain_absence(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -> tuple[str, str] | None:
-    """Reason and hint; None where the device is there."""
+def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -> tuple[str, str] | None:
+    """Return why a device is not available, and a hint; None if it is available."""
     unmet = find_unmet(sheet, machine)
     if unmet:
         reasons = "; ".join(str(requirement.unmet(machine)) for requirement in unmet)
         hints = "; ".join(requirement.hint for requirement in unmet)
-        return f"{reasons}{_describe_hardware(sheet, machine)}", hints
+        return f"{reasons}{_format_hardware(sheet, machine)}", hints
     if isinstance(seen, str):
-        return f"its software is installed and fails: {seen}", f"see {sheet.documentation}"
+        return f"its software is installed but fails: {seen}", f"see {sheet.documentation}"
     if not seen:
         hidden = f"check that {sheet.visible_devices} does not hide it; " if sheet.visible_devices else ""
-        reason = f"its software is installed and finds no device{_describe_hardware(sheet, machine)}"
+        reason = f"its software is installed but finds no device{_format_hardware(sheet, machine)}"
         return reason, f"{hidden}see {sheet.documentation}"
     return None
 
 
-def _describe_hardware(sheet: Sheet, machine: Machine) -> str:
-    """Tell a machine without the card from one whose software is missing, where Linux shows it."""
+def _format_hardware(sheet: Sheet, machine: Machine) -> str:
+    """Return whether the hardware itself is present, if Linux has device files for it."""
     if machine.system != "Linux" or not sheet.device_files:
         return ""
-    seen = [pattern for pattern in sheet.device_files if machine.device_files.get(pattern)]
-    if seen:
-        return f"; the hardware is there ({', '.join(seen)})"
-    return f"; no hardware is seen either ({', '.join(sheet.device_files)})"
+    present = [pattern for pattern in sheet.device_files if machine.device_files.get(pattern)]
+    if present:
+        return f"; the hardware is present ({', '.join(present)})"
+    return f"; no hardware was detected ({', '.join(sheet.device_files)})"

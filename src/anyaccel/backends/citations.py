@@ -1,4 +1,4 @@
-"""Addresses that several sheets cite; a sheet keeps those of its own vendor in its own file."""
+"""URLs that several sheets cite; URLs of one vendor are in the module of its sheet."""
 
 from __future__ import annotations
 

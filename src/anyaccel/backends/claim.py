@@ -1,6 +1,6 @@
-"""What is said about a device, and how it is known: a claim is a fact, a limit or an open question.
+"""Claims about a device and their evidence: the entries of a sheet.
 
-Sheets are made of these. All are frozen and hold standard types only, so that a sheet is read without torch.
+All classes are frozen and use only standard types, so sheets can be read without torch.
 """
 
 from __future__ import annotations
@@ -33,68 +33,68 @@ __all__ = [
 ]
 
 Effect: TypeAlias = Literal["error", "wrong", "narrowed", "slow"]
-"""What a limit does: raises; gives silently wrong numbers; silently narrows the dtype; costs time."""
+"""What a limit does: raise, return wrong results silently, narrow the dtype silently, cost time."""
 
 Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
-"""How a claim is known: somebody saw it on the device; a document says so; it follows from something else."""
+"""How a claim is known: observed on the device, documented, or inferred from other facts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceEntry:
-    """What a verification on a real device saw of a claim."""
+    """The result of verifying a claim on a real device."""
 
     where: str
-    """The device and what ran on it: `NVIDIA H200, torch 2.11.0, 2026-11-15`."""
+    """The device, the torch version and the date: `NVIDIA H200, torch 2.11.0, 2026-11-15`."""
     seen: str
-    """What it did: `yes`, `error`, `narrowed`."""
+    """What the device did: `yes`, `error`, `narrowed`."""
     agrees: bool
     file: str
-    """The evidence file, by its path in the repository."""
+    """The path of the evidence file in the repository."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One statement about a device, with where it is known from."""
+    """One statement about a device, with its source."""
 
     says: str
     """The statement in one sentence."""
     source: str
-    """The address of the document or thread."""
+    """The URL of the documentation page, issue or file."""
     evidence: Evidence
     seen_on: tuple[EvidenceEntry, ...] = ()
-    """What verifications saw of it; a sheet as it is written has none, and takes them in when it is loaded."""
+    """Results of verifications; added from the evidence files when the sheet is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yes(Claim):
-    """The device does it."""
+    """The device supports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit(Claim):
-    """The device does not do it, or not right."""
+    """The device does not support it, or not correctly."""
 
     effect: Effect
     hint: str = ""
     """What to do instead."""
     only_on: tuple[str, ...] = ()
-    """The products it holds on, by name: `("gaudi1",)`; empty means all."""
+    """The products it applies to, by name: `("gaudi1",)`; empty for all."""
     only_if: tuple[str, ...] = ()
-    """The versions it holds for, all of them: `("macos<14", "torch<2.8")`; empty means any."""
+    """Version conditions that must all be met: `("macos<14", "torch<2.8")`; empty for any version."""
     not_in: tuple[tuple[str, str], ...] = ()
-    """The products and modes that it does not hold in: `(("gaudi2", "eager"),)`."""
+    """Pairs of product and mode it does not apply to: `(("gaudi2", "eager"),)`."""
     contradicted_by: str = ""
-    """The address of a source that says otherwise; the device is asked where it can be."""
+    """The URL of a source that disagrees; the device is probed if possible."""
     raises: Literal["RuntimeError", "TypeError"] = "RuntimeError"
-    """The kind of error that the device raises, where the effect is one."""
+    """The exception class, if the effect is `error`."""
 
     @property
     def conditional(self) -> bool:
-        """Whether the limit depends on a product or a version that is not settled yet."""
+        """Whether the limit depends on a product or a version that is not known yet."""
         return bool(self.only_on or self.only_if)
 
     def applies(self, product: str | None, versions: Mapping[str, str]) -> bool | None:
-        """Whether the limit holds there; None where a condition cannot be decided from what is given.
+        """Return whether the limit applies; None if the arguments do not decide all conditions.
 
         >>> Limit(says="", source="", evidence="inferred", effect="slow", only_if=("macos<14",)).applies(
         ...     None, {"macos": "15.1"}
@@ -108,14 +108,16 @@ class Limit(Claim):
             condition = VersionCondition(text)
             version = read_version(versions.get(condition.name))
             verdicts.append(None if version is None else condition.specifier.contains(version, prereleases=True))
+        # One failed condition decides, even if others are unknown.
         if False in verdicts:
             return False
         return None if None in verdicts else True
 
 
 def read_version(text: str | None) -> Version | None:
-    """A version as it is compared: a build before a release counts as that release; None if it cannot be read."""
+    """Return a version for comparisons, or None if it is invalid; a pre-release counts as its release."""
     try:
+        # 2.8.0.dev1 sorts before 2.8.0, but a nightly has the behavior of the release that it leads to.
         return Version(Version(str(text)).base_version)
     except InvalidVersion:
         return None
@@ -123,55 +125,58 @@ def read_version(text: str | None) -> Version | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeLimit(Limit):
-    """A number type that the device lacks, narrows or is slow at."""
+    """A dtype that is missing, narrowed or slow."""
 
     becomes: str = ""
-    """The type to ask for instead; empty where asking for another one gains nothing."""
+    """The dtype to use instead; empty if no other dtype helps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimit(Limit):
-    """A size past which the device fails or is silently wrong."""
+    """A size above which the device fails or returns wrong results."""
 
     amount: int
     unit: Literal["elements", "bytes"]
     of: Literal["tensor", "attention_scores"]
-    """What is measured: any tensor, or batch × heads × queries × keys of one attention call."""
+    """What is limited: any tensor, or batch × heads × queries × keys of one attention call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTrip(Limit):
-    """Reading a value back to the host in the middle of a run."""
+    """The cost of reading a value back to the CPU during a run."""
 
     cost_us: float | None
-    """Microseconds for one, as somebody measured it; None where no figure was found."""
+    """Measured microseconds of one round trip; None if no figure was found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationLimit(Limit):
-    """Operations that the device lacks or gets wrong, by name in `torch.ops.aten`, with an overload if need be."""
+    """Operations that are missing or wrong, by their name in `torch.ops.aten`, optionally with an overload."""
 
     name: str
     operations: tuple[str, ...]
     dtypes: tuple[str, ...] = ()
-    """The number types it holds for; empty means any."""
+    """The dtypes it applies to; empty for any."""
     past_elements: int | None = None
-    """The size of an argument or result past which it holds; None means any."""
+    """The number of elements of an input or output above which it applies; None for any."""
     reads_ignored_input: bool = False
-    """Whether the fault is that a first argument which a factor of 0 should silence is read all the same."""
+    """Whether the operation reads an input that `beta=0` tells it to ignore."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quirk(Limit):
-    """A behaviour that fits no other kind; code reacts to those that `quirks.py` names."""
+    """A behavior that fits no other class; code reacts to the names in `quirks.py`."""
 
     name: str
     information_only: bool = False
-    """Whether no code reacts to it: it is shown to users, and nothing else."""
+    """Whether it is only shown to users, without code that reacts to it."""
 
     def __post_init__(self) -> None:
         if self.name in KNOWN_QUIRKS and self.information_only:
-            raise UsageError(f"code reacts to the quirk {self.name!r}", hint="drop information_only=True")
+            raise UsageError(
+                f"the quirk {self.name!r} is not information only: code reacts to it",
+                hint="remove information_only=True",
+            )
         if self.name not in KNOWN_QUIRKS and not self.information_only:
             hint = f"{nearest(self.name, sorted(KNOWN_QUIRKS))}; or set information_only=True"
             raise UsageError(f"no code reacts to the quirk {self.name!r}", hint=hint)
@@ -179,10 +184,10 @@ class Quirk(Limit):
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """Looked for, and not found: said openly, so that nobody mistakes silence for support."""
+    """An explicit gap: information was searched for and not found."""
 
     says: str
 
 
 Answer: TypeAlias = Yes | Limit | Unknown
-"""The answer to "does the device do it?"."""
+"""The answer to "does the device support it?"."""

@@ -1,4 +1,4 @@
-"""CUDA graphs: how work is captured, and the settings that a captured graph has built in."""
+"""CUDA graphs: capture, and the global settings that a captured graph depends on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["make_recorder"]
 
 
 def make_recorder(index: int, pool: Any) -> Recorder:
-    """Return what captures work of one CUDA device, in memory of one pool."""
+    """Return a recorder for one CUDA device that allocates from one memory pool."""
     import torch
 
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        mode = "thread_local"  # other threads may use the device meanwhile
+        mode = "thread_local"  # "global" fails if another thread calls CUDA during the capture
         with torch.cuda.device(index), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             result = function()
         return result, graph.replay
@@ -25,7 +25,7 @@ def make_recorder(index: int, pool: Any) -> Recorder:
 
 
 def _read_settings() -> tuple[Any, ...]:
-    """Read deterministic algorithms, TF32, reduced precision, and which attention kernels are allowed."""
+    """Return the settings that select kernels: determinism, TF32, reduced precision, attention backends."""
     import torch
 
     backends: Any = torch.backends

@@ -1,4 +1,4 @@
-"""Devices as users name them: which are here, which one `auto` takes, and opening one to work on."""
+"""Finding and opening devices by the names that users write."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ __all__ = [
 _DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
-_MOST = 1024
-"""More devices than this in one process is a fault of the driver's."""
+_MAX_DEVICES = 1024
+"""A larger device count is treated as a driver error."""
 
 
 @dataclass(frozen=True)
 class OpenDevice:
-    """A device that is there: its sheet as it reads on this machine, its driver, and which one it is."""
+    """An available device: its sheet with conditions resolved for this machine, its driver and its index."""
 
     sheet: Sheet
     driver: Driver
@@ -49,7 +49,7 @@ class OpenDevice:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device in torch's terms: `torch.device("cuda:0")`."""
+        """The `torch.device`, with an index: `torch.device("cuda:0")`."""
         import torch
 
         self.driver.load()
@@ -57,7 +57,7 @@ class OpenDevice:
 
     @property
     def tensor_device(self) -> torch.device:
-        """The device as its tensors report it: without an index on the CPU."""
+        """The `torch.device` that tensors report: without an index on the CPU."""
         import torch
 
         return torch.device(self.sheet.torch_name) if self.sheet.is_host else self.torch_device
@@ -65,30 +65,30 @@ class OpenDevice:
 
 @functools.cache
 def this_machine() -> Machine:
-    """The machine that this process runs on, read once."""
+    """Return the machine that this process runs on."""
     return read_machine(sheet for backend in load_registry().backends.values() for sheet in backend.sheets)
 
 
 def devices() -> list[Device]:
-    """Every backend that anyaccel knows, with whether it is here and why, the best first."""
+    """Return all known devices with their availability, in order of preference."""
     registry = load_registry()
     registry.refuse_conflicts()
     if os.environ.get(VIRTUAL_VARIABLE):
-        import torch  # noqa: F401 - loads the virtual device that the variable asks for
-    found = [find_device(name) for name in registry.backends]
-    return [*found, *(describe_broken(plugin) for plugin in registry.broken)]
+        import torch  # noqa: F401 - the import starts the virtual device of the variable
+    listed = [find_device(name) for name in registry.backends]
+    return [*listed, *(describe_broken(plugin) for plugin in registry.broken)]
 
 
 def register_virtual(sheet: Sheet, count: int) -> None:
-    """From now on this process has a virtual device of that name; the emulator says so."""
+    """Register a virtual device of this process; called by the emulator."""
     _VIRTUAL[sheet.name] = (sheet, count)
-    _settle.cache_clear()
+    _open_at.cache_clear()  # the name may have been opened as a real device before
 
 
 def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
-    """Return what a device argument says: an integer is an index of the `auto` device.
+    """Return the spec of a device argument; an integer is an index of the `auto` device.
 
-    `auto` becomes what `ANYACCEL_DEVICE` says. Nothing is opened, except to find the kind that an integer counts.
+    `auto` is replaced by the value of `ANYACCEL_DEVICE`, if set. Only an integer queries the available devices.
     """
     if isinstance(device, int) and not isinstance(device, bool):
         spec = read_device(AUTO)
@@ -100,65 +100,65 @@ def read_device(device: str | int | torch.device | DeviceSpec) -> DeviceSpec:
 
 
 def sheet(name: str | torch.device | DeviceSpec) -> Sheet:
-    """The capability sheet of a device or a product, whether it is here or not: `anyaccel.sheet("neuron")`.
+    """Return the sheet of a device or product, available or not: `anyaccel.sheet("neuron")`.
 
-    `cuda` gives ROCm's sheet on a machine whose torch was built for it; `rocm` always does.
+    `cuda` returns the ROCm sheet if torch is a ROCm build; `rocm` always does.
     """
     spec = DeviceSpec.parse(name, load_registry())
     backend = load_registry().backend(spec.name)
     if spec.product is not None:
-        return next(one for one in backend.sheets if one.name == spec.name).on(product=spec.product)
+        return next(entry for entry in backend.sheets if entry.name == spec.name).on(product=spec.product)
     variants = {variant.name: variant for variant in backend.variants}
     return variants.get(spec.name) or backend.sheet_on(this_machine())
 
 
 def find_device(name: str | DeviceSpec) -> Device:
-    """Whether one kind of device is here, and why or why not."""
-    asked = DeviceSpec.parse(name, load_registry()).name
-    if asked in _VIRTUAL:
-        return describe_virtual(*_VIRTUAL[asked])
-    origin = load_registry().backend(asked).origin
-    return examine(sheet(asked), this_machine(), _name_all(asked), origin, asked)
+    """Return the availability of one kind of device."""
+    device_name = DeviceSpec.parse(name, load_registry()).name
+    if device_name in _VIRTUAL:
+        return describe_virtual(*_VIRTUAL[device_name])
+    origin = load_registry().backend(device_name).origin
+    return examine(sheet(device_name), this_machine(), _read_names(device_name), origin, device_name)
 
 
 def is_available(name: str | torch.device | DeviceSpec) -> bool:
-    """Whether a device of that name is here: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
+    """Return whether a device is available: `anyaccel.is_available("xpu")`, `anyaccel.is_available("hpu:7")`."""
     spec = DeviceSpec.parse(name, load_registry())
     count = _count(spec.name)
     if not isinstance(count, int) or (spec.virtual and spec.name not in _VIRTUAL):
         return False
-    return (spec.index or 0) < count and bool(_keep_product(spec, count))
+    return (spec.index or 0) < count and bool(_filter_by_product(spec, count))
 
 
 def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
-    """The device to work on: a name, a name with an index, a product, a `torch.device` or `auto`.
+    """Open a device by name, name with index, product, `torch.device` or `auto`.
 
-    `auto` takes what `ANYACCEL_DEVICE` says, and the best device that is here otherwise. Without an index it is the
-    one that the process has made its current one. A virtual device must have been started.
+    `auto` is the value of `ANYACCEL_DEVICE`, or else the best available device. Without an index, the current device
+    of the process is opened. A virtual device must have been started before.
     """
     spec = DeviceSpec.parse(device, load_registry())
     spec = read_device(spec) if spec.name == AUTO else spec
     if spec.name == AUTO:
         best = _find_best()
-        return _settle(best, _driver(best).current_index())
+        return _open_at(best, _driver(best).current_index())
     indices = _list_indices(spec)
     current = _driver(spec.name).current_index() if len(indices) > 1 else indices[0]
-    return _settle(spec.name, current if current in indices else indices[0])
+    return _open_at(spec.name, current if current in indices else indices[0])
 
 
 def _find_best() -> str:
-    """The name of the best device that is available."""
+    """Return the name of the available device with the highest preference."""
     registry = load_registry()
     names = [name for name in registry.backends if name not in registry.conflicts]
-    here = [name for name in names if is_available(name)]
-    if not here:
-        host = find_device("cpu")
-        raise DeviceUnavailableError(f"no device is available, not even cpu: {host.reason}", hint=host.hint)
-    return max(here, key=lambda name: sheet(name).preference)
+    available = [name for name in names if is_available(name)]
+    if not available:
+        cpu = find_device("cpu")
+        raise DeviceUnavailableError(f"no device is available, not even cpu: {cpu.reason}", hint=cpu.hint)
+    return max(available, key=lambda name: sheet(name).preference)
 
 
 def _list_indices(spec: DeviceSpec) -> Sequence[int]:
-    """The indices of the devices that a spec may mean; raise if there is none."""
+    """Return the indices that match a spec; raise if there are none."""
     name = spec.name
     if spec.virtual and name not in _VIRTUAL:
         raise DeviceUnavailableError(
@@ -167,45 +167,45 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
         )
     if spec.memory is not None and not spec.virtual:
         raise UsageError(
-            f"{spec} describes a device by its memory, and a device is not opened by it{spec.given_by}",
-            hint=f"write {name}",
+            f"{spec} gives a memory size, which cannot be used to open a device{spec.given_by}",
+            hint=f"use {name}",
         )
     count = _count(name)
     if isinstance(count, str) or count == 0:
-        found = find_device(name)
-        raise DeviceUnavailableError(f"{name} is not available{spec.given_by}: {found.reason}", hint=found.hint)
+        device = find_device(name)
+        raise DeviceUnavailableError(f"{name} is not available{spec.given_by}: {device.reason}", hint=device.hint)
     if spec.index is not None and spec.index >= count:
         raise DeviceUnavailableError(
-            f"there is no {name}:{spec.index}{spec.given_by}: this process sees {count} of them, counted from 0",
-            hint=f"take {name}:{count - 1} or lower",
+            f"{name}:{spec.index} is not available{spec.given_by}: this process has {count}, counted from 0",
+            hint=f"use {name}:{count - 1} or lower",
         )
-    indices = _keep_product(spec, count)
+    indices = _filter_by_product(spec, count)
     if not indices:
-        device = DeviceSpec(name=name, index=spec.index)
-        raise DeviceUnavailableError(f"{device} is not a {spec.product}{spec.given_by}", hint=f"write {device}")
+        plain = DeviceSpec(name=name, index=spec.index)
+        raise DeviceUnavailableError(f"{plain} is not a {spec.product}{spec.given_by}", hint=f"use {plain}")
     return indices
 
 
-def _keep_product(spec: DeviceSpec, count: int) -> Sequence[int]:
-    """The indices that are of the spec's product, where it names one; a virtual device was started as it."""
+def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
+    """Return the indices of devices of the spec's product, if it names one."""
     indices = range(count) if spec.index is None else [spec.index]
-    if spec.product is None or spec.virtual:
+    if spec.product is None or spec.virtual:  # a virtual device was started as that product
         return indices
     return [index for index in indices if _driver(spec.name).product(index) == spec.product]
 
 
 @functools.cache
-def _settle(name: str, index: int) -> OpenDevice:
-    """An available device with what its sheet leaves open settled: by version and product, then by the device."""
+def _open_at(name: str, index: int) -> OpenDevice:
+    """Open one available device; conditions of its sheet are resolved by product, by version, then by probing."""
     make_driver = load_registry().backend(name).driver
     if name in _VIRTUAL:
-        settled = _VIRTUAL[name][0]
-        return OpenDevice(sheet=settled, driver=make_driver(settled), index=index)
+        virtual_sheet = _VIRTUAL[name][0]
+        return OpenDevice(sheet=virtual_sheet, driver=make_driver(virtual_sheet), index=index)
     product = make_driver(sheet(name)).product(index)
-    read = make_driver(sheet(name).on(product=product, versions=this_machine().versions))
-    device = OpenDevice(sheet=read.sheet, driver=read, index=index)
-    asked = read.settle(device.torch_device)
-    return OpenDevice(sheet=asked, driver=make_driver(asked), index=index)
+    driver = make_driver(sheet(name).on(product=product, versions=this_machine().versions))
+    device = OpenDevice(sheet=driver.sheet, driver=driver, index=index)
+    resolved = driver.resolve_conditions(device.torch_device)
+    return OpenDevice(sheet=resolved, driver=make_driver(resolved), index=index)
 
 
 def _driver(name: str) -> Driver:
@@ -213,30 +213,31 @@ def _driver(name: str) -> Driver:
 
 
 def _count(name: str) -> int | str:
-    """How many devices there are, or the words of the vendor's software for why it fails."""
+    """Return the number of devices, or the error message of the vendor's software."""
     return _VIRTUAL[name][1] if name in _VIRTUAL else _count_real(name)
 
 
 @functools.cache
 def _count_real(name: str) -> int | str:
-    """Asked only if the requirements are met; starts no device, so that a process may still fork."""
+    """Return the number of real devices, or an error message; 0 if the requirements are not met."""
+    # Counting must not initialize a device: the process may still fork.
     if find_unmet(sheet(name), this_machine()):
         return 0
     try:
-        with redirect_stdout(sys.stderr):  # what a vendor's import prints is no result of ours
+        with redirect_stdout(sys.stderr):  # vendor imports print banners, which must not mix with JSON output
             count = _driver(name).count()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may raise anything: its words are kept
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a vendor's import may raise anything
         return f"{type(error).__name__}: {error}"
-    return count if 0 <= count <= _MOST else f"it counts {count} devices"
+    return count if 0 <= count <= _MAX_DEVICES else f"it reports {count} devices"
 
 
 @functools.cache
-def _name_all(name: str) -> tuple[str, ...] | str:
-    """What each device calls itself, or why that cannot be said."""
+def _read_names(name: str) -> tuple[str, ...] | str:
+    """Return the names that the devices report, or an error message."""
     count = _count(name)
     if isinstance(count, str):
         return count
     try:
         return tuple(_driver(name).device_name(index) for index in range(count))
-    except Exception as error:  # noqa: BLE001 - a vendor's software may raise anything: its words are kept
+    except Exception as error:  # noqa: BLE001 - a vendor's software may raise anything
         return f"{type(error).__name__}: {error}"

@@ -21,21 +21,21 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 _COUNT = re.compile(r"[0-9]{1,3}")
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
 _OPTIONS = {"count": "count=N", "memory": "memory=SIZE", "strict": "strict"}
-_FORMS = "write auto, a name, name:index, name:memory or virtual:name[,count=N][,memory=SIZE][,strict]"
+_FORMS = "use auto, a name, name:index, name:memory or virtual:name[,count=N][,memory=SIZE][,strict]"
 _EXAMPLES = "cuda, hpu:3, mps:16GiB, virtual:neuron,count=2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """What a device string says; whether the device is available is not part of it."""
+    """A parsed device string. Parsing does not check whether the device is available."""
 
     name: str
     """The name of a sheet, or `auto`."""
     index: int | None = None
     product: str | None = None
-    """`gaudi2`, where a product was named."""
+    """`gaudi2`, if the string names a product."""
     memory: str | None = None
-    """A memory size as written: `16GiB`. It describes a device for `explain`, and limits a virtual one."""
+    """A memory size as written: `16GiB`. It describes a device for `explain` and limits a virtual device."""
     virtual: bool = False
     count: int | None = None
     """The number of virtual devices to start; None means one."""
@@ -81,44 +81,44 @@ class DeviceSpec:
         return replace(self, index=index)
 
     def require_name(self) -> str:
-        """Return the name; raise if the string says more than a name, for callers that cannot follow it."""
+        """Return the name; raise if the string has more than a name, for callers that cannot honor the rest."""
         if self != DeviceSpec(name=self.name, virtual=self.virtual):
             raise UsageError(
-                f"{self} says more than the name of a device{self.given_by}",
-                hint=f"write {DeviceSpec(name=self.name, virtual=self.virtual)}",
+                f"{self} is more than a device name{self.given_by}",
+                hint=f"use {DeviceSpec(name=self.name, virtual=self.virtual)}",
             )
         return self.name
 
     def require_count(self) -> int:
-        """Return the number of virtual devices to start; raise if the index lies outside it."""
+        """Return the number of virtual devices to start; raise if the index is out of range."""
         count = self.count or 1
         if self.index is not None and self.index >= count:
             raise UsageError(
-                f"{self} is the device with index {self.index}, and the count is {count}{self.given_by}",
+                f"{self} has the index {self.index}, but the device count is {count}{self.given_by}",
                 hint=self.count_hint(),
             )
         return count
 
     def count_hint(self) -> str:
-        """Say how several virtual devices are written: version 0.1 had the count where the index is."""
+        """Return a hint how to write a count of virtual devices; version 0.1 had it in place of the index."""
         count = self.index or 2
         return (
-            f"write {VIRTUAL_PREFIX}{self.name},count={count} for a count of {count}, "
-            f"and {self.name}:{count - 1} for the last of them"
+            f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
+            f"and {self.name}:{count - 1} for the last one"
         )
 
 
 def read_device_name(text: str) -> str:
-    """Return the name in `hpu:3`, also if no sheet of that name is known here: records may come from elsewhere."""
+    """Return the name in `hpu:3` without checking it: records may come from machines with other plugins."""
     return text.partition(":")[0]
 
 
 def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
-    """The spec with the index or the memory size after the colon."""
+    """Return the spec with the index or memory size that follows the colon."""
     if _INDEX.fullmatch(suffix):
         return replace(spec, index=int(suffix))
-    named = spec.product or spec.name
-    if _NUMBER.fullmatch(suffix):
+    word = spec.product or spec.name
+    if _NUMBER.fullmatch(suffix):  # mps:1.5, or an index that is too long
         raise _invalid(text, spec.given_by, f"{suffix!r} is not an index", f"did you mean {spec.name}:{suffix}GiB?")
     try:
         parse_size(suffix)
@@ -127,28 +127,28 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
         raise _invalid(text, spec.given_by, reason) from None
     if spec.product is not None:
         raise UsageError(
-            f"{named} is a product, with a memory of its own{spec.given_by}",
-            hint=f"write {named}, or {spec.name}:{suffix} for a device with that much memory",
+            f"{word} is a product with a fixed memory size{spec.given_by}",
+            hint=f"use {word}, or {spec.name}:{suffix} for a device with that much memory",
         )
     if spec.virtual:
-        hint = f"write {VIRTUAL_PREFIX}{named},memory={suffix}"
-        raise _invalid(text, spec.given_by, "a virtual device has its memory as an option", hint)
+        hint = f"use {VIRTUAL_PREFIX}{word},memory={suffix}"
+        raise _invalid(text, spec.given_by, "the memory of a virtual device is an option", hint)
     return replace(spec, memory=suffix)
 
 
 def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Registry) -> DeviceSpec:
-    """The spec with what follows the commas."""
+    """Return the spec with the options that follow the commas."""
     if not spec.virtual:
-        raise _invalid(text, spec.given_by, "only a virtual device has options", f"write {VIRTUAL_PREFIX}{text}")
+        raise _invalid(text, spec.given_by, "only a virtual device has options", f"use {VIRTUAL_PREFIX}{text}")
     seen: set[str] = set()
     for option in options:
         key, equals, value = option.strip().partition("=")
         key = key.lower()
         if key not in _OPTIONS or bool(equals) != ("=" in _OPTIONS[key]):
             known = ", ".join(_OPTIONS.values())
-            raise _invalid(text, spec.given_by, f"{option!r} is not an option", f"options: {known}")
+            raise _invalid(text, spec.given_by, f"unknown option {option!r}", f"options: {known}")
         if key in seen:
-            raise _invalid(text, spec.given_by, f"{key} is given twice")
+            raise _invalid(text, spec.given_by, f"duplicate option {key}")
         seen.add(key)
         if key == "count":
             spec = replace(spec, count=_read_count(value, spec))
@@ -164,16 +164,16 @@ def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Reg
 def _read_count(value: str, spec: DeviceSpec) -> int:
     if _COUNT.fullmatch(value) is None or int(value) < 1:
         raise UsageError(
-            f"a virtual accelerator has at least one device and at most 999, not {value}{spec.given_by}",
-            hint=f"write {VIRTUAL_PREFIX}{spec.name},count=2",
+            f"the count of virtual devices must be from 1 to 999, not {value}{spec.given_by}",
+            hint=f"use {VIRTUAL_PREFIX}{spec.name},count=2",
         )
     return int(value)
 
 
 def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) -> DeviceSpec:
-    """A size, or a product whose memory and limits the virtual device has."""
+    """Return the spec with a memory size, or with the memory and limits of a product."""
     if spec.product is not None:
-        raise _invalid(text, spec.given_by, f"{spec.product} is a product, with a memory of its own")
+        raise _invalid(text, spec.given_by, f"{spec.product} is a product with a fixed memory size")
     if value.lower() in registry.list_products(spec.name):
         return replace(spec, product=value.lower())
     parse_size(value)

@@ -1,6 +1,6 @@
-"""The few things that must be *done* on a device, through torch's own device modules.
+"""Drivers: operations on a device, through its torch device module.
 
-A backend overrides only what differs. Nothing here decides: what a device can do is on its sheet.
+A backend overrides only what differs. Capabilities are not decided here; they are on the sheet.
 """
 
 from __future__ import annotations
@@ -28,54 +28,53 @@ if TYPE_CHECKING:
 __all__ = ["Driver", "Memory", "Recorder"]
 
 Record: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
-"""Runs a function once while the device records it; returns its result, whose tensors stay where they are, and a
-function that replays the recording into them."""
-_MOST_PINNED = 64 * 2**20
-"""Bytes; what is pinned stays with the process, and so videos are not."""
+"""Captures one run of a function; returns its result and a function that replays the graph into the same tensors."""
+_MAX_PINNED_BYTES = 64 * 2**20
+"""torch caches pinned memory until the process exits, so large tensors such as videos are not pinned."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one device at one moment."""
+    """The memory of one device."""
 
     used_bytes: int
-    """Held by tensors of this process; on the host, by the process."""
+    """Bytes of this process's tensors; on the CPU, of the whole process."""
     free_bytes: int
-    """What could still be had, by any process."""
+    """Bytes that any process can still allocate."""
     total_bytes: int
-    """What there is, or what the system lets the device have."""
+    """All bytes, or those that the system allows the device to use."""
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """What records work of a device to be replayed."""
+    """Captures work of a device as a graph for replay."""
 
     record: Record
     warm: int = 2
-    """Runs of a shape before it is captured: libraries choose their kernels and allocate workspaces in them."""
+    """Warm-up runs per shape before the capture, in which libraries select kernels and allocate workspaces."""
     off: float = 2e-2
-    """Largest relative error of the first replay against the eager result."""
+    """The largest accepted relative error of the first replay against the eager result."""
     read_settings: Callable[[], Any] = lambda: None
-    """Reads the numeric settings that are fixed when work is recorded, such as TF32."""
+    """Returns the global settings that are fixed at capture, such as TF32."""
 
 
 class Driver:
-    """Does things on the devices of one sheet; the default goes through `torch.get_device_module`."""
+    """Operations on the devices of one sheet; by default through `torch.get_device_module`."""
 
     marks = False
-    """Whether what `mark` gives waits for what was asked before it alone."""
+    """Whether the device has events and side streams, so `record_event` waits only for earlier work."""
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet = sheet
-        self._aside: dict[int, Any] = {}
+        self._side_streams: dict[int, Any] = {}
 
     def load(self) -> None:
-        """Import the vendor's modules, so that torch learns of the device."""
+        """Import the vendor's modules, which register the device with torch."""
         for module in self.sheet.modules:
             importlib.import_module(module)
 
     def module(self) -> ModuleType:
-        """Torch's module of the device: `torch.xpu`."""
+        """Return the torch module of the device: `torch.xpu`."""
         import torch
 
         self.load()
@@ -83,22 +82,23 @@ class Driver:
         return module
 
     def count(self) -> int:
-        """How many devices this process sees; 0 where the runtime finds none."""
+        """Return the number of devices that this process can use."""
         module = self.module()
         return int(module.device_count()) if module.is_available() else 0
 
     def current_index(self) -> int:
-        """The device that this process works on without being told: what `torch.cuda.set_device` set."""
+        """Return the index of the current device, as set by `torch.cuda.set_device`."""
+        # Some vendors return a torch.device instead of an integer.
         current = getattr(self.module(), "current_device", lambda: 0)()
         return int(getattr(current, "index", current) or 0)
 
     def device_name(self, index: int) -> str:
-        """What the device calls itself: `NVIDIA H200`; the sheet's title where it does not say."""
+        """Return the name that the device reports, or the title of the sheet."""
         get_name = getattr(self.module(), "get_device_name", None)
         return self.sheet.title if get_name is None else str(get_name(index))
 
     def product(self, index: int) -> str | None:
-        """The product on the sheet that the device is, by the name it gives itself; None if it is on none."""
+        """Return the product on the sheet that matches the reported name; None if no product matches."""
         name = self.device_name(index)
         for product in self.sheet.products:
             if product.reported_as and re.search(product.reported_as, name):
@@ -106,37 +106,38 @@ class Driver:
         return None
 
     def synchronize(self, index: int) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished all enqueued work."""
         self.module().synchronize(index)
 
-    def mark(self, index: int) -> Callable[[], None]:
-        """What waits until the device has done what it was asked for up to now; here, all that it was asked for."""
+    def record_event(self, index: int) -> Callable[[], None]:
+        """Return a function that waits for the work enqueued so far; by default it waits for all work."""
         return functools.partial(self.synchronize, index)
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of the host on the device; from memory that it reads by itself, for which nobody waits."""
-        if not self.marks or tensor.nbytes > _MOST_PINNED:
+        """Copy a CPU tensor to the device, without blocking if the device supports it."""
+        # A non-blocking copy needs pinned memory: from pageable memory it waits for earlier work on the device.
+        if not self.marks or tensor.nbytes > _MAX_PINNED_BYTES:
             return tensor.to(device)
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    def aside(self, index: int) -> AbstractContextManager[Any]:
-        """While the block runs, the device does what it is asked for beside what it was asked for before."""
+    def side_stream(self, index: int) -> AbstractContextManager[Any]:
+        """Return a context in which work is enqueued on a separate stream, concurrently with earlier work."""
         if not self.marks:
             return nullcontext()
         module = self.module()
-        if index not in self._aside:
-            self._aside[index] = module.Stream(index)
-        stream: AbstractContextManager[Any] = module.stream(self._aside[index])
+        if index not in self._side_streams:
+            self._side_streams[index] = module.Stream(index)
+        stream: AbstractContextManager[Any] = module.stream(self._side_streams[index])
         return stream
 
     def empty_cache(self) -> None:
-        """Give cached memory back; a device whose allocator caches nothing has nothing to give."""
+        """Release cached memory of the allocator, if the device has a caching allocator."""
         release = getattr(self.module(), "empty_cache", None)
         if release is not None:
             release()
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the host and every device of this kind, so that draws on either are determined."""
+        """Seed the CPU and every device of this kind."""
         import torch
 
         torch.manual_seed(seed)
@@ -146,38 +147,40 @@ class Driver:
             seed_all(seed)
 
     def memory(self, index: int) -> Memory:
-        """Used, free and total memory of one device."""
-        get_info, get_used = self._figure("mem_get_info", "get_memory_info"), self._figure("memory_allocated")
+        """Return the used, free and total memory of one device."""
+        get_info, get_used = (
+            self._find_function("mem_get_info", "get_memory_info"),
+            self._find_function("memory_allocated"),
+        )
         free, total = get_info(index)
         return Memory(used_bytes=int(get_used(index)), free_bytes=int(free), total_bytes=int(total))
 
     def max_memory(self, index: int) -> int:
-        """The most bytes that tensors held at once since the last reset."""
-        return int(self._figure("max_memory_allocated")(index))
+        """Return the peak bytes of tensors since the last reset."""
+        return int(self._find_function("max_memory_allocated")(index))
 
     def reset_peak_memory(self, index: int) -> None:
-        """Start counting the peak anew."""
-        self._figure("reset_peak_memory_stats")(index)
+        """Reset the peak memory."""
+        self._find_function("reset_peak_memory_stats")(index)
 
     def capture(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Record a model as a graph of the device that is replayed; only where the sheet has a mode that captures."""
+        """Return a model that is captured as a device graph, for sheets with a mode that captures."""
         raise NotMeasurableError(
-            f"{self.sheet.title} ({self.sheet.name}) records no graphs", hint="take another mode, such as eager"
+            f"{self.sheet.title} ({self.sheet.name}) does not support device graphs",
+            hint="use another mode, such as eager",
         )
 
     def recorder(self, index: int) -> Recorder | None:
-        """What records work of the device to be replayed; None where there is no such thing."""
+        """Return a recorder that captures device graphs; None if the device has none."""
         return None
 
-    def settle(self, device: torch.device) -> Sheet:
-        """The sheet with every number type in doubt (contradicted, or conditional) asked of the device itself.
-
-        A type that is only slow is left as it is, since a right answer says nothing about time; so is fp8, which is
-        for storage and for products that need kernels of their own.
-        """
+    def resolve_conditions(self, device: torch.device) -> Sheet:
+        """Return the sheet with every contradicted or conditional dtype probed on the device."""
+        # Slow dtypes are not probed, because a correct result says nothing about time. Neither is fp8, which supports
+        # storage and scaled products but not the addition of the probe.
         dtypes = self.sheet.dtypes
         changes: dict[str, Answer] = {
-            field.name: _measured(field.name, answer, device)
+            field.name: _probe(field.name, answer, device)
             for field in fields(Dtypes)
             if isinstance(answer := getattr(dtypes, field.name), DtypeLimit)
             and answer.effect != "slow"
@@ -186,8 +189,8 @@ class Driver:
         }
         return replace(self.sheet, dtypes=replace(dtypes, **changes)) if changes else self.sheet
 
-    def _figure(self, name: str, accelerator_name: str | None = None) -> Any:
-        """The function that reads a figure: the device module's own, or `torch.accelerator`'s for this device."""
+    def _find_function(self, name: str, accelerator_name: str | None = None) -> Any:
+        """Return the function that reads a memory figure: of the device module, or of `torch.accelerator`."""
         import torch
 
         own = getattr(self.module(), name, None)
@@ -198,20 +201,20 @@ class Driver:
         if shared is not None and current is not None and current.type == self.sheet.torch_name:
             return shared
         raise NotMeasurableError(
-            f"{self.sheet.title} ({self.sheet.name}) keeps no such figure: neither torch.{self.sheet.torch_name} nor "
-            f"torch.accelerator of torch {torch.__version__} has {name}",
-            hint="torch.accelerator keeps memory statistics from torch 2.9 on; a newer torch may help",
+            f"{self.sheet.title} ({self.sheet.name}) does not report this figure: "
+            f"neither torch.{self.sheet.torch_name} nor torch.accelerator of torch {torch.__version__} has {name}",
+            hint="update torch: torch.accelerator has memory statistics from 2.9 on",
         )
 
 
-def _measured(dtype: str, doubted: DtypeLimit, device: torch.device) -> Answer:
+def _probe(dtype: str, doubted: DtypeLimit, device: torch.device) -> Answer:
     try:
         effect = probe_dtype(dtype, device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return doubted
-    says = f"asked of {device} itself, {dtype} gives: {effect or 'the right answer'}"
+        return doubted  # a full device cannot be probed: the sheet stays as it is
+    says = f"Probed on {device}: {dtype} {'is correct' if effect is None else f'gives {effect}'}."
     if effect is None:
         return Yes(says=says, source=doubted.source, evidence="hardware")
     return replace(doubted, says=says, effect=effect, evidence="hardware", only_on=(), only_if=())

@@ -1,4 +1,4 @@
-"""Ask a device itself what the sources disagree about."""
+"""Probe of a dtype on a device, for sheets with contradicting sources (docs/decisions/0002-asking-the-device.md)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_dtype"]
 
-# Each holds where the type is kept and is lost where it is narrowed to the next smaller one.
-_TELLTALES: dict[str, tuple[complex, complex]] = {
+# Values that the dtype can represent and the next smaller one cannot.
+_PROBE_VALUES: dict[str, tuple[complex, complex]] = {
     "float64": (1.0 + 2.0**-40, 1.0),
     "int64": (2**40 + 1, 1),
     "complex128": (complex(1.0 + 2.0**-40, 1.0), 1.0),
 }
-_PLAIN = (2.0, 1.0)
+_DEFAULT_VALUES = (2.0, 1.0)
 
 
 def probe_dtype(dtype: str, device: torch.device) -> Effect | None:
-    """What happens to a number type on a device: None if it is kept, else `error`, `narrowed` or `wrong`.
+    """Return `error`, `narrowed` or `wrong` for a dtype on a device; None if it works.
 
-    Two numbers go there, are added and read back. It tells of storage and addition, not of every kernel.
+    Two values are moved to the device, added and read back. This covers storage and addition, not every kernel.
     """
     import torch
 
-    kind: torch.dtype = getattr(torch, dtype)
-    left, right = (torch.tensor([value], dtype=kind) for value in _TELLTALES.get(dtype, _PLAIN))
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    left, right = (torch.tensor([value], dtype=torch_dtype) for value in _PROBE_VALUES.get(dtype, _DEFAULT_VALUES))
     expected = left + right
     try:
-        back = (left.to(device) + right.to(device)).cpu()
+        result = (left.to(device) + right.to(device)).cpu()
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-        if is_out_of_memory(error):  # a busy device is not one without the type
+        if is_out_of_memory(error):  # a full device says nothing about the dtype
             raise
         return "error"
-    if back.dtype != expected.dtype:
+    if result.dtype != expected.dtype:
         return "narrowed"
-    if torch.equal(back, expected):
+    if torch.equal(result, expected):
         return None
-    return "narrowed" if dtype in _TELLTALES else "wrong"
+    return "narrowed" if dtype in _PROBE_VALUES else "wrong"

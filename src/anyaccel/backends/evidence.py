@@ -1,7 +1,7 @@
-"""What a verification saw on a device, as a file that the sheets take in: `anyaccel devices NAME --verify` writes it.
+"""Evidence files: results of verifying a sheet on a device, written by `anyaccel devices NAME --verify`.
 
-A file says which claims of a sheet held there, which did not and which were not tried. It carries a digest of its own
-content, so that one that was changed by hand is refused; and so is one of a virtual device, or that nobody signed off.
+A file lists which claims of a sheet were confirmed, contradicted or not tried. Its digest detects manual changes. Files
+from virtual devices and files without a sign-off are rejected.
 """
 
 from __future__ import annotations
@@ -31,97 +31,100 @@ __all__ = [
 
 FORMAT = 1
 FOLDER = "src/anyaccel/backends/verified"
-"""Where the files lie in the repository."""
+"""The directory of the files in the repository."""
 _PACKAGED = Path(__file__).parent / "verified"
-_AGAIN = "anyaccel devices NAME --verify writes a new one"
+_WRITE_AGAIN = "write a new one with anyaccel devices NAME --verify"
 
 Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
-"""How what was seen stands to the sheet; `new` where the sheet says that it is not known."""
+"""The result against the sheet; `new` if the sheet has no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One claim of the sheet, held against the device."""
+    """One claim of the sheet, tested on the device."""
 
     claim: str
     """Its name on the sheet: `dtypes.float64`."""
     expected: str
-    """What the sheet says, for this product and these versions: `yes`, `error`, `narrowed`, `not known`."""
+    """The sheet's answer for this product and these versions: `yes`, `error`, `narrowed`, `not known`."""
     seen: str
-    """What the device did, in the same words; empty where it was not tried."""
+    """The behavior of the device, in the same terms; empty if it was not tried."""
     verdict: Verdict
     detail: str = ""
-    """The figures, the device's own words, or why it was not tried."""
+    """Figures, the error message of the device, or why it was not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFinding:
-    """One tiny pipeline, placed on the device and held against the CPU's picture."""
+    """One tiny pipeline on the device, compared with the image of the CPU."""
 
     recipe: str
     pipeline: str
-    """The class of diffusers."""
+    """The diffusers class."""
     dtype: str
     runs: bool
     error: str = ""
     max_difference: float | None = None
     tolerance: float
     right: bool | None
-    """Whether it is the CPU's picture within the tolerance; None where the CPU itself cannot make it."""
+    """Whether the image matches the CPU within the tolerance; None if the CPU cannot run the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Everything that one run of `--verify` saw, and on what."""
+    """The results of one `--verify` run, with the device and the software."""
 
     device: str
     """The name of the sheet: `cuda`, `rocm`."""
     virtual: bool
     product: str
-    """The product on the sheet; empty where the device is none of them."""
+    """The product on the sheet; empty if the device is not listed."""
     device_name: str
-    """What the device calls itself: `NVIDIA H200`."""
+    """The name that the device reports: `NVIDIA H200`."""
     date: str
     commit: str
-    """The commit of anyaccel, with `-dirty` after it if files were changed; empty where it is not known."""
+    """The commit of anyaccel, with the suffix `-dirty` if files were changed; empty if unknown."""
     versions: Mapping[str, str]
     """`python`, `torch`, `diffusers`, `driver` and the like."""
     system: str
     architecture: str
     signed_off_by: str
-    """Who answers for it; empty where nobody does."""
+    """The person responsible for the run; empty if nobody signed off."""
     conditions: tuple[str, ...] = ()
-    """What was set for a fair comparison."""
+    """Settings of the comparison."""
     findings: tuple[Finding, ...] = ()
     pipelines: tuple[PipelineFinding, ...] = ()
 
     @property
     def where(self) -> str:
-        """The device and what ran on it, in a few words: `NVIDIA H200, torch 2.11.0, 2026-11-15`."""
+        """The device, the torch version and the date: `NVIDIA H200, torch 2.11.0, 2026-11-15`."""
         return f"{self.device_name}, torch {self.versions.get('torch', 'not known')}, {self.date}"
 
     @property
     def digest(self) -> str:
         """The sha256 of the content."""
+        # Canonical JSON, independent of the layout of the file.
         content = json.dumps(self._content(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return "sha256:" + hashlib.sha256(content.encode()).hexdigest()
 
     @property
     def holds(self) -> bool:
-        """Whether nothing contradicts the sheet and every pipeline that was tried is right."""
+        """Whether nothing contradicts the sheet and every tested pipeline matches the CPU."""
         agrees = all(finding.verdict != "contradicts" for finding in self.findings)
         return agrees and all(pipeline.right is not False for pipeline in self.pipelines)
 
     def to_json(self) -> str:
-        """The file's text, with the digest: a line a field and a line a finding, for people who review it."""
+        """Return the content of the file with its digest; one line per field and per finding, for readable diffs."""
         content = self._content() | {"digest": self.digest}
-        return "{\n" + ",\n".join(f" {_dump(name)}: {_lay_out(value)}" for name, value in content.items()) + "\n}\n"
+        return (
+            "{\n" + ",\n".join(f" {_dump(name)}: {_format_value(value)}" for name, value in content.items()) + "\n}\n"
+        )
 
     def _content(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self), "versions": dict(self.versions)}
 
 
-def _lay_out(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple) and value:
         return "[\n" + ",\n".join(f"  {_dump(item)}" for item in value) + "\n ]"
     return _dump(value)
@@ -132,19 +135,23 @@ def _dump(value: Any) -> str:
 
 
 def read_verification(text: str, name: str) -> Verification:
-    """A file's text as a verification; refused if its digest is not that of its content."""
+    """Parse an evidence file; raise if its digest does not match its content."""
     try:
         content = json.loads(text)
-        digest, form = content.pop("digest"), content.pop("format")
-        verification = _build(content) if form == FORMAT else None
+        digest, version = content.pop("digest"), content.pop("format")
+        verification = _build(content) if version == FORMAT else None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise AnyaccelError(f"{name} is no evidence file: {type(error).__name__}: {error}", hint=_AGAIN) from error
+        raise AnyaccelError(
+            f"{name} is not a valid evidence file: {type(error).__name__}: {error}", hint=_WRITE_AGAIN
+        ) from error
     if verification is None:
-        raise AnyaccelError(f"{name} has the format {form}, and this anyaccel reads {FORMAT}", hint=_AGAIN)
+        raise AnyaccelError(
+            f"{name} has the format version {version}, but this version of anyaccel reads {FORMAT}", hint=_WRITE_AGAIN
+        )
     if verification.digest != digest:
         raise AnyaccelError(
-            f"{name} was changed after it was written: its content is not that of its digest",
-            hint=f"take it back to how it was written; {_AGAIN}",
+            f"{name} was changed after it was written: its digest does not match its content",
+            hint=f"restore the original file, or {_WRITE_AGAIN}",
         )
     return verification
 
@@ -158,41 +165,41 @@ def _build(content: dict[str, Any]) -> Verification:
             "pipelines": tuple(PipelineFinding(**pipeline) for pipeline in content["pipelines"]),
         }
     )
-    unheard = {finding.verdict for finding in verification.findings} - set(get_args(Verdict))
-    if unheard:
-        raise ValueError(f"no verdict is called {', '.join(sorted(unheard))}")
+    unknown = {finding.verdict for finding in verification.findings} - set(get_args(Verdict))
+    if unknown:
+        raise ValueError(f"unknown verdict {', '.join(sorted(unknown))}")
     return verification
 
 
 @functools.cache
 def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
-    """The verifications that the package has, by their path in the repository; only of hardware, and signed off."""
-    found = {}
+    """Return the verifications in the package by their path in the repository; raise for virtual or unsigned ones."""
+    verifications = {}
     for path in sorted(folder.glob("*.json")):
         name = f"{FOLDER}/{path.name}"
         verification = read_verification(path.read_text(encoding="utf-8"), name)
         if verification.virtual or verification.device_name.startswith("virtual"):
             raise AnyaccelError(
-                f"{name} is of a virtual device, which says nothing of hardware",
-                hint="take it out of the folder; only a run on the device itself is evidence",
+                f"{name} is from a virtual device and says nothing about hardware",
+                hint="remove it; only a run on the real device is evidence",
             )
         if not verification.signed_off_by:
             raise AnyaccelError(
-                f"{name} is signed off by nobody",
-                hint="write it again with --signed-off-by and the name of somebody who can be asked",
+                f"{name} is not signed off",
+                hint="write it again with --signed-off-by and the name of a person to contact",
             )
-        found[name] = verification
-    return found
+        verifications[name] = verification
+    return verifications
 
 
 def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
-    """The sheet with what was seen on its device: evidence raised, contradictions named, open questions answered."""
+    """Return the sheet with verification results: confirmed, contradicted and newly answered claims."""
     for file, verification in verifications.items():
         if verification.device != sheet.name or verification.virtual:
             continue
         claims = dict(sheet.claims())
         changes = {
-            finding.claim: _take_one(claims[finding.claim], finding, verification, file)
+            finding.claim: _merge_finding(claims[finding.claim], finding, verification, file)
             for finding in verification.findings
             if finding.claim in claims and finding.verdict != "not tried"
         }
@@ -200,34 +207,34 @@ def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> S
     return sheet
 
 
-def _take_one(claim: Claim | Unknown, finding: Finding, verification: Verification, file: str) -> Claim | Unknown:
-    sighting = EvidenceEntry(
+def _merge_finding(claim: Claim | Unknown, finding: Finding, verification: Verification, file: str) -> Claim | Unknown:
+    entry = EvidenceEntry(
         where=verification.where, seen=finding.seen, agrees=finding.verdict != "contradicts", file=file
     )
     if isinstance(claim, Unknown):
-        return _answer(claim, finding, sighting)
-    claim = replace(claim, seen_on=(*claim.seen_on, sighting))
-    if not sighting.agrees:
+        return _answer(claim, finding, entry)
+    claim = replace(claim, seen_on=(*claim.seen_on, entry))
+    if not entry.agrees:
         return replace(claim, contradicted_by=claim.contradicted_by or file) if isinstance(claim, Limit) else claim
-    # A limit of other products or versions was not seen by a device on which it does not hold.
+    # A device to which a conditional limit does not apply confirms the condition, not the limit.
     elsewhere = isinstance(claim, Limit) and claim.conditional and finding.seen != claim.effect
     return claim if elsewhere else replace(claim, evidence="hardware")
 
 
-def _answer(claim: Unknown, finding: Finding, sighting: EvidenceEntry) -> Claim | Unknown:
-    """The answer to an open question, in what was seen."""
-    says = f"Not documented; asked of the device itself. {finding.detail}".strip()
+def _answer(claim: Unknown, finding: Finding, entry: EvidenceEntry) -> Claim | Unknown:
+    """Return a claim that answers an open question with the result of a verification."""
+    says = f"Not documented; tested on the device. {finding.detail}".strip()
     if finding.seen == "yes":
-        return Yes(says=says, source=sighting.file, evidence="hardware", seen_on=(sighting,))
-    effect: Effect | None = next((known for known in get_args(Effect) if known == finding.seen), None)
+        return Yes(says=says, source=entry.file, evidence="hardware", seen_on=(entry,))
+    effect: Effect | None = next((name for name in get_args(Effect) if name == finding.seen), None)
     if effect is None:
         return claim
-    kind = DtypeLimit if finding.claim.startswith("dtypes.") else Limit
-    return kind(
+    limit_class = DtypeLimit if finding.claim.startswith("dtypes.") else Limit
+    return limit_class(
         says=says,
-        source=sighting.file,
+        source=entry.file,
         evidence="hardware",
         effect=effect,
-        hint="keep it off the device",
-        seen_on=(sighting,),
+        hint="do not use it on the device",
+        seen_on=(entry,),
     )

@@ -1,4 +1,4 @@
-"""The machine as plain data: what every "is it there, and if not why" is decided from."""
+"""Description of a machine as plain data, from which the availability of devices is decided."""
 
 from __future__ import annotations
 
@@ -34,28 +34,33 @@ REPORTED_PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a process can learn of its machine without touching a device."""
+    """What a process can find out about its machine without initializing a device."""
 
     system: str
-    """As `platform.system()` says it: `Linux`, `Darwin`, `Windows`."""
+    """The value of `platform.system()`: `Linux`, `Darwin`, `Windows`."""
     architecture: str
-    """What Python itself runs as: `arm64`, `x86_64`, `aarch64`."""
+    """The architecture of the Python interpreter: `arm64`, `x86_64`, `aarch64`."""
     translated: bool = False
-    """Whether Python runs under Rosetta, and the machine's own architecture is another."""
+    """Whether Python runs under Rosetta, so the architecture of the machine differs."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions by name: `python`, `macos` (where it is one) and the installed packages."""
+    """Versions by name: `python`, `macos` (on macOS) and the installed packages."""
     torch_builds: Mapping[str, str] = field(default_factory=dict)
-    """What torch was built for, with the version: `{"cuda": "13.0"}`."""
+    """The platforms of the torch build with their versions: `{"cuda": "13.0"}`."""
     modules: frozenset[str] = frozenset()
-    """The vendors' modules that can be found."""
+    """The vendors' Python modules that are installed."""
     device_files: Mapping[str, int] = field(default_factory=dict)
-    """How many files match each of the sheets' patterns: `{"/dev/neuron*": 16}`."""
+    """The number of files that match each device file pattern: `{"/dev/neuron*": 16}`."""
 
 
 def read_machine(sheets: Iterable[Sheet]) -> Machine:
-    """Look at this machine; imports no torch and touches no device."""
+    """Return the description of this machine, without importing torch or initializing a device."""
     sheets = tuple(sheets)
-    vendor_modules = {need.module for sheet in sheets for need in sheet.requirements if isinstance(need, ModuleFound)}
+    vendor_modules = {
+        requirement.module
+        for sheet in sheets
+        for requirement in sheet.requirements
+        if isinstance(requirement, ModuleFound)
+    }
     patterns = {(pattern, sheet.pci_vendor) for sheet in sheets for pattern in sheet.device_files}
     return Machine(
         system=platform.system(),
@@ -82,42 +87,45 @@ def _read_versions() -> dict[str, str]:
 
 
 def _read_torch_builds() -> dict[str, str]:
-    """What torch was built for, from its version file alone: importing torch takes seconds."""
+    """Return the platforms that torch was built for."""
+    # From version.py without importing torch, which takes seconds.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
     version_file = Path(spec.origin).with_name("version.py")
     if not version_file.is_file():
         return {}
-    built_for = re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", version_file.read_text(), re.MULTILINE)
-    return dict(built_for)
+    builds = re.findall(r"^(cuda|hip|xpu)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", version_file.read_text(), re.MULTILINE)
+    return dict(builds)
 
 
 def _count_files(pattern: str, vendor: str) -> int:
-    """How many files of a pattern there are; of one vendor, where the kernel uses the name for several."""
+    """Return the number of files that match a pattern; only those of one PCI vendor if `vendor` is set."""
     names = [Path(path).name for path in glob.glob(pattern)]
     if not vendor:
         return len(names)
+    # /dev/accel and /dev/dri are shared by several vendors.
     ids = [path for name in names for path in glob.glob(f"/sys/class/*/{name}/device/vendor")]
     return sum(Path(path).read_text().strip() == vendor for path in ids)
 
 
 def _can_find(module: str) -> bool:
-    """Whether a module is installed, without importing anything of it: a parent package may do what it likes."""
+    """Return whether a module is installed, without importing it or its parents."""
     if module in sys.modules:
         return True
-    parts, places = module.split("."), None
+    # importlib.util.find_spec imports parent packages, and a vendor's package may raise or initialize a device.
+    parts, search_path = module.split("."), None
     for depth in range(1, len(parts) + 1):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), places)
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), search_path)
         if spec is None:
             return False
-        places = spec.submodule_search_locations
+        search_path = spec.submodule_search_locations
     return True
 
 
 def _is_translated() -> bool:
-    """Whether this is an Intel Python on Apple silicon, where Metal cannot be used."""
+    """Return whether this is an x86_64 Python on Apple silicon, which cannot use MPS."""
     if platform.system() != "Darwin" or platform.machine() != "x86_64":
         return False
-    answer = subprocess.run(["sysctl", "-n", "sysctl.proc_translated"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() == "1"
+    process = subprocess.run(["sysctl", "-n", "sysctl.proc_translated"], capture_output=True, text=True, check=False)
+    return process.stdout.strip() == "1"

@@ -1,4 +1,4 @@
-"""Names of the quirks that code reacts to; a sheet marks every other quirk as information only."""
+"""Names of the quirks that code reacts to; all others must be marked as information only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
     "UNINITIALISED_MEMORY_IS_NAN",
 ]
 
-# Evidence files on disk hold these strings: a new value orphans the old evidence.
+# Evidence files contain these strings: changing one would disconnect existing evidence.
 CONVOLUTIONS_REORDER: Final = "convolutions_reorder"
 FLOAT32_ATTENTION: Final = "float32_attention"
 HALF_KERNELS_MISSING: Final = "half_kernels_missing"

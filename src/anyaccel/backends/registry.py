@@ -1,7 +1,7 @@
-"""Which backends there are: the files of this folder, and the plugins that are installed.
+"""Registry of backends: the built-in ones and installed plugins.
 
-A backend is found by itself: a module here with a `BACKEND`, or an entry point of the group `anyaccel.backends`
-that leads to one. A plugin wins over a built-in backend of its name; two plugins of one name are an error.
+A backend is the `BACKEND` of a module in `devices`, or an object that an entry point of the group `anyaccel.backends`
+loads. A plugin overrides a built-in backend of the same name; two plugins of the same name are an error.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["GROUP", "Backend", "BrokenPlugin", "Registry", "load_registry"]
 
 GROUP = "anyaccel.backends"
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-"""How the name of a device is written."""
+"""The syntax of a device name."""
 BUILT_IN = "anyaccel"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One accelerator: what it can do, and how things are done there."""
+    """One accelerator: its sheet and its driver class."""
 
     sheet: Sheet
     driver: type[Driver] = Driver
     variants: tuple[Sheet, ...] = ()
-    """Other hardware behind the same torch device, told apart by the build of torch: ROCm behind `cuda`."""
+    """Sheets of other hardware with the same torch device type, selected by the torch build: ROCm for `cuda`."""
     origin: str = BUILT_IN
-    """The distribution that brings it; the registry fills it in."""
+    """The distribution that provides it; set by the registry."""
 
     @property
     def name(self) -> str:
-        """The name that users write."""
+        """The device name that users write."""
         return self.sheet.name
 
     @property
@@ -50,7 +50,7 @@ class Backend:
         return (self.sheet, *self.variants)
 
     def sheet_on(self, machine: Machine) -> Sheet:
-        """The sheet of the hardware that this machine's torch was built for."""
+        """Return the sheet that matches the torch build of a machine."""
         for sheet in self.sheets:
             if sheet.torch_build and sheet.torch_build in machine.torch_builds:
                 return sheet
@@ -59,7 +59,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BrokenPlugin:
-    """A plugin that could not be loaded: shown, and nothing else suffers."""
+    """A plugin that failed to load; it is listed and does not affect other backends."""
 
     name: str
     origin: str
@@ -68,14 +68,14 @@ class BrokenPlugin:
 
 @dataclass(frozen=True)
 class Registry:
-    """The backends by name, the broken plugins, and the names that several plugins claim."""
+    """All backends by name, plugins that failed to load, and names that several plugins claim."""
 
     backends: dict[str, Backend] = field(default_factory=dict)
     broken: tuple[BrokenPlugin, ...] = ()
     conflicts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """Every name that `backend` answers to, variants included."""
+        """Return all names that `backend` accepts, including variants."""
         return [sheet.name for backend in self.backends.values() for sheet in backend.sheets]
 
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
@@ -95,8 +95,8 @@ class Registry:
         return [product.name.lower() for product in sheet.products]
 
     def backend(self, name: str, origin: str = "") -> Backend:
-        """The backend of that name, or of a variant's: `rocm` is `cuda`'s."""
-        self._refuse_conflict(name)
+        """Return the backend of a device or variant name: `rocm` is a variant of `cuda`."""
+        self._check_conflict(name)
         if name in self.backends:
             return self.backends[name]
         for backend in self.backends.values():
@@ -105,43 +105,43 @@ class Registry:
         for plugin in self.broken:
             if plugin.name == name:
                 raise PluginError(
-                    f"the backend {name!r} of {plugin.origin} could not be loaded: {plugin.error}",
+                    f"the backend {name!r} of {plugin.origin} failed to load: {plugin.error}",
                     hint=f"update or uninstall {plugin.origin}",
                 )
         raise UnknownDeviceError(f"unknown device {name!r}{origin}", hint=self._suggest(name))
 
     def _suggest(self, word: str) -> str:
-        """What to write instead: the memory for a product that no sheet lists, else the most similar word."""
+        """Return a hint for an unknown name: the memory syntax for an unlisted product, else the most similar name."""
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
         for sheet in sheets:
             if sheet.product_pattern and re.match(sheet.product_pattern, word):
                 listed = ", ".join(product.name for product in sheet.products)
-                return f"give the memory: {sheet.name}:24GiB; products of {sheet.name} by name: {listed}"
-        words = [word for sheet in sheets for word in (*sheet.aliases, *(one.name for one in sheet.products))]
-        return nearest(word, self.names(), also=words)
+                return f"use the memory size, such as {sheet.name}:24GiB, or a listed product: {listed}"
+        others = [name for sheet in sheets for name in (*sheet.aliases, *(product.name for product in sheet.products))]
+        return nearest(word, self.names(), also=others)
 
     def refuse_conflicts(self) -> None:
-        """Raise if two plugins claim one name."""
+        """Raise if several plugins claim the same name."""
         for name in self.conflicts:
-            self._refuse_conflict(name)
+            self._check_conflict(name)
 
-    def _refuse_conflict(self, name: str) -> None:
+    def _check_conflict(self, name: str) -> None:
         if name in self.conflicts:
             claimants = self.conflicts[name]
             raise PluginError(
-                f"the device {name!r} is claimed by {len(claimants)} plugins: {', '.join(claimants)}",
+                f"{len(claimants)} plugins provide the device {name!r}: {', '.join(claimants)}",
                 hint=f"uninstall all but one of them, for example: pip uninstall {claimants[-1]}",
             )
 
 
 @functools.cache
 def load_registry() -> Registry:
-    """Find every backend, once a process."""
+    """Return the registry of this process."""
     return build_registry(importlib.metadata.entry_points(group=GROUP))
 
 
 def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
-    """The built-in backends and those of the given entry points."""
+    """Return a registry of the built-in backends and the given plugins."""
     backends = {backend.name: backend for backend in _find_built_in()}
     broken: list[BrokenPlugin] = []
     plugins: dict[str, list[Backend]] = {}
@@ -152,6 +152,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
         else:
             plugins.setdefault(loaded.name, []).append(loaded)
     conflicts = {name: tuple(rival.origin for rival in rivals) for name, rivals in plugins.items() if len(rivals) > 1}
+    # A conflict is an error only if the name is used, so one bad plugin does not block other devices.
     backends |= {name: rivals[0] for name, rivals in plugins.items()}
     backends = dict(sorted(backends.items(), key=lambda item: (-item[1].sheet.preference, item[0])))
     return Registry(backends=backends, broken=tuple(broken), conflicts=conflicts)
@@ -163,50 +164,51 @@ def _find_built_in() -> list[Backend]:
         importlib.import_module(f"{package.__name__}.{module.name}")
         for module in pkgutil.iter_modules(package.__path__)
     ]
-    return [_take_in_evidence(module.BACKEND) for module in modules]
+    return [_merge_verifications(module.BACKEND) for module in modules]
 
 
-def _take_in_evidence(backend: Backend) -> Backend:
-    """The backend with what was seen on real devices on its sheets."""
-    seen = load_verifications()
-    variants = tuple(merge_evidence(sheet, seen) for sheet in backend.variants)
-    return replace(backend, sheet=merge_evidence(backend.sheet, seen), variants=variants)
+def _merge_verifications(backend: Backend) -> Backend:
+    """Return the backend with the packaged verification results on its sheets."""
+    verifications = load_verifications()
+    variants = tuple(merge_evidence(sheet, verifications) for sheet in backend.variants)
+    return replace(backend, sheet=merge_evidence(backend.sheet, verifications), variants=variants)
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:
     origin = entry_point.dist.name if entry_point.dist else entry_point.value
     try:
         loaded = entry_point.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything; its error is shown
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may raise anything, and must not break the others
         return BrokenPlugin(name=entry_point.name, origin=origin, error=f"{type(error).__name__}: {error}")
-    problem = _find_fault(loaded, entry_point.value)
+    problem = _find_problem(loaded, entry_point.value)
     if problem:
         return BrokenPlugin(name=entry_point.name, origin=origin, error=problem)
     return Backend(sheet=loaded.sheet, driver=loaded.driver, variants=loaded.variants, origin=origin)
 
 
-def _find_fault(loaded: object, where: str) -> str:
-    """What is wrong with what a plugin gave; empty where nothing is. One plugin must not spoil the others."""
+def _find_problem(loaded: object, where: str) -> str:
+    """Return what is wrong with the object of a plugin; empty if it is valid."""
     if not isinstance(loaded, Backend):
         return f"{where} is a {type(loaded).__name__}, not an anyaccel.backends.Backend"
     try:
         for sheet in loaded.sheets:
             if NAME.fullmatch(sheet.name) is None:
-                return f"{sheet.name!r} is no name for a device: small letters, digits and _, a letter first"
+                rule = "use lower-case letters, digits and _, starting with a letter"
+                return f"{sheet.name!r} is not a valid device name: {rule}"
             probe_sheet(sheet)
         loaded.driver(loaded.sheet)
-    except Exception as error:  # noqa: BLE001 - whatever a plugin's data does, its error is shown
+    except Exception as error:  # noqa: BLE001 - a plugin's data may raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def probe_sheet(sheet: Sheet) -> None:
-    """Ask a sheet everything that is asked of one, so that a fault in it shows at once."""
-    nowhere = Machine(system="", architecture="", versions={"torch": "1.0", "python": "1.0", "macos": "1.0"})
-    sheet.on(versions=nowhere.versions)
+    """Evaluate all conditions and patterns of a sheet, so errors show up when the plugin is loaded."""
+    machine = Machine(system="", architecture="", versions={"torch": "1.0", "python": "1.0", "macos": "1.0"})
+    sheet.on(versions=machine.versions)
     for requirement in sheet.requirements:
-        requirement.unmet(nowhere)
+        requirement.unmet(machine)
     for pattern in (sheet.product_pattern, *(product.reported_as for product in sheet.products)):
         re.compile(pattern)
     if not isinstance(sheet.preference, int):
-        raise TypeError(f"the preference of {sheet.name} is {sheet.preference!r}, not a whole number")
+        raise TypeError(f"the preference of {sheet.name} must be an integer, not {sheet.preference!r}")

@@ -1,6 +1,6 @@
-"""What must be true of a machine before a device can be there, and the words for what is not.
+"""Requirements of a device on its machine, with messages for unmet ones.
 
-A requirement is checked against a `Machine`, which is plain data: so machines that nobody here has can be tested.
+Requirements are checked against a `Machine`, which is plain data, so they can be tested for any machine.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ _BUILD_NAMES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement(Claim, ABC):
-    """One thing that a device needs of its machine."""
+    """One requirement of a device on its machine."""
 
     hint: str
-    """How to meet it, with the command where there is one."""
+    """How to meet it, with a command if possible."""
 
     @property
     @abstractmethod
-    def wants(self) -> str:
-        """The requirement in a few words: `torch>=2.6`."""
+    def requires(self) -> str:
+        """The requirement as text: `torch >=2.6`."""
 
     @abstractmethod
     def unmet(self, machine: Machine) -> str | None:
-        """Why the machine does not meet it: `it needs macOS, and this is Linux`; None if it does."""
+        """Return why a machine does not meet it, such as `requires macOS, not Linux`; None if it does."""
 
     def advice(self, machine: Machine) -> str | None:
-        """What the machine has that works but is not recommended; None if all is well."""
+        """Return a recommendation for a machine that meets the requirement; None if there is none."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemIs(Requirement):
-    """The operating system."""
+    """An operating system."""
 
     systems: tuple[str, ...]
-    """As `platform.system()` says it: `("Linux", "Windows")`."""
+    """Values of `platform.system()`: `("Linux", "Windows")`."""
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return " or ".join(_SYSTEM_NAMES.get(system, system) for system in self.systems)
 
     def unmet(self, machine: Machine) -> str | None:
         if machine.system in self.systems:
             return None
-        return f"it needs {self.wants}, and this is {_SYSTEM_NAMES.get(machine.system, machine.system)}"
+        return f"requires {self.requires}, not {_SYSTEM_NAMES.get(machine.system, machine.system)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureIs(Requirement):
-    """The architecture that Python itself runs as, which under translation is not the machine's."""
+    """The architecture of the Python interpreter, which under Rosetta is not that of the machine."""
 
     architectures: tuple[str, ...]
 
     @property
-    def wants(self) -> str:
-        return f"a Python for {' or '.join(self.architectures)}"
+    def requires(self) -> str:
+        return f"Python for {' or '.join(self.architectures)}"
 
     def unmet(self, machine: Machine) -> str | None:
         if machine.architecture in self.architectures:
             return None
-        translated = " and runs translated (Rosetta)" if machine.translated else ""
-        return f"it needs {self.wants}, and this one is for {machine.architecture}{translated}"
+        translated = " under Rosetta" if machine.translated else ""
+        return f"requires {self.requires}, not {machine.architecture}{translated}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionIs(Requirement):
-    """The version of a package, of Python or of the system."""
+    """The version of a package, of Python or of macOS."""
 
     subject: str
     """A key of `Machine.versions`: `torch`, `macos`, `python`."""
@@ -89,54 +89,54 @@ class VersionIs(Requirement):
     """`>=13.0`."""
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return f"{self.subject} {self.wanted}"
 
     def unmet(self, machine: Machine) -> str | None:
         text = machine.versions.get(self.subject)
         if text is None:
-            return f"it needs {self.wants}, and none is installed"
+            return f"requires {self.requires}, which is not installed"
         version = read_version(text)
         if version is not None and SpecifierSet(self.wanted).contains(version, prereleases=True):
             return None
-        return f"it needs {self.wants}, and this is {text}"
+        return f"requires {self.requires}, not {text}"
 
     def advice(self, machine: Machine) -> str | None:
         version = read_version(machine.versions.get(self.subject))
         if not self.recommended or version is None or SpecifierSet(self.recommended).contains(version):
             return None
-        return f"{self.subject} {self.recommended} is recommended, and this is {version}"
+        return f"{self.subject} {self.recommended} is recommended, not {version}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFound(Requirement):
-    """A Python module of the vendor's that can be found."""
+    """An installed Python module of the vendor."""
 
     module: str
 
     @property
-    def wants(self) -> str:
+    def requires(self) -> str:
         return f"the module {self.module}"
 
     def unmet(self, machine: Machine) -> str | None:
         if self.module in machine.modules:
             return None
-        return f"{self.wants} is not installed"
+        return f"{self.requires} is not installed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltFor(Requirement):
-    """A torch that was built for the device."""
+    """A torch build for the device."""
 
     builds: tuple[str, ...]
-    """Keys of `torch.version`, one of which must be set: `("cuda", "hip")`."""
+    """Attributes of `torch.version`, one of which must be set: `("cuda", "hip")`."""
 
     @property
-    def wants(self) -> str:
-        return f"a torch built for {' or '.join(_BUILD_NAMES.get(build, build) for build in self.builds)}"
+    def requires(self) -> str:
+        return f"a torch build for {' or '.join(_BUILD_NAMES.get(build, build) for build in self.builds)}"
 
     def unmet(self, machine: Machine) -> str | None:
         if any(machine.torch_builds.get(build) for build in self.builds):
             return None
         torch = machine.versions.get("torch")
-        return f"it needs {self.wants}, and {f'this is {torch}' if torch else 'none is installed'}"
+        return f"requires {self.requires}, {f'not {torch}' if torch else 'but torch is not installed'}"

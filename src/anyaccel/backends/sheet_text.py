@@ -1,4 +1,4 @@
-"""A sheet in words: the same sections for the command line and for the documentation."""
+"""Text of a sheet, for the command line and for the documentation."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from anyaccel.backends.sheet import (
 __all__ = ["SheetRow", "SheetSection", "describe_sheet", "sheet_as_json"]
 
 _SECTIONS = {
-    "dtypes": "Number types",
-    "default_dtypes": "Number types",
-    "random_numbers": "Behaviour",
-    "data_dependent_shapes": "Behaviour",
-    "new_shapes": "Behaviour",
-    "host_round_trip": "Behaviour",
-    "batches": "Behaviour",
-    "training": "Behaviour",
-    "fused_attention": "Behaviour",
+    "dtypes": "Dtypes",
+    "default_dtypes": "Dtypes",
+    "random_numbers": "Behavior",
+    "data_dependent_shapes": "Behavior",
+    "new_shapes": "Behavior",
+    "host_round_trip": "Behavior",
+    "batches": "Behavior",
+    "training": "Behavior",
+    "fused_attention": "Behavior",
     "memory": "Memory",
     "quantized_weights": "Memory",
     "speedups": "Speed",
-    "largest_tensor": "Limits on size and operations",
-    "operations": "Limits on size and operations",
+    "largest_tensor": "Size and operation limits",
+    "operations": "Size and operation limits",
     "quirks": "Quirks",
     "compiler": "Software",
     "distributed": "Software",
@@ -58,14 +58,14 @@ _SECTIONS = {
     "products": "Products",
 }
 
-_SEEN = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
-_KEPT_NAMES = ("dtypes", "variables", "operations", "quirks")
-"""Fields whose parts are names that people type, underscores and all."""
+_OBSERVED = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
+_IDENTIFIER_FIELDS = ("dtypes", "variables", "operations", "quirks")
+"""Fields with names that users type, so underscores are kept."""
 
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One claim in words."""
+    """One claim as text."""
 
     matter: str
     verdict: str
@@ -75,50 +75,49 @@ class SheetRow:
     source: str
     contradicted_by: str = ""
     files: tuple[str, ...] = ()
-    """The evidence files that speak of it."""
+    """The evidence files with results for it."""
 
 
 @dataclass(frozen=True)
 class SheetSection:
-    """The rows that belong together."""
+    """A titled group of rows."""
 
     title: str
     rows: tuple[SheetRow, ...]
 
 
 def describe_sheet(sheet: Sheet) -> list[SheetSection]:
-    """Everything that a sheet claims, in the order in which a reader asks."""
+    """Return all claims of a sheet as text, grouped into sections."""
     sections: dict[str, list[SheetRow]] = {}
     for name, claim in sheet.claims():
-        field, _, rest = name.partition(".")
-        matter = rest if field in _KEPT_NAMES else (rest or field).replace("_", " ")
-        sections.setdefault(_SECTIONS[field], []).append(_describe(matter, claim))
+        field, _, entry = name.partition(".")
+        matter = entry if field in _IDENTIFIER_FIELDS else (entry or field).replace("_", " ")
+        sections.setdefault(_SECTIONS[field], []).append(_make_row(matter, claim))
     return [SheetSection(title, tuple(rows)) for title, rows in sections.items()]
 
 
 def sheet_as_json(sheet: Sheet) -> dict[str, Any]:
-    """A sheet as plain values, each claim with the kind of answer that it is."""
+    """Return a sheet as JSON-compatible values; each claim has its class name as `kind`."""
     plain: dict[str, Any] = _plain(sheet)
     return plain
 
 
-def _describe(matter: str, claim: Claim | Unknown) -> SheetRow:
+def _make_row(matter: str, claim: Claim | Unknown) -> SheetRow:
     if isinstance(claim, Unknown):
         return SheetRow(matter, "not known", claim.says, "", "")
     if isinstance(claim, Requirement):
-        matter = claim.wants
+        matter = claim.requires
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
-    says = " ".join([says, *(_tell_sighting(sighting) for sighting in claim.seen_on)])
+    says = " ".join([says, *(_format_evidence(entry) for entry in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
-    files = tuple(sighting.file for sighting in claim.seen_on)
+    files = tuple(entry.file for entry in claim.seen_on)
     return SheetRow(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
 
 
-def _tell_sighting(sighting: EvidenceEntry) -> str:
-    """What a verification saw, in a sentence."""
-    if sighting.agrees:
-        return f"Seen on {sighting.where}."
-    return f"Not so on {sighting.where}: {_SEEN.get(sighting.seen, sighting.seen)}."
+def _format_evidence(entry: EvidenceEntry) -> str:
+    if entry.agrees:
+        return f"Verified on {entry.where}."
+    return f"Contradicted on {entry.where}: {_OBSERVED.get(entry.seen, entry.seen)}."
 
 
 def _verdict(claim: Claim) -> str:
@@ -130,15 +129,15 @@ def _verdict(claim: Claim) -> str:
         return _memory_verdict(claim)
     verdicts: list[tuple[type[Claim], str]] = [
         (Yes, "yes"),
-        (Quantization, f"{getattr(claim, 'bits', 0):g} bits a number"),
+        (Quantization, f"{getattr(claim, 'bits', 0):g} bits per weight"),
         (Mode, "yes"),
         (DtypeOrder, " > ".join(getattr(claim, "order", ()))),
         (Compiler, getattr(claim, "backend", "")),
         (Distributed, getattr(claim, "backend", "")),
         (Speedup, f"{getattr(claim, 'gain', 1):g} times as fast"),
-        (Variable, f"={getattr(claim, 'value', '')}" if getattr(claim, "value", "") else "yours to set"),
+        (Variable, f"={getattr(claim, 'value', '')}" if getattr(claim, "value", "") else "set by the user"),
     ]
-    return next((text for kind, text in verdicts if isinstance(claim, kind)), "needed")
+    return next((text for kind, text in verdicts if isinstance(claim, kind)), "required")
 
 
 def _limit_verdict(limit: Limit) -> str:
@@ -146,7 +145,7 @@ def _limit_verdict(limit: Limit) -> str:
     if isinstance(limit, DtypeLimit) and limit.becomes:
         text += f" → {limit.becomes}"
     if isinstance(limit, SizeLimit):
-        text += f" past {_power(limit.amount)} {limit.unit}"
+        text += f" above {_format_power(limit.amount)} {limit.unit}"
     if isinstance(limit, RoundTrip) and limit.cost_us is not None:
         text += f", about {limit.cost_us:.0f} µs"
     if isinstance(limit, OperationLimit):
@@ -157,18 +156,18 @@ def _limit_verdict(limit: Limit) -> str:
 
 def _memory_verdict(terms: MemoryTerms) -> str:
     limits = [f"{share:.0%}" + (f" up to {most / 2**30:.0f} GiB" if most else "") for most, share in terms.shares]
-    kept = f", less {terms.kept_bytes / 2**20:.0f} MiB" if terms.kept_bytes else ""
-    return f"{', '.join(limits)}{kept}"
+    reserved = f", minus {terms.kept_bytes / 2**20:.0f} MiB" if terms.kept_bytes else ""
+    return f"{', '.join(limits)}{reserved}"
 
 
 def _product_verdict(product: Product) -> str:
     memory = "memory varies" if product.memory_bytes is None else f"{product.memory_bytes / 2**30:.0f} GiB"
-    count = "" if product.per_server is None else f", {product.per_server} a server"
+    count = "" if product.per_server is None else f", {product.per_server} per server"
     return f"{memory}{count}" if product.native else f"{memory}{count}; cannot run here: {product.software}"
 
 
-def _power(amount: int) -> str:
-    """`2**32` for 4294967296 and for one less."""
+def _format_power(amount: int) -> str:
+    """Return `2**32` for 4294967296 and 4294967295."""
     for value in (amount, amount + 1):
         if value > 0 and value & (value - 1) == 0:
             return f"2**{value.bit_length() - 1}"

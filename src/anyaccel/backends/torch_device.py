@@ -1,4 +1,4 @@
-"""Where something lies: on the host itself, or on the kind of device that was chosen, whichever that is."""
+"""Tests of device types."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ __all__ = ["is_host", "is_on"]
 
 
 def is_host(device: torch.device | str) -> bool:
-    """Whether what lies there lies in the host's memory, and its numbers are read without a wait."""
+    """Return whether a device is the CPU, so values can be read without synchronizing."""
     return is_on(device, "cpu")
 
 
 def is_on(device: torch.device | str, kind: str) -> bool:
-    """Whether what lies there lies on a device of the chosen kind: `is_on(tensor.device, chosen.type)`.
-
-    A string is read as torch reads it: `cuda`, `cuda:1`.
-    """
+    """Return whether a device has a type: `is_on(tensor.device, "cuda")`. Strings such as `cuda:1` are accepted."""
     return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind

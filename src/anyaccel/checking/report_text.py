@@ -1,8 +1,10 @@
-"""A report in words."""
+"""A check report as text for a terminal."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,63 +15,85 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_device", "describe_report", "describe_verdict"]
 
-_SHOWN_WHOLE = ("error", "wrong")
-_SHOWN = 3
-"""Lines of a limit that costs time or width, and breaks nothing."""
+_SEVERE_EFFECTS = ("error", "wrong")
+_MAX_LINES = 3
+"""Source lines that are listed for a limit which only costs time or precision."""
+_DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 
 
-def describe_report(report: Report) -> Iterator[str]:
-    """Line by line: the verdict of each device, and then what is to be mended there."""
+def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
+    """Yield the lines of a report: for each device its verdict, then the limits that were hit, the worst first.
+
+    The width is that of the terminal unless it is given.
+    """
     yield f"{report.subject}: {report.pipeline}"
     for note in report.notes:
         yield f"note: {note}"
-    for one in report.devices.values():
+    for device_report in report.devices.values():
         yield ""
-        yield from describe_device(one)
+        yield from describe_device(device_report, width)
 
 
-def describe_verdict(one: DeviceReport) -> str:
-    """`passes`, or why not, in a few words."""
-    if not one.finished:
-        return f"stops: {one.error}"
-    if not one.runs:
-        return "does not run"
-    if one.of("wrong"):
-        return "silently wrong"
-    if not one.is_right:
-        return "another picture"
-    return f"nothing new; {one.known} findings are known" if one.known else "passes"
+def describe_verdict(report: DeviceReport) -> str:
+    """Return the verdict in a few words: `passes`, `would fail: 4 errors`."""
+    if not report.finished:
+        return f"would fail: {report.error}"
+    if not report.runs:
+        return f"would fail: {_count(report.of('error'), 'error')}"
+    if report.of("wrong"):
+        return f"would give a wrong image without an error: {_count(report.of('wrong'), 'silent error')}"
+    if not report.is_right:
+        return "gives a different image than the CPU"
+    return f"passes ({report.known} known findings ignored)" if report.known else "passes"
 
 
-def describe_device(one: DeviceReport) -> Iterator[str]:
-    """The verdict of one device, its figures, and its violations: a limit, and below it the lines that meet it."""
-    kind, way = "virtual" if one.virtual else "hardware", "placed" if one.placed else "plain diffusers"
-    yield f"{one.device} ({kind}, {way}): {describe_verdict(one)}"
-    if one.max_difference is not None:
-        trips = f"{one.host_round_trips_per_step:.3g} host round trips a step"
-        yield f"  largest difference from the CPU {one.max_difference:.1e}, {trips}"
-    if one.graphs is not None:
-        yield f"  {one.graphs.compiled} graphs, {len(one.graphs.recompiled_for)} of them for other shapes"
-        yield from (f"  a graph breaks at {where}" for where in one.graphs.breaks)
-    for _, group in itertools.groupby(_by_limit(one.violations), key=lambda found: (found.effect, found.limit)):
-        yield from _describe_limit(list(group))
+def describe_device(report: DeviceReport, width: int | None = None) -> Iterator[str]:
+    """Yield the verdict of one device, its figures, and each limit with the source lines that hit it."""
+    width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
+    width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
+    kind = "virtual" if report.virtual else "hardware"
+    yield f"{report.device} ({kind}, {'placed' if report.placed else 'plain diffusers'}): {describe_verdict(report)}"
+    if report.max_difference is not None:
+        yield f"  largest difference from the CPU: {report.max_difference:.1e}"
+        yield f"  device-to-CPU round trips per step: {report.host_round_trips_per_step:.3g}"
+    if report.graphs is not None:
+        recompiled = len(report.graphs.recompiled_for)
+        yield f"  compiled graphs: {report.graphs.compiled}, {recompiled} of them recompiled for another shape"
+        yield from (f"  graph break at {position}" for position in report.graphs.breaks)
+    violations = _group_by_limit(report.violations)
+    for _, group in itertools.groupby(violations, key=lambda violation: (violation.effect, violation.limit)):
+        yield from _describe_limit(list(group), width)
 
 
-def _by_limit(violations: Sequence[Violation]) -> list[Violation]:
-    """Those of one limit together, in the order in which the worst of each comes."""
-    places = {one.limit: place for place, one in reversed(list(enumerate(violations)))}
-    return sorted(violations, key=lambda one: places[one.limit])
+def _count(violations: Sequence[Violation], noun: str) -> str:
+    # One source line can hit a limit with several operations; people fix lines.
+    lines = len({(violation.limit, violation.file, violation.line) for violation in violations})
+    return f"{lines} {noun}{'s' if lines != 1 else ''}"
 
 
-def _describe_limit(found: list[Violation]) -> Iterator[str]:
-    first = found[0]
-    yield f"  {first.effect}: {first.limit}: {first.says} ({first.evidence}: {first.source})"
+def _group_by_limit(violations: Sequence[Violation]) -> list[Violation]:
+    """Return the violations grouped by limit, in the order of the first of each group."""
+    positions = {violation.limit: index for index, violation in reversed(list(enumerate(violations)))}
+    return sorted(violations, key=lambda violation: positions[violation.limit])
+
+
+def _describe_limit(violations: list[Violation], width: int) -> Iterator[str]:
+    first = violations[0]
+    yield ""
+    yield from _wrap(f"  {first.effect}: {first.limit}: {first.says}", width, 6)
+    yield f"      {first.evidence}: {first.source}"
     if first.hint:
-        yield f"      hint: {first.hint}"
-    lines = {(one.file, one.line): one for one in found}
-    shown = list(lines.values()) if first.effect in _SHOWN_WHOLE else list(lines.values())[:_SHOWN]
-    for one in shown:
-        step = "" if one.step is None else f"   [step {one.step}]"
-        yield f"      {shorten(one.file)}:{one.line}  {one.code}{step}"
-    if len(shown) < len(lines):
-        yield f"      and {len(lines) - len(shown)} lines more; --json has them"
+        yield from _wrap(f"      hint: {first.hint}", width, 12)
+    lines = list({(violation.file, violation.line): violation for violation in violations}.values())
+    shown = lines if first.effect in _SEVERE_EFFECTS else lines[:_MAX_LINES]
+    for violation in shown:
+        step = "" if violation.step is None else f"   [step {violation.step}]"
+        yield f"      {shorten(violation.file)}:{violation.line}{step}"
+        yield f"          {violation.code}"
+    if more := len(lines) - len(shown):
+        yield f"      and {more} more line{'s' if more != 1 else ''}, listed by --json"
+
+
+def _wrap(text: str, width: int, indent: int) -> list[str]:
+    # A URL stays on one line, so that it can be clicked and copied.
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

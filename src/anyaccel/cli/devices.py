@@ -1,9 +1,10 @@
-"""`anyaccel devices`: what is here, what is not and why; for one name, its whole sheet."""
+"""`anyaccel devices`: available and unavailable devices; the capability sheet of one device."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,43 +23,55 @@ __all__ = ["show_devices"]
 
 
 def show_devices(
-    name: Annotated[str | None, typer.Argument(help="A device, for its whole sheet: mps, hpu, rocm, …")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Print the capability sheet of this device: mps, hpu, rocm, …")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Print a block to paste into an issue.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Print a summary of this machine for a bug report.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Hold the sheet of NAME against the device, and write an evidence file.")
+        bool, typer.Option("--verify", help="Check the sheet of NAME on the device and write an evidence file.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="With --verify: where the file goes.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="With --verify: write the evidence to this file."),
     ] = None,
     signed_off_by: Annotated[
-        str, typer.Option("--signed-off-by", metavar="NAME", help="With --verify: who answers for it.")
+        str,
+        typer.Option(
+            "--signed-off-by", metavar="NAME", help="With --verify: name of the person who vouches for the evidence."
+        ),
     ] = "",
     pipelines: Annotated[
-        str, typer.Option("--pipelines", metavar="few|all|none|RECIPE,…", help="With --verify: which ones to run.")
+        str, typer.Option("--pipelines", metavar="few|all|none|RECIPE,…", help="With --verify: tiny pipelines to run.")
     ] = "few",
-    quick: Annotated[bool, typer.Option("--quick", help="With --verify: leave the compiler out.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --verify: skip the compiler probes.")] = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", metavar="N", help="With --verify: processes that run pipelines.")
+        int | None, typer.Option("--jobs", metavar="N", help="With --verify: number of processes that run pipelines.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="With --verify: write over a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --verify: overwrite an existing file.")] = False,
 ) -> None:
-    """Show which accelerators are here, and exactly why the others are not.
+    """List the available devices, and say why the others are not available.
 
-    With --verify, exit status 1 where the device contradicts its sheet or a pipeline is wrong.
+    With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline gives a wrong image.
     """
     if report and (name or as_json):
-        raise UsageError("--report goes with nothing else", hint="anyaccel devices --report")
+        raise UsageError("--report cannot be combined with NAME or --json", hint="anyaccel devices --report")
     if verify:
         from anyaccel.cli.verify import Wanted, verify_device
 
         wanted = Wanted(pipelines=pipelines, quick=quick, jobs=jobs, signed_off_by=signed_off_by)
         verify_device(name, wanted, output, force=force, as_json=as_json)
     elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
-        raise UsageError("--output and the like go with --verify", hint="anyaccel devices NAME --verify")
+        raise UsageError(
+            "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
+            hint="anyaccel devices NAME --verify",
+        )
     elif name is not None:
-        asked, found = sheet(name), find_device(name)
-        _print_json(_device_as_json(found) | sheet_as_json(asked)) if as_json else _print_sheet(asked, found)
+        device_sheet, device = sheet(name), find_device(name)
+        if as_json:
+            _print_json(_device_as_json(device) | sheet_as_json(device_sheet))
+        else:
+            _print_sheet(device_sheet, device)
     elif report:
         print(_report(this_machine(), devices()))
     elif as_json:
@@ -85,25 +98,39 @@ def _print_json(document: object) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=True))
 
 
-def _print_devices(found: list[Device]) -> None:
+def _print_devices(devices: list[Device]) -> None:
     console = make_console()
-    for device in sorted(found, key=lambda device: not device.available):
-        mark = "[green]here[/green]    " if device.available else "[dim]not here[/dim]"
-        console.print(f"[bold]{escape(device.name):8}[/bold] {mark}  {escape(device.title)}")
-        console.print(f"         {escape(device.reason)}")
+    columns = shutil.get_terminal_size((100, 24)).columns
+    width = max(len(device.name) for device in devices) + 2
+    available = [device for device in devices if device.available]
+    missing = [device for device in devices if not device.available]
+    console.print("[bold]available[/bold]")
+    for device in available:
+        console.print(f"  [green]{escape(f'{device.name:{width}}')}[/green]{escape(device.title)} ({device.reason})")
         if device.hint:
-            console.print(f"         [dim]hint:[/dim] {escape(device.hint)}")
-    console.print("\n[dim]anyaccel devices NAME shows what one can do, with sources.[/dim]")
+            console.print(f"  {'':{width}}[dim]{escape(device.hint)}[/dim]")
+    if missing:
+        console.print("\n[bold]not available on this machine[/bold]")
+    for device in missing:
+        # The first unmet requirement is enough here; `anyaccel devices NAME` prints all of them with their hints.
+        text = f"{device.title}: {device.reason.partition('; ')[0]}"
+        console.print(f"  [dim]{escape(f'{device.name:{width}}')}[/dim]{escape(_shorten(text, columns - width - 2))}")
+    console.print("\nanyaccel devices NAME  prints the capabilities, limits and setup hints of a device")
+    console.print("ANYACCEL_VIRTUAL=NAME  emulates a device on the CPU")
 
 
-def _print_sheet(asked: Sheet, found: Device) -> None:
+def _shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1].rstrip() + "…"
+
+
+def _print_sheet(sheet: Sheet, device: Device) -> None:
     console = make_console()
-    console.print(f"[bold]{escape(asked.title)}[/bold]  torch.device({asked.torch_name!r})")
-    console.print(escape(asked.documentation), style="dim")
-    console.print(f"{'here' if found.available else 'not here'}: {escape(found.reason)}")
-    if found.hint:
-        console.print(f"hint: {escape(found.hint)}")
-    for section in describe_sheet(asked):
+    console.print(f"[bold]{escape(sheet.title)}[/bold]  torch.device({sheet.torch_name!r})")
+    console.print(escape(sheet.documentation), style="dim")
+    console.print(f"{'available' if device.available else 'not available'}: {escape(device.reason)}")
+    if device.hint:
+        console.print(f"hint: {escape(device.hint)}")
+    for section in describe_sheet(sheet):
         console.print(f"\n[bold]{section.title}[/bold]")
         for row in section.rows:
             console.print(f"  [bold]{escape(row.matter)}[/bold]: {colour_verdict(row.verdict)}")
@@ -111,21 +138,23 @@ def _print_sheet(asked: Sheet, found: Device) -> None:
             for file in row.files:
                 console.print(f"      [dim]hardware: {escape(file)}[/dim]")
             if row.source and row.source not in row.files:
-                known = "source" if row.files and row.evidence == "hardware" else row.evidence
-                console.print(f"      [dim]{known}: {escape(row.source)}[/dim]")
+                evidence = "source" if row.files and row.evidence == "hardware" else row.evidence
+                console.print(f"      [dim]{evidence}: {escape(row.source)}[/dim]")
             if row.contradicted_by:
                 console.print(f"      [yellow]contradicted by[/yellow] [dim]{escape(row.contradicted_by)}[/dim]")
 
 
-def _report(machine: Machine, found: list[Device]) -> str:
-    """A block of Markdown with what an issue needs, and nothing that names the user or the machine."""
+def _report(machine: Machine, devices: list[Device]) -> str:
+    """Return a Markdown block for a bug report, without anything that identifies the user or the machine."""
     lines = ["```text", f"system: {machine.system} on {machine.architecture}"]
     lines += ["translated: yes (Rosetta)"] if machine.translated else []
     lines += [f"{name}: {version}" for name, version in machine.versions.items()]
     lines += [f"torch built for {name}: {version}" for name, version in machine.torch_builds.items()]
     lines += [f"module: {module}" for module in sorted(machine.modules)]
     lines += [f"{pattern}: {count}" for pattern, count in machine.device_files.items() if count]
-    lines += [f"{device.name}: {'here' if device.available else 'not here'}: {device.reason}" for device in found]
+    lines += [
+        f"{device.name}: {'available' if device.available else 'not available'}: {device.reason}" for device in devices
+    ]
     home = os.path.expanduser("~")
     safe = [" ".join(line.split()).replace(home, "~").replace("```", "'''") for line in lines[1:]]
     return "\n".join([lines[0], *safe, "```"])

@@ -1,4 +1,7 @@
-"""Deciding: a sheet, facts about a model and a user's wishes become a plan. Nothing here touches a device or torch."""
+"""Planning: turn a device sheet, facts about a pipeline and the user's options into a plan.
+
+Nothing here imports torch or opens a device, so plans can be made for hardware that is not installed.
+"""
 
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts

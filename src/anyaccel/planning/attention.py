@@ -1,4 +1,4 @@
-"""How large an attention call may be."""
+"""Attention: when a call is sliced, and into which shapes."""
 
 from __future__ import annotations
 
@@ -14,58 +14,61 @@ from anyaccel.planning.options import PlacementOptions
 __all__ = ["AS_IT_IS", "AttentionRule", "choose_attention"]
 
 MARGIN = 2
-"""Slices hold this many times less than the limit: where the corruption starts is known only roughly."""
+"""Safety factor below a size limit: reports give the size at which corruption starts only roughly."""
 
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What is done to an attention call."""
+    """How attention calls are changed."""
 
     most_scores: int | None = None
-    """Batch × heads × queries × keys past which a call is sliced; None never."""
+    """The largest number of scores (batch × heads × queries × keys) that runs unsliced; None for no limit."""
     heads: str | int | None = None
-    """How many heads at once, whatever the size: a number, `auto` for half, `max` for one."""
+    """Heads per slice regardless of size: an integer, `auto` for half of them, `max` for one head."""
     contiguous: bool = False
-    """Whether query, key and value are laid out anew first."""
+    """Whether query, key and value are made contiguous first."""
 
     def slices(self, query: tuple[int, ...], keys: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-        """The shapes of query and key and the width of value in one slice of a call; None where it is not sliced."""
+        """Return the query shape, the key shape and the value width of one slice; None if the call is not sliced."""
         rows, queries, width = math.prod(query[:-2]), query[-2], query[-1]
         heads = query[-3] if len(query) > 2 else 1
-        at_once = {"auto": max(1, heads // 2), "max": 1, None: rows}.get(self.heads, self.heads)  # type: ignore[arg-type]
-        assert isinstance(at_once, int)
+        # Same arithmetic as attend_in_slices() in runtime/workarounds, which flattens batch and heads into rows.
+        slice_rows = {"auto": max(1, heads // 2), "max": 1, None: rows}.get(self.heads, self.heads)  # type: ignore[arg-type]
+        assert isinstance(slice_rows, int)
         most = self.most_scores
-        if at_once >= rows and (most is None or rows * queries * keys <= most):
+        if slice_rows >= rows and (most is None or rows * queries * keys <= most):
             return None
-        some = queries
+        slice_queries = queries
         if most is not None:
-            at_once = max(1, min(at_once, most // (queries * keys)))
-            some = max(1, min(queries, most // (at_once * keys)))
-        return (at_once, some, width), (at_once, keys, width), width
+            # Queries are split only if a single row is still too large.
+            slice_rows = max(1, min(slice_rows, most // (queries * keys)))
+            slice_queries = max(1, min(queries, most // (slice_rows * keys)))
+        return (slice_rows, slice_queries, width), (slice_rows, keys, width), width
 
     def __str__(self) -> str:
-        parts = []
+        changes = []
         if self.heads is not None:
-            parts.append(f"in slices ({self.heads} heads)" if isinstance(self.heads, int) else f"sliced: {self.heads}")
+            changes.append(f"sliced, {self.heads} heads" if isinstance(self.heads, int) else f"sliced: {self.heads}")
         if self.most_scores is not None:
-            parts.append(f"sliced past {self.most_scores:,} scores")
+            changes.append(f"sliced above {self.most_scores:,} scores")
         if self.contiguous:
-            parts.append("contiguous")
-        return ", ".join(parts) or "as it is"
+            changes.append("contiguous")
+        return ", ".join(changes) or "unchanged"
 
 
 AS_IT_IS = AttentionRule()
 
 
 def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int) -> Decision[AttentionRule]:
-    """Slice where the scores would pass a limit of the device, or always if asked to."""
+    """Slice calls that would exceed a size limit of the device, or all calls if the user requests it."""
+    # A limit with an open condition may not apply to this device, and slicing costs time.
     limits = [limit for limit in sheet.limits(SizeLimit).values() if not limit.conditional]
     amounts = [limit.amount // (element_bytes if limit.unit == "bytes" else 1) for limit in limits]
     most = min(amounts) // MARGIN if amounts else None
     rule = AttentionRule(most, options.attention_slicing, sheet.has_quirk(NON_CONTIGUOUS_ATTENTION))
     reasons = [limit.says for limit in limits]
     if options.attention_slicing is not None:
-        reasons.insert(0, "slicing was asked for.")
+        reasons.insert(0, "Slicing was requested.")
     if rule.contiguous:
-        reasons += [found.says for found in sheet.quirks if found.name == NON_CONTIGUOUS_ATTENTION]
-    return Decision(rule, " ".join(reasons) or "no limit on the size of attention is known here")
+        reasons += [quirk.says for quirk in sheet.quirks if quirk.name == NON_CONTIGUOUS_ATTENTION]
+    return Decision(rule, " ".join(reasons) or "no limit on the size of attention is known for this device")

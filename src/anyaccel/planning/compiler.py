@@ -1,4 +1,4 @@
-"""How a device compiles, and how it executes what is not compiled."""
+"""The compiler of a device, and the execution mode of eager code."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ __all__ = ["CompileRule", "choose_compiler", "choose_mode"]
 
 @dataclass(frozen=True)
 class CompileRule:
-    """How `torch.compile` is called where the user asks for it."""
+    """The arguments of `torch.compile` for a device."""
 
     backend: str
-    """Empty where none is known for the device."""
+    """Empty if no compiler is known for the device."""
     fullgraph: bool = False
     static: bool = False
-    """Whether every size is a graph of its own."""
+    """Whether every input size is compiled as its own graph."""
     cache_variable: str = ""
     cache_value: str = "{}"
-    """How the variable names a folder: `{}`, or `{},false,1024,false`."""
+    """Template of the variable's value, `{}` being the directory: `{},false,1024,false`."""
 
     def __str__(self) -> str:
         if not self.backend:
-            return "not known here"
-        shapes = "a graph for each size" if self.static else "sizes may vary"
-        return f"{self.backend}, {'whole graphs' if self.fullgraph else 'graphs may break'}, {shapes}"
+            return "unknown"
+        shapes = "one graph per size" if self.static else "dynamic sizes"
+        return f"{self.backend}, {'full graph' if self.fullgraph else 'graph breaks allowed'}, {shapes}"
 
 
 def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
-    """The compiler that the sheet names; sizes are kept in buckets where every shape is a graph."""
+    """Return the compiler that the sheet names; static if the device or the compiler has no dynamic shapes."""
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)
@@ -44,21 +44,22 @@ def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
 
 
 def choose_mode(sheet: Sheet, options: PlacementOptions, environment: Mapping[str, str]) -> Decision[str]:
-    """How the device executes: what was asked for, else what the environment says, else the sheet's first way."""
+    """Return the execution mode: the requested one, else the one set in the environment, else the sheet's first."""
     modes = {mode.name: mode for mode in sheet.modes}
     if not modes:
         if options.mode not in (None, "eager"):
-            raise UsageError(f"{sheet.title} executes in one way only, not {options.mode!r}", hint="leave mode out")
-        return Decision("eager", "the only way that the sheet knows of")
-    set_before = [
+            raise UsageError(f"{sheet.title} has only the mode 'eager', not {options.mode!r}", hint="omit mode")
+        return Decision("eager", "the only mode of this device")
+    # The vendor reads its variables at import time, so an exported one has usually taken effect already.
+    set_in_environment = [
         mode for mode in sheet.modes if any(environment.get(variable) == value for variable, value in mode.settings)
     ]
-    if options.mode is None and set_before:
-        chosen = set_before[0]
-        settings = ", ".join(f"{variable}={value}" for variable, value in chosen.settings)
-        return Decision(chosen.name, f"the environment says so ({settings}); {chosen.says} ({chosen.source})")
+    if options.mode is None and set_in_environment:
+        mode = set_in_environment[0]
+        settings = ", ".join(f"{variable}={value}" for variable, value in mode.settings)
+        return Decision(mode.name, f"set by the environment ({settings}); {mode.says} ({mode.source})")
     name = options.mode or next(iter(modes))
     if name not in modes:
-        raise UsageError(f"{sheet.title} has no mode {name!r}", hint=f"take one of {', '.join(modes)}")
-    asked = "asked for; " if options.mode else ""
-    return Decision(name, f"{asked}{modes[name].says} ({modes[name].source})")
+        raise UsageError(f"{sheet.title} has no mode {name!r}", hint=f"use one of {', '.join(modes)}")
+    prefix = "requested; " if options.mode else ""
+    return Decision(name, f"{prefix}{modes[name].says} ({modes[name].source})")

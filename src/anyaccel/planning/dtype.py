@@ -1,4 +1,4 @@
-"""Which number type a pipeline runs in, and what stands in for the types that a device lacks."""
+"""The dtype of a pipeline and of its components, and replacements for dtypes that a device lacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ __all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose
 
 HALF_PRECISIONS = ("float16", "bfloat16")
 WORTH_HALF = 0.8
-"""Half precision is taken where it needs at most this share of float32's time."""
-_MAY_BE_LACKING = ("float64", "int64", "complex128", "complex64")
+"""Half precision is used if it takes at most this share of the time of float32."""
+_MAY_BE_MISSING = ("float64", "int64", "complex128", "complex64")
+"""Dtypes that pipelines create internally and that some devices lack."""
 
 
 def choose_dtype(
@@ -24,52 +25,53 @@ def choose_dtype(
     options: PlacementOptions,
     half_precision_cost: Mapping[str, float] | None = None,
 ) -> Decision[str]:
-    """The type of the weights: what the user asked for, what they have if it is a half precision, or the device's best.
+    """Return the dtype of the weights: the requested one, the loaded half precision, or the device's best.
 
-    `half_precision_cost` is the time of a half precision as a share of float32's, where it was measured.
+    `half_precision_cost` is the measured time of each half precision as a share of the time of float32.
     """
     if options.dtype is not None:
-        return _as_far_as_it_goes(sheet, options.dtype, f"{options.dtype} was asked for")
-    chosen_before = facts.denoiser_dtypes & set(HALF_PRECISIONS)
-    if len(chosen_before) == 1 and not half_precision_cost:
-        loaded = next(iter(chosen_before))
-        return _as_far_as_it_goes(sheet, loaded, f"the weights are loaded in {loaded}")
+        return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
+    # Somebody chose a loaded half precision; float32 is just the default of from_pretrained.
+    loaded_half = facts.denoiser_dtypes & set(HALF_PRECISIONS)
+    if len(loaded_half) == 1 and not half_precision_cost:
+        loaded = next(iter(loaded_half))
+        return _with_replacement(sheet, loaded, f"the weights are loaded in {loaded}")
     if half_precision_cost:
-        return _by_measure(half_precision_cost)
+        return _choose_by_measurement(half_precision_cost)
     for name in sheet.default_dtypes.order:
-        if not _refuses(sheet, name):
+        if not _is_rejected(sheet, name):
             return Decision(name, f"{sheet.default_dtypes.says} ({sheet.default_dtypes.source})")
-    return Decision("float32", "nothing smaller is known to work here")
+    return Decision("float32", "no smaller dtype is known to work on this device")
 
 
 def find_smaller_dtype(sheet: Sheet, chosen: str, options: PlacementOptions) -> str | None:
-    """The type that the user allows where a pipeline does not fit in the chosen one; None where there is none."""
+    """Return the dtype that the user allows if a pipeline does not fit in the chosen one; None if there is none."""
     allowed = options.smallest_dtype
-    if allowed is None or _refuses(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
+    if allowed is None or _is_rejected(sheet, allowed) or FLOATING_BYTES[allowed] >= FLOATING_BYTES.get(chosen, 2):
         return None
     return allowed
 
 
-def _by_measure(cost: Mapping[str, float]) -> Decision[str]:
+def _choose_by_measurement(cost: Mapping[str, float]) -> Decision[str]:
     best = min(cost, key=lambda name: cost[name])
-    figures = ", ".join(f"{name} takes {share:.2g} times float32's time" for name, share in sorted(cost.items()))
+    figures = ", ".join(f"{name} takes {share:.2g} times as long as float32" for name, share in sorted(cost.items()))
     if cost[best] <= WORTH_HALF:
-        return Decision(best, f"measured on this host: {figures}")
-    return Decision("float32", f"measured on this host: {figures}, so that it saves nothing")
+        return Decision(best, f"measured on this CPU: {figures}")
+    return Decision("float32", f"measured on this CPU: {figures}; half precision saves no time")
 
 
-def _refuses(sheet: Sheet, name: str) -> bool:
+def _is_rejected(sheet: Sheet, name: str) -> bool:
     answer = sheet.dtype(name)
     return isinstance(answer, Limit) and not answer.conditional and answer.effect in ("error", "wrong")
 
 
-def _as_far_as_it_goes(sheet: Sheet, name: str, reason: str) -> Decision[str]:
-    """The type itself, or what the sheet puts in its place."""
+def _with_replacement(sheet: Sheet, name: str, reason: str) -> Decision[str]:
+    """Return the dtype itself, or the sheet's replacement if the device lacks it."""
     answer = sheet.dtype(name)
-    instead = sheet.adjusted_dtype(name)
-    if instead == name or not isinstance(answer, Limit):
+    replacement = sheet.adjusted_dtype(name)
+    if replacement == name or not isinstance(answer, Limit):
         return Decision(name, reason)
-    return Decision(instead, f"{reason}, and the device lacks it: {answer.says}")
+    return Decision(replacement, f"{reason}, but the device does not support it: {answer.says}")
 
 
 def _fails(limit: OperationLimit) -> bool:
@@ -77,31 +79,31 @@ def _fails(limit: OperationLimit) -> bool:
 
 
 def choose_component_dtypes(
-    facts: PipelineFacts, chosen: str, asked: str | None
+    facts: PipelineFacts, chosen: str, requested: str | None
 ) -> Decision[tuple[tuple[str, str], ...]]:
-    """The type of each model where it differs from the pipeline's: as it was loaded, where that was on purpose.
+    """Return the components that keep another dtype than the pipeline's.
 
-    Quantized weights are never cast; and a model that was loaded in float32 beside a denoiser in half precision stays.
+    Quantized weights are never cast. A component in float32 next to a denoiser in half precision was loaded like that
+    on purpose, and keeps float32.
     """
     quantized = {component.name: component.dtype for component in facts.components if component.quantized}
     wide = {
         component.name: component.dtype
         for component in facts.components
-        if component.dtype == "float32" and asked is None and facts.denoiser_dtypes == {chosen} != {"float32"}
+        if component.dtype == "float32" and requested is None and facts.denoiser_dtypes == {chosen} != {"float32"}
     }
-    reasons = ["quantized weights are moved and not cast"] * bool(quantized)
-    reasons += [f"loaded in float32 beside a denoiser in {chosen}"] * bool(wide)
-    return Decision(tuple((wide | quantized).items()), "; ".join(reasons) or "all models run in one type")
+    reasons = ["quantized weights are moved, not cast"] * bool(quantized)
+    reasons += [f"loaded in float32 next to a denoiser in {chosen}"] * bool(wide)
+    return Decision(tuple((wide | quantized).items()), "; ".join(reasons) or "all models use the same dtype")
 
 
 def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
-    """What stands in for the number types that the device lacks, wherever they arise: `(("float64", "float32"), …)`.
+    """Return the replacement of each dtype that the device lacks: `(("float64", "float32"), …)`.
 
-    A type with nothing to stand in for it, such as complex numbers, maps to `pairs` where it is refused: two real
-    tensors, one for each part.
+    A complex dtype that the device rejects maps to `pairs`: two real tensors, the real and the imaginary part.
     """
     replaced: list[tuple[str, str]] = []
-    for name in _MAY_BE_LACKING:
+    for name in _MAY_BE_MISSING:
         answer = sheet.dtype(name)
         if not isinstance(answer, DtypeLimit) or answer.conditional or answer.effect == "slow":
             continue
@@ -109,10 +111,12 @@ def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
             replaced.append((name, answer.becomes))
         elif name.startswith("complex") and answer.effect != "narrowed":
             replaced.append((name, "pairs"))
+    # Partial support, such as complex64 without indexing, still breaks rotary embeddings.
     patchy = [limit for limit in sheet.limits(OperationLimit).values() if _fails(limit) and "complex64" in limit.dtypes]
     if patchy and ("complex64", "pairs") not in replaced:
         replaced.append(("complex64", "pairs"))
     if any(pair == ("complex64", "pairs") for pair in replaced):
+        # complex128 must not become complex64 if that one is replaced too.
         replaced = [pair for pair in replaced if pair[0] != "complex128"] + [("complex128", "pairs")]
     reasons = [sheet.dtype(name).says for name, _ in replaced] + [limit.says for limit in patchy]
-    return Decision(tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device takes them all")
+    return Decision(tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device supports all dtypes")

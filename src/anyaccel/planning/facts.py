@@ -1,4 +1,4 @@
-"""Facts: what a plan needs to know of a pipeline, as plain data."""
+"""Facts about a pipeline that a plan depends on, as plain data."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ __all__ = ["ComponentFacts", "PipelineFacts"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFacts:
-    """One model of a pipeline: its denoiser, an encoder, its autoencoder."""
+    """One model of a pipeline: a denoiser, a text encoder, a VAE."""
 
     name: str
-    """As the pipeline calls it: `unet`, `text_encoder_2`."""
+    """The pipeline's name for it: `unet`, `text_encoder_2`."""
     kind: str
     """The class: `UNet2DConditionModel`."""
     dtype: str
-    """The type of its weights now: `float32`."""
+    """The dtype of its weights now: `float32`."""
     parameters: int
     denoises: bool = False
-    """Whether it takes a timestep, and so runs at every step."""
+    """Whether its forward takes a timestep, so it runs at every step."""
     blocks: int = 0
-    """How many blocks of it are repeated, so that one of them is compiled for all; 0 where none are known."""
+    """The number of repeated blocks, which are compiled once for all; 0 if none are known."""
     convolutions: int = 0
-    """How many convolutions over pictures it has."""
+    """The number of 2D and 3D convolutions."""
     quantized: bool = False
-    """Whether its weights are quantized, so that it can be moved and not cast."""
+    """Whether its weights are quantized: it can be moved but not cast."""
     splits: tuple[str, ...] = ()
-    """What of it diffusers has a plan to split over devices: `context`, `tensor`."""
+    """The parallel plans that diffusers has for it: `context`, `tensor`."""
     heads: int = 0
-    """The heads of its attention, which such a split shares out; 0 where they are not known."""
+    """The number of attention heads, which a parallel split must divide; 0 if unknown."""
     sharded: int = 0
-    """How many of its parameters a tensor split shares out."""
+    """The number of parameters that a tensor-parallel split shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """A pipeline, as far as a plan depends on it."""
+    """A pipeline and its components."""
 
     pipeline: str
     """The class: `StableDiffusionXLPipeline`."""
@@ -44,14 +44,12 @@ class PipelineFacts:
 
     @property
     def denoiser_dtypes(self) -> frozenset[str]:
-        """The types that the weights of its denoisers were loaded in; of all models where none denoises.
-
-        What a text encoder has says little: transformers loads one in the type that its own config names.
-        """
+        """The dtypes that the denoisers were loaded in; those of all components if there is no denoiser."""
+        # Not the text encoders: transformers loads them in the dtype of their own config, which nobody chose.
         denoisers = [component for component in self.components if component.denoises]
         return frozenset(component.dtype for component in denoisers or self.components)
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """The names of the models that run at every step."""
+        """The names of the components that run at every step."""
         return tuple(component.name for component in self.components if component.denoises)

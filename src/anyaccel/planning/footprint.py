@@ -1,4 +1,4 @@
-"""A footprint: what a pipeline holds on a device in one call, model by model, as plain data."""
+"""The memory footprint of one pipeline call, per model, as plain data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PHASES: tuple[Phase, ...] = ("encode", "denoise", "decode")
 
 @dataclass(frozen=True)
 class MemorySavings:
-    """How a call is made to hold less, apart from where the weights are."""
+    """Measures that reduce the memory of activations."""
 
     vae_in_parts: bool = False
-    """Whether the autoencoder takes one image at a time, and one larger than it was trained on in tiles."""
+    """Whether the VAE processes one image at a time, and images larger than its training size in tiles."""
     sliced_attention: bool = False
     """Whether attention runs one head at a time."""
 
@@ -31,51 +31,52 @@ class ModelSize:
     kind: str
     parameters: int
     weights_bytes: int
-    """As they lie on the device, in the type that they run in."""
+    """Bytes on the device, in the dtype that the model runs in."""
     layer_bytes: int
-    """The most that lies on the device where layers come and go one by one, with one that is fetched ahead."""
+    """Peak bytes on the device if layers are streamed one by one, including the prefetched one."""
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One call of one model: when it runs, and what is held then."""
+    """One forward call of one model."""
 
     component: str
     phase: Phase
     held_bytes: int
-    """At its peak, with what the pipeline keeps besides; without weights."""
+    """Peak bytes of activations and of the tensors that the pipeline holds; without weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """One call of a pipeline: so many images, of one size, in one type, made in one way."""
+    """The memory of one pipeline call, for one image count, size, dtype and set of savings."""
 
     pipeline: str
     dtype: str
     size: tuple[int, int] | None
-    """Width and height; None for what makes no pictures."""
+    """Width and height; None if the pipeline generates no images."""
     images: int
     models: tuple[ModelSize, ...]
     passings: tuple[ModelCall, ...]
-    """In the order in which they happen, of two steps."""
+    """The model calls in order, for two denoising steps."""
+    # From diffusers: model_cpu_offload_seq, the models excluded from offloading, and those without group offloading.
     offload_order: tuple[str, ...] = ()
-    """The models that make room for one another, as diffusers lists them."""
+    """The models that replace one another on the device, in diffusers' order."""
     always_there: tuple[str, ...] = ()
-    """The models that diffusers leaves on the device whatever is offloaded."""
+    """The models that diffusers never offloads."""
     never_streamed: tuple[str, ...] = ()
-    """The models that stay on the device whole where the layers of others come and go."""
+    """The models that stay on the device completely while layers of others are streamed."""
     fixed_bytes: int = 0
-    """What libraries hold besides."""
+    """Bytes held by libraries, such as cuBLAS workspaces."""
 
     @property
     def weights_bytes(self) -> int:
-        """The weights of every model."""
+        """The bytes of all weights."""
         return sum(model.weights_bytes for model in self.models)
 
     def model(self, name: str) -> ModelSize:
-        """The model of that name."""
+        """Return the model of that name."""
         return next(model for model in self.models if model.name == name)
 
 
 Measure: TypeAlias = Callable[[MemorySavings, int], Footprint]
-"""The footprint of a call made in one way, for so many images at once."""
+"""Returns the footprint of a call with these savings and this many images."""

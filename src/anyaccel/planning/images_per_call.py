@@ -1,4 +1,4 @@
-"""How many images run in one call."""
+"""The number of images that run in one pipeline call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["choose_images_per_call"]
 
 
 def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[int | None]:
-    """One where batches are not reliable, as many as are asked for otherwise (None)."""
+    """Return 1 if batches are unreliable on the device, None (the whole batch) otherwise."""
     if options.images_per_call is not None:
-        return Decision(options.images_per_call, "asked for")
+        return Decision(options.images_per_call, "requested")
     if not sheet.reliable_batches and isinstance(sheet.batches, Limit):
         return Decision(1, f"{sheet.batches.says} ({sheet.batches.source})")
-    return Decision(None, f"nothing is known against batches here: {sheet.batches.says}")
+    return Decision(None, f"no problem with batches is known for this device: {sheet.batches.says}")

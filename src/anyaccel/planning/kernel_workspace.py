@@ -1,4 +1,7 @@
-"""What operations of a device hold while they run beside their tensors, and how its memory is handed out."""
+"""Workspace memory of a device's kernels, and the rounding of its allocator.
+
+The constants were fitted to measurements on one H200 (benchmarks/results/memory_cuda.json).
+"""
 
 from __future__ import annotations
 
@@ -11,54 +14,58 @@ from anyaccel.backends.sheet import MemoryTerms, Sheet
 
 __all__ = ["Workspace", "read_workspace"]
 
-_NUMBERS = 8192
-"""Timesteps, scales and other single numbers that come and go."""
+_SCALARS_BYTES = 8192
+"""Bytes for timesteps, scales and other short-lived scalars."""
 _CHANNELS = 8
-"""Kernels for half precision take channels in eights."""
+"""Half-precision convolution kernels pad channels to a multiple of this."""
 _WIDEST_HEAD = 256
-"""Past this many numbers to a head, fused attention sums up in float32 beside its result."""
-_LARGE, _REST = 10 * 2**20, 2**20
-"""A tensor of this size gets a segment of its own, whose rest goes with it where it is no larger than the second."""
+"""Fused attention accumulates heads wider than this in an extra float32 buffer."""
+_LARGE, _REMAINDER = 10 * 2**20, 2**20
+"""Bytes. A tensor of at least the first size gets its own segments; a remainder up to the second size is not reused."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """The habits of one device that decide how much memory an operation needs."""
+    """How much memory the operations of one device need besides their tensors."""
 
     fused_attention: bool = True
-    """Whether the scores of attention are never held whole."""
+    """Whether attention never materializes all scores."""
     reordered_convolutions: bool = False
-    """Whether a convolution copies what goes in and comes out to channels last, unless it is in that order already."""
+    """Whether a convolution copies its input and output to channels last, unless they already are."""
     block_bytes: int = 512
-    """Every tensor takes whole blocks of this size."""
+    """The allocator rounds every tensor up to a multiple of this."""
     segment_bytes: int = 0
-    """Large tensors get whole segments of this size; 0 where they get what they need."""
-    fixed_bytes: int = _NUMBERS
-    """What libraries and loose numbers take besides."""
+    """The segment size of large tensors; 0 if the allocator does not use segments."""
+    fixed_bytes: int = _SCALARS_BYTES
+    """Bytes held by libraries and scalars."""
 
     def of_block(self, size: int) -> int:
-        """What a tensor of that size takes."""
-        whole = -(-size // self.block_bytes) * self.block_bytes
-        if not self.segment_bytes or whole < _LARGE:
-            return whole
-        rest = -whole % self.segment_bytes
-        return whole + rest if rest <= _REST else whole
+        """Return the bytes that the allocator reserves for a tensor of this size."""
+        rounded = -(-size // self.block_bytes) * self.block_bytes
+        if not self.segment_bytes or rounded < _LARGE:
+            return rounded
+        # The caching allocator splits a block only if the remainder is large enough to be useful.
+        remainder = -rounded % self.segment_bytes
+        return rounded + remainder if remainder <= _REMAINDER else rounded
 
-    def of_convolution(self, given: Shape, weight: Shape, made: Shape, element_bytes: int, channels_last: bool) -> int:
-        """For one convolution, by its shapes."""
-        if not self.reordered_convolutions or len(given) < 4 or math.prod(weight[2:]) == 1:
+    def of_convolution(
+        self, input_shape: Shape, weight: Shape, output_shape: Shape, element_bytes: int, channels_last: bool
+    ) -> int:
+        """Return the workspace of one convolution with these shapes."""
+        # A 1x1 convolution is a matrix product and is not reordered.
+        if not self.reordered_convolutions or len(input_shape) < 4 or math.prod(weight[2:]) == 1:
             return 0
         kernel = math.prod(weight) * element_bytes
         if channels_last:
             return kernel
-        return kernel + sum(_in_eights(shape) for shape in (given, made)) * element_bytes
+        return kernel + sum(_count_padded(shape) for shape in (input_shape, output_shape)) * element_bytes
 
     def of_attention(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
-        """For one call of attention, by its shapes: a sum for each row where it is fused, all scores twice where not.
+        """Return the workspace of one attention call: a float32 sum per row if fused, all scores twice if not.
 
-        A mask that does not lie in memory row by row makes fused kernels step back.
+        Fused kernels fall back to the unfused one if the mask is not contiguous in its last dimension.
         """
         rows = math.prod(query[:-1])
         if self.fused_attention and plain_mask:
@@ -66,20 +73,18 @@ class Workspace:
         return 2 * rows * key[-2] * 4
 
 
-def _in_eights(shape: Shape) -> int:
+def _count_padded(shape: Shape) -> int:
+    """Return the number of elements with channels padded for half-precision kernels."""
     return math.prod(shape) // shape[1] * -(-shape[1] // _CHANNELS) * _CHANNELS
 
 
 def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
-    """The habits that a sheet tells of; attention counts as not fused where nothing is known.
-
-    A virtual device hands out memory to the byte.
-    """
+    """Return the workspace rules of a sheet; attention counts as unfused if the sheet does not know."""
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),
         reordered_convolutions=sheet.has_quirk(CONVOLUTIONS_REORDER),
-        block_bytes=1 if virtual else 512,
+        block_bytes=1 if virtual else 512,  # a virtual device counts exact bytes; 512 is torch's kMinBlockSize
         segment_bytes=terms.segment_bytes if terms else 0,
-        fixed_bytes=_NUMBERS + (terms.fixed_bytes if terms else 0),
+        fixed_bytes=_SCALARS_BYTES + (terms.fixed_bytes if terms else 0),
     )

@@ -1,4 +1,4 @@
-"""Which limits of a device a model meets, by what was seen of it when it was traced."""
+"""The limits of a device that a traced model runs into."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["LimitHit", "TraceFacts", "find_limit_hits"]
 
 @dataclass
 class TraceFacts:
-    """What happened inside the models of a pipeline."""
+    """What the models of a pipeline did while they were traced."""
 
     dtypes: set[str] = field(default_factory=set)
-    """The types of the tensors that were made."""
+    """The dtypes of all tensors that were created."""
     operations: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By operation, of each type the most numbers that one of its tensors had."""
+    """For each operation and dtype, the number of elements of its largest tensor."""
     most_elements: int = 0
-    """The numbers of the largest tensor."""
+    """The number of elements of the largest tensor."""
     most_bytes: int = 0
     most_scores: int = 0
-    """The scores of the largest attention call, before any slicing."""
+    """The number of scores of the largest attention call, before slicing."""
     score_bytes: int = 0
     sequences: dict[str, int] = field(default_factory=dict)
-    """By model, the longest sequence that its attention goes over."""
+    """The longest attention sequence of each model."""
 
 
 @dataclass(frozen=True)
@@ -36,55 +36,57 @@ class LimitHit:
     says: str
     effect: str
     what: str
-    """What of the model meets it: `float64`, `a tensor of 5,368,709,120 numbers`."""
+    """What triggers it: `float64`, `a tensor of 5,368,709,120 elements`."""
 
 
 def find_limit_hits(
     sheet: Sheet, seen: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
 ) -> tuple[LimitHit, ...]:
-    """Every limit on a sheet that holds for certain and that this model meets at this size."""
-    met = []
+    """Return the limits of a sheet that certainly apply and that this model runs into at this size."""
+    hits = []
     for name, limit in sheet.limits(Limit).items():
-        elsewhere = limit.conditional or (product, mode) in limit.not_in
-        what = None if elsewhere else _meets(name, limit, seen, images)
-        if what:
-            met.append(LimitHit(name, limit.says, limit.effect, what))
-    return tuple(met)
+        # An open condition is not reported: a false alarm costs more trust than a miss.
+        applies = not limit.conditional and (product, mode) not in limit.not_in
+        trigger = _find_trigger(name, limit, seen, images) if applies else None
+        if trigger:
+            hits.append(LimitHit(name, limit.says, limit.effect, trigger))
+    return tuple(hits)
 
 
-def _meets(name: str, limit: Limit, seen: TraceFacts, images: int) -> str | None:
+def _find_trigger(name: str, limit: Limit, seen: TraceFacts, images: int) -> str | None:
     if isinstance(limit, DtypeLimit):
         dtype = name.removeprefix("dtypes.")
         return dtype if dtype in seen.dtypes else None
     if isinstance(limit, SizeLimit):
-        return _passes(limit, seen)
+        return _find_large_tensor(limit, seen)
     if isinstance(limit, OperationLimit):
-        return _calls(limit, seen)
-    simple = {
-        "random_numbers": "the first noise",
-        "batches": f"{images} images at once" if images > 1 else None,
+        return _find_operation(limit, seen)
+    triggers = {
+        "random_numbers": "the initial noise",
+        "batches": f"{images} images in one call" if images > 1 else None,
         "data_dependent_shapes": "nonzero" if "nonzero" in seen.operations else None,
-        "host_round_trip": "a number read inside a model" if "_local_scalar_dense" in seen.operations else None,
+        "host_round_trip": "a value read back inside a model" if "_local_scalar_dense" in seen.operations else None,
         "fused_attention": f"attention over {seen.most_scores:,} scores" if seen.most_scores else None,
     }
-    return simple.get(name)
+    return triggers.get(name)
 
 
-def _passes(limit: SizeLimit, seen: TraceFacts) -> str | None:
+def _find_large_tensor(limit: SizeLimit, seen: TraceFacts) -> str | None:
     scores = seen.score_bytes if limit.unit == "bytes" else seen.most_scores
     if scores > limit.amount:
         return f"attention over {seen.most_scores:,} scores"
     tensor = seen.most_bytes if limit.unit == "bytes" else seen.most_elements
     if limit.of == "tensor" and tensor > limit.amount:
-        return f"a tensor of {seen.most_elements:,} numbers"
+        return f"a tensor of {seen.most_elements:,} elements"
     return None
 
 
-def _calls(limit: OperationLimit, seen: TraceFacts) -> str | None:
+def _find_operation(limit: OperationLimit, seen: TraceFacts) -> str | None:
     for operation in limit.operations:
-        found = seen.operations.get(operation) or seen.operations.get(operation.partition(".")[0]) or {}
-        for dtype, elements in found.items():
-            wide = limit.past_elements is None or elements > limit.past_elements
-            if wide and (not limit.dtypes or dtype in limit.dtypes) and not limit.reads_ignored_input:
-                return f"{operation} of {dtype}"
+        # Traces record overload packets: `repeat_interleave`, not `repeat_interleave.Tensor`.
+        dtypes = seen.operations.get(operation) or seen.operations.get(operation.partition(".")[0]) or {}
+        for dtype, elements in dtypes.items():
+            large = limit.past_elements is None or elements > limit.past_elements
+            if large and (not limit.dtypes or dtype in limit.dtypes) and not limit.reads_ignored_input:
+                return f"{operation} in {dtype}"
     return None

@@ -1,4 +1,7 @@
-"""Whether a pipeline fits into a device's memory, and the cheapest way in which it does."""
+"""Memory planning: whether a call fits on the device, and the fastest rule with which it does.
+
+See docs/decisions/0006-memory.md.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,9 @@ __all__ = [
 ]
 
 Residence: TypeAlias = Literal["resident", "phase", "component", "layer"]
-"""Which weights are on the device: all; those of the phase that runs, read from disk when its turn comes; the model's
-that runs; the layer's that runs."""
+"""Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer."""
 
-_IN_WORDS = {
+_RESIDENCE_TEXT = {
     "resident": "everything resident",
     "phase": "one phase at a time, read from disk",
     "component": "one model at a time",
@@ -39,33 +41,33 @@ _IN_WORDS = {
 }
 PLAIN = MemorySavings()
 _SAMPLE = 4
-"""Beyond this many images a batch is taken to grow in proportion."""
+"""Larger batches are extrapolated from a batch of this size."""
 _MOST_IMAGES = 4096
-_FAR = 8
-"""A call that would need so many times the memory is looked at in a shorter way first."""
+_FAR_TOO_LARGE = 8
+"""If a call needs this many times the capacity, the smallest rule is tried next to skip the ones between."""
 
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """One way to run a call in the memory that there is."""
+    """How a call uses memory."""
 
     residence: Residence = "resident"
     savings: MemorySavings = PLAIN
     images_per_call: int | None = None
-    """How many images of a batch run at once; None for all."""
+    """The number of images per model call; None for the whole batch."""
 
     def __str__(self) -> str:
-        parts = [_IN_WORDS[self.residence]]
-        parts += ["VAE in parts"] if self.savings.vae_in_parts else []
-        parts += ["attention one head at a time"] if self.savings.sliced_attention else []
+        items = [_RESIDENCE_TEXT[self.residence]]
+        items += ["VAE tiled"] if self.savings.vae_in_parts else []
+        items += ["attention one head at a time"] if self.savings.sliced_attention else []
         if self.images_per_call is not None:
-            parts.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} a call")
-        return ", ".join(parts)
+            items.append(f"{self.images_per_call} image{'s' if self.images_per_call > 1 else ''} per call")
+        return ", ".join(items)
 
 
 @dataclass(frozen=True)
 class QuantizationOption:
-    """Something that would save memory and changes the picture, and so is left to the user."""
+    """Quantized weights that would save memory; offered to the user because they change the image."""
 
     name: str
     component: str
@@ -75,13 +77,13 @@ class QuantizationOption:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What one call will hold on a device."""
+    """The predicted memory of one call."""
 
     fits: bool
     capacity_bytes: int
     peak_bytes: int
     recorded_peak_bytes: int
-    """The peak once what denoising asks of the device was recorded, which is done only where this fits too."""
+    """The peak with captured device graphs. Graphs are captured only if this fits too."""
     phases: tuple[tuple[str, int], ...]
     """The peak of each phase: `load`, `encode`, `denoise`, `decode`."""
     components: tuple[tuple[str, int], ...]
@@ -89,17 +91,17 @@ class Forecast:
     images: int
     size: tuple[int, int] | None
     largest_batch: int | None = None
-    """The most images that one call can make in this way; 0 where not even one fits; None where nobody asked."""
+    """The largest batch that fits with this rule; 0 if no image fits; None if it was not computed."""
     largest_size: tuple[int, int] | None = None
-    """The largest single picture of the same shape that fits in any way, where somebody asked."""
+    """The largest single image of the same aspect ratio that fits with any rule; None if it was not computed."""
 
     limits: tuple[LimitHit, ...] = ()
-    """The limits of the device that the model meets at this size."""
+    """The limits of the device that the model runs into at this size."""
     offers: tuple[QuantizationOption, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The forecast as JSON would have it."""
+        """Return the forecast as JSON-compatible values."""
         return {
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
@@ -118,7 +120,8 @@ class Forecast:
 
 
 def list_residences(*, unified_memory: bool, can_offload: bool = True) -> tuple[Residence, ...]:
-    """Where weights can be, the fastest first; moving to the host frees nothing where it shares the memory."""
+    """Return the possible residences, fastest first."""
+    # With unified memory, offloading a model to the CPU frees nothing: it has to go to disk.
     if unified_memory:
         return ("resident", "phase", "layer")
     return ("resident", "component", "layer") if can_offload else ("resident", "layer")
@@ -131,10 +134,9 @@ def list_rules(
     *,
     has_parts: bool = True,
 ) -> Iterator[MemoryRule]:
-    """Every way to run a call, the cheapest in time first; what the user pinned is in all of them.
+    """Yield the rules to try, fastest first; options that the user set are part of all of them.
 
-    A batch is split before layers are moved one by one: that costs a little of a batch's speed, and layers that come
-    and go at every step cost most of it.
+    A batch is split before layers are streamed: smaller batches lose a little speed, streaming loses most of it.
     """
     options = _list_savings(placement_options, has_parts)
     if placement_options.memory is not None:
@@ -148,9 +150,9 @@ def list_rules(
             for savings in options:
                 yield MemoryRule(whole[-1], savings, fewer)
     if whole[-1] != "layer" and "layer" in residences:
-        once = 1 if images > 1 else None
+        single = 1 if images > 1 else None
         for savings in options:
-            yield MemoryRule("layer", savings, placement_options.images_per_call or once)
+            yield MemoryRule("layer", savings, placement_options.images_per_call or single)
 
 
 def _as_residence(name: str) -> Residence:
@@ -160,9 +162,9 @@ def _as_residence(name: str) -> Residence:
 def _list_savings(placement_options: PlacementOptions, has_parts: bool = True) -> list[MemorySavings]:
     vae = [False, True] if placement_options.vae_tiling is None else [placement_options.vae_tiling]
     vae = vae if has_parts else [False]
-    if placement_options.attention_slicing is not None:  # it is sliced as was asked for, whatever the way
-        return [MemorySavings(parts) for parts in vae]
-    return [*(MemorySavings(parts) for parts in vae), MemorySavings(vae[-1], sliced_attention=True)]
+    if placement_options.attention_slicing is not None:  # every rule slices as requested
+        return [MemorySavings(tiled) for tiled in vae]
+    return [*(MemorySavings(tiled) for tiled in vae), MemorySavings(vae[-1], sliced_attention=True)]
 
 
 def _halve(images: int) -> Iterator[int]:
@@ -172,115 +174,119 @@ def _halve(images: int) -> Iterator[int]:
 
 
 def predict(footprint: Footprint, residence: Residence, *, recorded: bool = False) -> dict[str, int]:
-    """The bytes at the peak of each phase: `load`, and those in which models run.
+    """Return the peak bytes of each phase: `load`, `encode`, `denoise`, `decode`.
 
-    Once denoising is `recorded`, what it holds at its peak is held in all phases, for the next image.
+    With `recorded`, the activations of captured denoising graphs are held in all phases.
     """
-    kept = footprint.always_there + (footprint.never_streamed if residence == "layer" else ())
-    loaded = footprint.weights_bytes if residence == "resident" else _weights(footprint, kept)
+    pinned = footprint.always_there + (footprint.never_streamed if residence == "layer" else ())
+    loaded = footprint.weights_bytes if residence == "resident" else _sum_weights(footprint, pinned)
     peaks = {"load": loaded}
-    there: set[str] = set(footprint.always_there)
-    for passing in footprint.passings:
+    on_device: set[str] = set(footprint.always_there)
+    for call in footprint.passings:
         if residence == "component":
-            there = _make_room(footprint, there, passing.component)
-            weights = _weights(footprint, tuple(there))
+            on_device = _offload_previous(footprint, on_device, call.component)
+            weights = _sum_weights(footprint, tuple(on_device))
         elif residence == "layer":
-            weights = loaded + (0 if passing.component in kept else footprint.model(passing.component).layer_bytes)
+            weights = loaded + (0 if call.component in pinned else footprint.model(call.component).layer_bytes)
         elif residence == "phase":
-            together = {other.component for other in footprint.passings if other.phase == passing.phase}
-            weights = _weights(footprint, tuple(together))
+            same_phase = {other.component for other in footprint.passings if other.phase == call.phase}
+            weights = _sum_weights(footprint, tuple(same_phase))
         else:
             weights = loaded
-        need = weights + passing.held_bytes + footprint.fixed_bytes
-        peaks[passing.phase] = max(peaks.get(passing.phase, 0), need)
+        need = weights + call.held_bytes + footprint.fixed_bytes
+        peaks[call.phase] = max(peaks.get(call.phase, 0), need)
     if recorded:
-        held = max((one.held_bytes for one in footprint.passings if one.phase == "denoise"), default=0)
+        held = max((call.held_bytes for call in footprint.passings if call.phase == "denoise"), default=0)
         peaks = {name: peak if name == "denoise" else peak + held for name, peak in peaks.items()}
     return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
 
 
-def _make_room(footprint: Footprint, there: set[str], component: str) -> set[str]:
-    """What lies on the device when a model runs: the one before it in the order has left, any other has not."""
+def _offload_previous(footprint: Footprint, on_device: set[str], component: str) -> set[str]:
+    """Return the models on the device while a model runs with model CPU offload.
+
+    accelerate's hook of a model offloads only the previous model of the sequence; any other one stays.
+    """
     if component in footprint.always_there:
-        return there
+        return on_device
     names = {model.name for model in footprint.models}
     order = [name for name in footprint.offload_order if name in names]
-    place = order.index(component) if component in order else 0
-    before = {order[place - 1]} if place else set()
-    return (there - before) | {component}
+    position = order.index(component) if component in order else 0
+    previous = {order[position - 1]} if position else set()
+    return (on_device - previous) | {component}
 
 
-def _weights(footprint: Footprint, names: tuple[str, ...]) -> int:
+def _sum_weights(footprint: Footprint, names: tuple[str, ...]) -> int:
     return sum(model.weights_bytes for model in footprint.models if model.name in names)
 
 
 def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
-    """The first rule that fits, or None where none does; and the peaks of that rule, or of the smallest."""
+    """Return the first rule that fits, or None, and the peaks of that rule (of the smallest one for None)."""
     listed = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in listed:
-        if tried and tried[0][0] > _FAR * capacity_bytes and len(tried) == 1:
-            hopeless = _find_hopeless(measure, images, capacity_bytes, listed[-1])
-            if hopeless is not None:
-                return hopeless
+        if tried and tried[0][0] > _FAR_TOO_LARGE * capacity_bytes and len(tried) == 1:
+            too_large = _reject_early(measure, images, capacity_bytes, listed[-1])
+            if too_large is not None:
+                return too_large
         peaks = predict(measure(rule.savings, min(rule.images_per_call or images, images)), rule.residence)
         need = max(peaks.values())
         if need <= capacity_bytes:
-            first = f"{tried[0][1]} would need {readable(tried[0][0])}; " if tried else ""
-            return Decision(rule, f"{first}this needs {readable(need)} of {readable(capacity_bytes)}"), peaks
+            rejected = f"{tried[0][1]}: {readable(tried[0][0])}; " if tried else ""
+            return Decision(rule, f"{rejected}this rule needs {readable(need)} of {readable(capacity_bytes)}"), peaks
         tried.append((need, rule, peaks))
-    need, rule, peaks = min(tried, key=lambda one: one[0])
-    return Decision(None, f"the least is {readable(need)} ({rule}), and there are {readable(capacity_bytes)}"), peaks
+    need, rule, peaks = min(tried, key=lambda attempt: attempt[0])
+    return Decision(None, f"at least {readable(need)} needed ({rule}), {readable(capacity_bytes)} available"), peaks
 
 
-def _find_hopeless(
-    measure: Measure, images: int, capacity_bytes: int, least: MemoryRule
+def _reject_early(
+    measure: Measure, images: int, capacity_bytes: int, smallest: MemoryRule
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
-    """The answer where denoising does not fit even by the least rule: the autoencoder's tiles are no matter then.
-
-    A picture that is far too large has thousands of them, and none need be looked at.
-    """
-    savings = replace(least.savings, vae_in_parts=False)
-    peaks = predict(measure(savings, min(least.images_per_call or images, images)), least.residence)
+    """Return the negative answer if denoising does not fit even with the smallest rule, else None."""
+    # Without tiling: a far too large image has thousands of VAE tiles, and tracing them all takes minutes.
+    savings = replace(smallest.savings, vae_in_parts=False)
+    peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
     need = peaks.get("denoise", 0)
     if need <= capacity_bytes:
         return None
-    reason = f"the least for denoising is {readable(need)} ({least}), and there are {readable(capacity_bytes)}"
+    reason = f"denoising needs at least {readable(need)} ({smallest}), {readable(capacity_bytes)} available"
     return Decision(None, reason), {name: peak for name, peak in peaks.items() if name != "decode"}
 
 
 def choose_residence(
     weights: Mapping[str, int], capacity_bytes: int, residences: tuple[Residence, ...]
 ) -> Decision[MemoryRule]:
-    """Where the weights go before a size is known: all on the device if they leave a fifth of it free."""
-    room = capacity_bytes * 4 // 5
+    """Return where weights go before the image size is known: on the device if they leave a fifth of it free."""
+    budget = capacity_bytes * 4 // 5  # the rest is for activations
     need: dict[Residence, int] = {"resident": sum(weights.values()), "component": max(weights.values(), default=0)}
-    said = f"weights {readable(need['resident'])} of {readable(capacity_bytes)}"
+    reason = (
+        f"weights {readable(need['resident'])} of {readable(capacity_bytes)}; each size is checked when it first runs"
+    )
     for residence in residences[:-1]:
-        if need.get(residence, 0) <= room:
-            return Decision(MemoryRule(residence), f"{said}; each size is looked at when it is run")
-    return Decision(MemoryRule(residences[-1]), f"{said}; each size is looked at when it is run")
+        if need.get(residence, 0) <= budget:
+            return Decision(MemoryRule(residence), reason)
+    return Decision(MemoryRule(residences[-1]), reason)
 
 
 def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) -> int:
-    """The most images that one call can make; beyond four a batch is taken to grow in proportion, which is safe."""
+    """Return the largest batch that fits with a rule."""
 
     def fit(images: int) -> bool:
         return max(predict(measure(rule.savings, images), rule.residence).values()) <= capacity_bytes
 
-    few = _need_of_many(measure(rule.savings, 1), rule, _SAMPLE) > capacity_bytes  # or so it seems
-    if (few or not fit(_SAMPLE)) and not all(fit(images) for images in range(1, _SAMPLE)):
+    # Each measurement traces the pipeline. Larger batches are extrapolated linearly, which is on the safe side.
+    looks_full = _extrapolate(measure(rule.savings, 1), rule, _SAMPLE) > capacity_bytes
+    if (looks_full or not fit(_SAMPLE)) and not all(fit(images) for images in range(1, _SAMPLE)):
         return next(images for images in range(_SAMPLE) if not fit(images + 1))
     sample = measure(rule.savings, _SAMPLE)
-    fits = [images for images in _powers() if _need_of_many(sample, rule, images) <= capacity_bytes]
+    fits = [images for images in _powers() if _extrapolate(sample, rule, images) <= capacity_bytes]
     if not fits:
         return _SAMPLE - 1
     low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _need_of_many(sample, rule, middle) <= capacity_bytes else (low, middle)
+        low, high = (middle, high) if _extrapolate(sample, rule, middle) <= capacity_bytes else (low, middle)
     return low
 
 
@@ -291,15 +297,16 @@ def _powers() -> Iterator[int]:
         images *= 2
 
 
-def _need_of_many(sample: Footprint, rule: MemoryRule, images: int) -> int:
-    more = [replace(one, held_bytes=one.held_bytes * images // sample.images) for one in sample.passings]
-    return max(predict(replace(sample, passings=tuple(more)), rule.residence).values())
+def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
+    """Return the peak bytes of a larger batch, in proportion to a measured one."""
+    calls = [replace(call, held_bytes=call.held_bytes * images // sample.images) for call in sample.passings]
+    return max(predict(replace(sample, passings=tuple(calls)), rule.residence).values())
 
 
 def make_forecast(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
-    """The decision about memory for one call, and all that is said of it."""
+    """Return the memory decision for one call and its forecast."""
     listed = list(rules)
     decision, peaks = choose_memory(measure, images, capacity_bytes, listed)
     rule = decision.value

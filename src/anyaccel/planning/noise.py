@@ -1,4 +1,4 @@
-"""Where noise is drawn: on the host, so that a seed means one thing on every device."""
+"""The device that initial noise is drawn on: always the CPU, so a seed gives the same image on every device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ __all__ = ["choose_noise"]
 
 
 def choose_noise(sheet: Sheet) -> Decision[str]:
-    """Always the host, in float32, cast afterwards; a caller's generator of the device draws there where it can."""
+    """Return `cpu`, with the reason for this device."""
+    # A generator that the caller passes still draws on its own device, if that device has random numbers.
     if sheet.rng_on_device:
         return Decision(
-            "cpu", "drawn in float32 and cast: a seed gives one picture on every device, in every type and batch"
+            "cpu",
+            "drawn in float32 and cast: a seed gives the same image on every device, in every dtype and batch size",
         )
-    return Decision("cpu", f"the device has no random numbers to rely on: {sheet.random_numbers.says}")
+    return Decision("cpu", f"the device has no reliable random number generator: {sheet.random_numbers.says}")

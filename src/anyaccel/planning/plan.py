@@ -1,4 +1,4 @@
-"""The plan: every decision about one pipeline on one device, each with its reason."""
+"""Plans: all decisions about one pipeline on one device, with their reasons."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from anyaccel.planning.workarounds import choose_workarounds
 
 __all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices"]
 
-NO_MEMORY = Decision(MemoryRule(), "no size was looked at yet")
+NO_MEMORY = Decision(MemoryRule(), "no image size has been planned yet")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is done for a pipeline on a device; `print(plan)` tells all of it."""
+    """The decisions for a pipeline on a device; `print(plan)` shows them with their reasons."""
 
     pipeline: str
     device: str
@@ -47,7 +47,7 @@ class Plan:
     title: str
     """`AWS Neuron (Trainium, Inferentia)`."""
     virtual: bool
-    """Whether the device is a virtual one, so that nothing said here is about hardware."""
+    """Whether the device is virtual, so the plan says nothing about real hardware."""
 
     mode: Decision[str]
     dtype: Decision[str]
@@ -70,25 +70,25 @@ class Plan:
     step_skipping: Decision[StepSkipping | None]
     check_finite: Decision[bool]
     forecast: Forecast | None = None
-    """The memory that a call needs, where it was computed."""
+    """The predicted memory of a call, if it was computed."""
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
-    """What happened since; the only part that changes."""
+    """What happened since the plan was made; the only mutable part."""
 
     @property
     def memory_in_use(self) -> Decision[MemoryRule]:
-        """How the last call used memory, or how the weights were placed if there was none yet."""
+        """The memory rule of the last call; the rule for the weights before the first one."""
         return self.report.memory or self.memory
 
     def decisions(self) -> Iterator[tuple[str, Decision[Any]]]:
-        """Each decision with its name."""
-        for each in fields(self):
-            value = getattr(self, each.name)
+        """Yield the name and value of each decision."""
+        for entry in fields(self):
+            value = getattr(self, entry.name)
             if isinstance(value, Decision):
-                yield each.name, value
+                yield entry.name, value
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON would have it."""
-        said = self.forecast.to_dict() if self.forecast else {}
+        """Return the plan as JSON-compatible values."""
+        forecast = self.forecast.to_dict() if self.forecast else {}
         return {
             "pipeline": self.pipeline,
             "device": self.device,
@@ -96,7 +96,7 @@ class Plan:
             "virtual": self.virtual,
             "decisions": _list(self.decisions()),
             "report": _list(self.report.entries()),
-            **said,
+            **forecast,
         }
 
     def __str__(self) -> str:
@@ -119,10 +119,11 @@ def make_plan(
     environment: Mapping[str, str] | None = None,
     ranks: Ranks | None = None,
 ) -> Plan:
-    """Decide everything about one pipeline on one device, or on one of several that share it.
+    """Return the plan of a pipeline on one device, or on one rank of several.
 
-    `dtype` is the decision about the dtype where the caller made it before, for example to load weights in it.
+    `dtype` overrides the dtype decision, for callers that had to make it earlier in order to load weights.
     """
+    # Attention limits in bytes depend on the dtype, and workarounds on both: keep this order.
     dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)
     replacements = choose_replacements(sheet)
     attention = choose_attention(sheet, options, FLOATING_BYTES.get(dtype.value, 2))
@@ -150,13 +151,13 @@ def make_plan(
         capture=choose_capture(sheet, options),
         quantization=choose_quantization(sheet, options, dtype.value),
         step_skipping=choose_step_skipping(options),
-        check_finite=Decision(options.check_finite, "whether the picture is finite is read once, after the last step"),
+        check_finite=Decision(options.check_finite, "NaN and Inf are checked once, after the last step"),
     )
     return plan if plan.parallel.value is None else without_rank_local_choices(plan)
 
 
 def without_rank_local_choices(plan: Plan) -> Plan:
-    """The plan of one rank of several without what a rank decides by its own clock."""
+    """Return the plan of a rank without decisions that depend on its own timing."""
     return replace(
         plan,
         compile_policy=Decision(CompilePolicy("never"), TOGETHER),
@@ -167,14 +168,14 @@ def without_rank_local_choices(plan: Plan) -> Plan:
 def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[bool]:
     quirk = _find_quirk(sheet, FLOAT32_ATTENTION)
     if quirk is None:
-        return Decision(False, "attention is not slowed down by float32 here")
+        return Decision(False, "attention does not fall back to float32 on this device")
     if not options.sdp_on_bf16:
-        return Decision(False, "sdp_on_bf16=False was asked for")
+        return Decision(False, "sdp_on_bf16=False was requested")
     if dtype != "bfloat16":
         return Decision(False, f"the pipeline runs in {dtype}")
     return Decision(True, quirk.says)
 
 
 def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:
-    """The quirk of that name, if it holds here for certain."""
+    """Return the quirk of that name, if it certainly applies."""
     return next((quirk for quirk in sheet.quirks if quirk.name == name and not quirk.conditional), None)

@@ -1,4 +1,7 @@
-"""One word for more speed: what `speed="fast"` and `speed="draft"` give up of the picture's exactness."""
+"""Speed levels: what `speed="fast"` and `speed="draft"` do, and their effect on the image.
+
+See docs/decisions/0008-speed-levels.md.
+"""
 
 from __future__ import annotations
 
@@ -13,63 +16,59 @@ __all__ = ["SMALLEST_WEIGHT", "StepSkipping", "choose_quantization", "choose_ste
 
 QUALITY = "benchmarks/results/quality_cpu.json"
 SMALLEST_WEIGHT = 3_000_000
-"""Numbers of a matrix from which on its products are faster in 8 bits; with fewer, casts cost more than that gains."""
+"""The number of elements from which a weight matrix is faster in float8; below, casting costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class StepSkipping:
-    """At which steps a denoiser's last answer is taken again."""
+    """Which denoising steps reuse the last output of the denoiser."""
 
     every: int
-    """One step of so many is run."""
+    """One of this many steps runs the denoiser."""
     at_first: float
-    """The share of the first steps that are all run: what the picture shows is decided there."""
+    """The share of initial steps that always run: they decide the composition of the image."""
     fewest: int
-    """With fewer steps than this, each is run."""
+    """With fewer steps than this, every step runs."""
     cost: str
-    """What it costs in quality, where that was measured."""
+    """The measured loss of quality."""
 
     def is_run(self, step: int, steps: int) -> bool:
-        """Whether a step, counted from 0, is run; the last one always is."""
+        """Return whether a step, counted from 0, runs the denoiser; the last one always does."""
         if steps < self.fewest or step >= steps - 1:
             return True
-        begin = max(self.every - 1, math.ceil(steps * self.at_first)) if self.at_first else 1
-        return step < begin or (step - begin) % self.every == self.every - 1
+        first_skipped = max(self.every - 1, math.ceil(steps * self.at_first)) if self.at_first else 1
+        return step < first_skipped or (step - first_skipped) % self.every == self.every - 1
 
     def count(self, steps: int) -> int:
-        """How many steps are run."""
+        """Return the number of steps that run the denoiser."""
         return sum(self.is_run(step, steps) for step in range(steps))
 
     def __str__(self) -> str:
-        first = f"after the first {self.at_first:.0%} " if self.at_first else ""
-        return f"one step of {self.every} {first}is run, from {self.fewest} steps on"
+        initial = f" after the first {self.at_first:.0%}" if self.at_first else ""
+        return f"run 1 of {self.every} steps{initial}, from {self.fewest} steps on"
 
 
-_REUSES = {
-    "fast": StepSkipping(
-        2, 0.25, 4, "40 dB from exact at 8 steps and 32 dB at 4, and the judge sees in all of them what was asked for"
-    ),
-    "draft": StepSkipping(
-        3, 0.0, 4, "32 dB from exact at 8 steps, and the judge sees in all of them what was asked for"
-    ),
+_LEVELS = {
+    "fast": StepSkipping(2, 0.25, 4, "PSNR to exact 40 dB at 8 steps, 32 dB at 4; the judge finds every prompt"),
+    "draft": StepSkipping(3, 0.0, 4, "PSNR to exact 32 dB at 8 steps; the judge finds every prompt"),
 }
 
 
 def choose_step_skipping(options: PlacementOptions) -> Decision[StepSkipping | None]:
-    """At which steps the denoiser's last answer is taken again, instead of running it."""
-    found = _REUSES.get(options.speed)
-    if found is None:
-        return Decision(None, "speed='exact': every step is run")
-    return Decision(found, f"speed={options.speed!r}: the embedded model's pictures are {found.cost} ({QUALITY})")
+    """Return which steps reuse the last denoiser output; None for no reuse."""
+    skipping = _LEVELS.get(options.speed)
+    if skipping is None:
+        return Decision(None, "speed='exact': every step runs")
+    return Decision(skipping, f"speed={options.speed!r}, measured on the embedded model: {skipping.cost} ({QUALITY})")
 
 
 def choose_quantization(sheet: Sheet, options: PlacementOptions, dtype: str) -> Decision[str]:
-    """The type that products of large matrices are done in; empty for the model's own."""
+    """Return the dtype of large matrix products; empty for the dtype of the model."""
     if options.speed == "exact":
-        return Decision("", "speed='exact': products are done in the model's own type")
+        return Decision("", "speed='exact': matrix products stay in the dtype of the model")
     speedup = sheet.speedup("float8")
     if speedup is None:
-        return Decision("", "that products in 8 bits pay here is not known")
+        return Decision("", "float8 is not known to be faster on this device")
     if dtype not in ("bfloat16", "float16"):
-        return Decision("", f"it is for half precision, and models run in {dtype}")
+        return Decision("", f"float8 needs a half-precision model, and this one runs in {dtype}")
     return Decision("float8", f"speed={options.speed!r}: {speedup.says} ({speedup.source})")

@@ -1,4 +1,4 @@
-"""What happened to a placed pipeline: the counterpart of the plan, which is never edited."""
+"""Run reports: what happened to a placed pipeline. The plan itself is never edited."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ __all__ = ["RunReport"]
 
 @dataclass
 class RunReport:
-    """The outcome of what a plan decided, so far; None where nothing happened yet."""
+    """Outcomes of a plan's decisions so far; None if nothing happened yet."""
 
     memory: Decision[MemoryRule] | None = None
-    """How the last call used memory, where it was not as planned for the weights."""
+    """The memory rule of the last call, if it differs from the plan."""
     float32_models: Decision[tuple[str, ...]] | None = None
-    """Models that produced NaN or Inf and run in float32 since."""
+    """Models that produced NaN or Inf and were switched to float32."""
     compiled_models: Decision[tuple[str, ...]] | None = None
     """Models that run compiled code."""
     compiled_sizes: Decision[tuple[str, ...]] | None = None
-    """Sizes that were run since models were compiled."""
+    """Sizes that ran since models were compiled."""
     not_compiled: Decision[tuple[str, ...]] | None = None
     """Models that could not be compiled, or stopped running compiled code; they run eagerly."""
     capture: Decision[bool] | None = None
-    """Whether device graphs are replayed, and why not."""
+    """Whether captured device graphs are replayed; if not, the reason."""
     quantization: Decision[str] | None = None
+    """The dtype of quantized weights; empty if quantization failed."""
     step_skipping: Decision[str] | None = None
     """How many denoiser outputs of the last call were reused."""
     forecast: Forecast | None = None
-    """The memory that the last call was expected to need, where it was computed."""
+    """The predicted memory of the last call, if it was computed."""
 
     def entries(self) -> Iterator[tuple[str, Decision[Any]]]:
-        """Yield what happened, by name."""
+        """Yield the name and value of each outcome."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Decision):
                 yield field.name, value
 
     def add_not_compiled(self, model: str, reason: str) -> None:
-        """Note that a model runs eagerly from now on, and why."""
+        """Record that a model runs eagerly from now on, with the reason."""
         before = self.not_compiled or Decision((), "")
         if model in before.value:
             return

@@ -1,4 +1,4 @@
-"""Where the scheduler's timesteps and sigmas live."""
+"""The device that holds the scheduler's timesteps and sigmas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["choose_scheduler_location"]
 
 
 def choose_scheduler_location(sheet: Sheet, options: PlacementOptions) -> Decision[str]:
-    """The host, unless the device is the host: looking a timestep up on the device costs a round trip a step."""
+    """Return `cpu` if looking up a timestep on the device fails or costs a round trip per step, else `device`."""
     if options.scheduler is not None:
-        return Decision(options.scheduler, "asked for")
+        return Decision(options.scheduler, "requested")
+    # diffusers' index_for_timestep calls nonzero() and item(): https://github.com/huggingface/diffusers/pull/11696
     if sheet.static_shapes and isinstance(sheet.data_dependent_shapes, Limit):
         return Decision("cpu", sheet.data_dependent_shapes.says)
     if isinstance(sheet.host_round_trip, Limit):
         return Decision("cpu", sheet.host_round_trip.says)
-    return Decision("device", "nothing is known against looking a timestep up where the pipeline is")
+    return Decision("device", "no cost of looking up a timestep on this device is known")

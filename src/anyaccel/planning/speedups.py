@@ -1,4 +1,7 @@
-"""What makes a pipeline faster and gives the same picture to rounding, and when compiling pays."""
+"""Speedups that keep the image up to rounding, and the decision when to compile.
+
+See docs/decisions/0007-speed.md.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +25,38 @@ __all__ = [
 ]
 
 Region: TypeAlias = Literal["blocks", "whole"]
-"""What is compiled: one of the blocks that a model repeats, for all of them, or the model as one graph."""
+"""What is compiled: the repeated blocks (one compilation per kind), or the whole model as one graph."""
 FUSIONS = ("group_norm",)
 _START_S, _BLOCK_S, _PLAIN_BLOCKS = 15.0, 1.4, 40
-"""What compiling takes: to begin, and for each block of a whole model; and what a model without blocks counts as. From
-36 s for 25 blocks, 38 s for 28 and 95 s for 57, and 23 s for one block of each kind, on a machine with 16 cores."""
-_MANY = 2000
-"""From so many pictures on, the last few hundredths that a whole graph gains over blocks are worth a minute or two."""
+"""Compile time: fixed seconds, seconds per block of a whole model, and the block count assumed for other models.
+
+Fitted to 36 s for 25 blocks, 38 s for 28, 95 s for 57, and 23 s for one block of each kind, with 16 CPU cores."""
+_MANY_IMAGES = 2000
+"""From this many images on, the few percent that a whole graph gains over blocks repay one or two minutes."""
 
 
 @dataclass(frozen=True)
 class CompilePolicy:
-    """When models are compiled, and how."""
+    """When and how models are compiled."""
 
     when: Literal["never", "now", "when it pays"]
     region: Region = "whole"
     takes_s: float = 0.0
-    """What it is expected to take."""
+    """The expected compile time."""
     gain: float = 1.0
-    """How many times as fast a picture is expected to be then."""
+    """The expected speedup per image."""
 
     def __str__(self) -> str:
         if self.when == "never":
             return self.when
-        what = "one block for all of its kind" if self.region == "blocks" else "whole models"
-        return f"{self.when}, {what}"
+        region = "repeated blocks" if self.region == "blocks" else "whole models"
+        return f"{self.when}, {region}"
 
 
 def choose_compile_policy(
-    sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, repairs: tuple[str, ...] = ()
+    sheet: Sheet, facts: PipelineFacts, options: PlacementOptions, workarounds: tuple[str, ...] = ()
 ) -> Decision[CompilePolicy]:
-    """Return whether and when the models that take the time are compiled.
+    """Return whether and when denoisers and decoders are compiled.
 
     A device that needs workarounds compiles whole models, because they are applied in the graph
     (`runtime/speed/graph_workarounds.py`). If one cannot be applied there, the device rejects the graph and the model
@@ -60,61 +64,64 @@ def choose_compile_policy(
     """
     speedup = sheet.speedup("compile")
     if options.compile is False:
-        return Decision(CompilePolicy("never"), "compile=False was asked for")
+        return Decision(CompilePolicy("never"), "compile=False was requested")
     if not isinstance(sheet.compiler, Compiler):
         return Decision(CompilePolicy("never"), sheet.compiler.says)
     if options.compile == "auto" and speedup is None:
-        return Decision(CompilePolicy("never"), "that it pays here is not known; compile=True does it")
-    many = options.expected_images is not None and options.expected_images >= _MANY
+        return Decision(CompilePolicy("never"), "not known to be faster on this device; use compile=True to try")
+    many = options.expected_images is not None and options.expected_images >= _MANY_IMAGES
     blocks = [component.blocks for component in facts.components if component.denoises]
-    alone = bool(blocks) and all(_is_all_blocks(component) for component in facts.components if component.denoises)
-    region: Region = "blocks" if alone and not many and not repairs else "whole"
+    only_blocks = bool(blocks) and all(_is_mostly_blocks(part) for part in facts.components if part.denoises)
+    region: Region = "blocks" if only_blocks and not many and not workarounds else "whole"
     count = sum(blocks) or _PLAIN_BLOCKS
     takes = _START_S + (_BLOCK_S * count if region == "whole" else 0.0)
     gain = speedup.gain if speedup else 1.0
-    said = f"about {takes:.0f} s, and then {gain:.2g} times as fast"
+    estimate = f"takes about {takes:.0f} s, then {gain:.2g} times as fast"
     source = f" ({speedup.source})" if speedup else ""
     if options.compile is True:
-        return Decision(CompilePolicy("now", region, takes, gain), f"asked for; {said}{source}")
-    return Decision(CompilePolicy("when it pays", region, takes, gain), f"{said}{source}")
+        return Decision(CompilePolicy("now", region, takes, gain), f"requested; {estimate}{source}")
+    return Decision(CompilePolicy("when it pays", region, takes, gain), f"{estimate}{source}")
 
 
-def _is_all_blocks(component: ComponentFacts) -> bool:
-    """Whether what takes the time of a model are blocks that it repeats: not where convolutions stand between them."""
+def _is_mostly_blocks(component: ComponentFacts) -> bool:
+    """Return whether repeated blocks take most of the time of a model."""
+    # A UNet has transformer blocks too, but spends its time in the convolutions between them.
     return component.blocks > component.convolutions
 
 
-def is_worth_compiling(compiling: CompilePolicy, seconds_a_picture: float, done: int, pictures: int | None) -> bool:
-    """Whether the pictures to come save more than compiling takes; untold, as many are to come as came already."""
-    if compiling.when != "when it pays":
-        return compiling.when == "now"
-    to_come = done if pictures is None else max(0, pictures - done)
-    return to_come * seconds_a_picture * (1 - 1 / compiling.gain) >= compiling.takes_s
+def is_worth_compiling(policy: CompilePolicy, seconds_per_image: float, done: int, expected: int | None) -> bool:
+    """Return whether the remaining images save more time than compiling takes."""
+    if policy.when != "when it pays":
+        return policy.when == "now"
+    # The ski rental rule: without a known count, expecting as many images as were generated so far costs at most
+    # about twice the optimum.
+    remaining = done if expected is None else max(0, expected - done)
+    return remaining * seconds_per_image * (1 - 1 / policy.gain) >= policy.takes_s
 
 
 def choose_channels_last(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
-    """Whether compiled models with convolutions keep pictures in memory channels last."""
+    """Return whether compiled models with convolutions use the channels-last memory format."""
     return _choose(sheet, "channels_last", options.channels_last)
 
 
 def choose_capture(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
-    """Whether what a denoiser asks of the device may be recorded and replayed."""
+    """Return whether denoisers may be captured as device graphs and replayed."""
     return _choose(sheet, "capture", options.capture)
 
 
 def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[str, ...]]:
-    """The operations that compiled models do as one."""
+    """Return the fused operations that compiled models use."""
     if options.fuse is False:
-        return Decision((), "fuse=False was asked for")
-    known = [found for name in FUSIONS if (found := sheet.speedup(name)) is not None]
-    reason = " ".join(f"{one.says} ({one.source})" for one in known)
-    return Decision(tuple(one.name for one in known), reason or "none is known to pay here")
+        return Decision((), "fuse=False was requested")
+    speedups = [speedup for name in FUSIONS if (speedup := sheet.speedup(name)) is not None]
+    reason = " ".join(f"{speedup.says} ({speedup.source})" for speedup in speedups)
+    return Decision(tuple(speedup.name for speedup in speedups), reason or "no fusion is known to be faster here")
 
 
-def _choose(sheet: Sheet, name: str, wish: bool | None) -> Decision[bool]:
+def _choose(sheet: Sheet, name: str, option: bool | None) -> Decision[bool]:
     speedup = sheet.speedup(name)
-    if wish is False:
-        return Decision(False, f"{name}=False was asked for")
+    if option is False:
+        return Decision(False, f"{name}=False was requested")
     if speedup is None:
-        return Decision(bool(wish), "asked for" if wish else "that it pays here is not known")
-    return Decision(True, f"{'asked for; ' if wish else ''}{speedup.says} ({speedup.source})")
+        return Decision(bool(option), "requested" if option else "not known to be faster on this device")
+    return Decision(True, f"{'requested; ' if option else ''}{speedup.says} ({speedup.source})")

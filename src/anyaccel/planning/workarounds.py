@@ -1,4 +1,4 @@
-"""What is put right at torch's own function seam, and whether that reaches into the models."""
+"""Workarounds that run inside the models, through torch function modes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ __all__ = ["choose_workarounds"]
 def choose_workarounds(
     sheet: Sheet, replacements: tuple[tuple[str, str], ...], attention: AttentionRule
 ) -> Decision[tuple[str, ...]]:
-    """The repairs that the models themselves need, by name; the glue around them is always looked after.
+    """Return the names of the workarounds that the models need.
 
-    `dtypes` a type that the device lacks, `pairs` complex numbers as two real ones, `noise` random numbers of the
-    host, `shapes` masks read on the host, `attention` slices, `numbers` a host's number laid out apart, `zeros`
-    memory that is written before it is read, `addends` an argument that a factor of 0 silences.
+    The code between the models always runs with all of them. Inside the models each one costs time, so only these
+    are applied:
+
+    - `dtypes`: replace dtypes that the device lacks.
+    - `complex_pairs`: compute complex numbers as pairs of real ones.
+    - `noise`: draw random numbers on the CPU.
+    - `dynamic_shapes`: evaluate masks and `nonzero` on the CPU.
+    - `attention`: slice attention, or make its inputs contiguous.
+    - `clone_scalars`: clone CPU scalars that are views of a larger tensor.
+    - `zero_empty`: initialize the result of `torch.empty`.
+    - `ignore_beta_zero`: drop the input of `baddbmm` and similar operations if `beta` is 0.
     """
     needs = {
-        "dtypes": any(instead != "pairs" for _, instead in replacements),
-        "complex_pairs": any(instead == "pairs" for _, instead in replacements),
+        "dtypes": any(replacement != "pairs" for _, replacement in replacements),
+        "complex_pairs": any(replacement == "pairs" for _, replacement in replacements),
         "noise": not sheet.rng_on_device,
         "dynamic_shapes": sheet.static_shapes,
         "attention": attention != AttentionRule(),
@@ -32,5 +40,5 @@ def choose_workarounds(
     }
     chosen = tuple(name for name, needed in needs.items() if needed)
     if not chosen:
-        return Decision((), "the device has no limit that reaches into the models")
-    return Decision(chosen, "limits of the device that are met inside the models; see the other decisions")
+        return Decision((), "no limit of the device affects code inside the models")
+    return Decision(chosen, "limits of the device that affect code inside the models; see the other decisions")

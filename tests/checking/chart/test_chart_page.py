@@ -29,7 +29,7 @@ ROUND_TRIP = LimitFinding(
 NARROWED = LimitFinding(
     "dtypes.int64", "narrowed", CodeLine("diffusers/pipelines/flux/pipeline_flux.py", 41, "ids.to(x)"), 2, None
 )
-HINT = "keep the scheduler's timesteps on the host and call set_begin_index"
+HINT = "keep the scheduler's timesteps on the CPU and call set_begin_index"
 
 CLIPBOARD = ["clipboardReadWrite", "clipboardSanitizedWrite"]
 

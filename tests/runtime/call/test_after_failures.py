@@ -141,7 +141,7 @@ def test_ctrl_c_while_a_model_is_entered_leaves_the_callers_modes() -> None:
     def use() -> bool:
         pipe = anyaccel.place(make(), "hpu", dtype="float32")
         before = run(RECIPE, pipe)
-        enter, entered = function_modes.enter_model, []
+        enter, entered = function_modes.enter_model_mode, []
 
         def interrupt_second(*args: Any) -> Any:
             entered.append(enter(*args))
@@ -151,7 +151,7 @@ def test_ctrl_c_while_a_model_is_entered_leaves_the_callers_modes() -> None:
 
         with torch.device("cpu"):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(boundary, "enter_model", interrupt_second)
+                patch.setattr(boundary, "enter_model_mode", interrupt_second)
                 with pytest.raises(KeyboardInterrupt):
                     run(RECIPE, pipe)
             assert torch.get_default_device().type == "cpu"

@@ -115,14 +115,14 @@ def placed_twice() -> dict[str, Any]:
 
 def still_fails(name: str, parallel: str = "context:2") -> dict[str, Any]:
     """Whether what a plan refuses for diffusers' sake still fails there."""
-    kept = dict(deciding._UNSHARED)
-    deciding._UNSHARED.clear()
+    kept = dict(deciding._KNOWN_FAILURES)
+    deciding._KNOWN_FAILURES.clear()
     try:
         make(name, parallel=parallel)
     except RuntimeError as error:
         return {"failed": str(error)}
     finally:
-        deciding._UNSHARED.update(kept)
+        deciding._KNOWN_FAILURES.update(kept)
     return {}
 
 

@@ -1,1 +1,1 @@
-"""The built-in accelerators: one module each, with its sheet, its driver and `BACKEND`."""
+"""Built-in backends: one module per accelerator, with a sheet, a driver and `BACKEND`."""

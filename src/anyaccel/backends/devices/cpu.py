@@ -1,4 +1,4 @@
-"""The host itself: always there, right in every type, and the yardstick for every other device."""
+"""The CPU: always available, correct in every dtype, and the reference for all other devices."""
 
 from __future__ import annotations
 
@@ -33,65 +33,67 @@ SHEET = Sheet(
     is_host=True,
     unified_memory=True,
     dtypes=Dtypes(
-        float64=Yes(says="Every operation takes float64.", source=TENSORS, evidence="documented"),
-        int64=Yes(says="The default integer type of torch.", source=TENSORS, evidence="documented"),
-        float32=Yes(says="The default type of torch.", source=TENSORS, evidence="documented"),
+        float64=Yes(says="Every operation supports float64.", source=TENSORS, evidence="documented"),
+        int64=Yes(says="The default integer dtype of torch.", source=TENSORS, evidence="documented"),
+        float32=Yes(says="The default dtype of torch.", source=TENSORS, evidence="documented"),
         float16=DtypeLimit(
-            says="Without hardware for it, half precision is some 500 times slower than float32 (2000² product: "
-            "123 ms against 61.8 s).",
+            says="Without hardware support, half precision is about 500 times slower than float32 (2000² matrix "
+            "product: 123 ms against 61.8 s).",
             source=PYTORCH + "146508",
             evidence="hardware",
             effect="slow",
-            hint="run in float32 unless a measurement on this processor says otherwise",
+            hint="run in float32 unless a measurement on this CPU shows that half precision is faster",
             contradicted_by="https://github.com/pytorch/pytorch/releases/tag/v2.6.0",
         ),
         bfloat16=DtypeLimit(
-            says="Fast only with AVX512-BF16, AMX or their like; some 500 times slower than float32 without.",
+            says="Fast only with AVX512-BF16, AMX or similar; otherwise about 500 times slower than float32.",
             source=PYTORCH + "146508",
             evidence="hardware",
             effect="slow",
-            hint="run in float32 unless a measurement on this processor says otherwise",
+            hint="run in float32 unless a measurement on this CPU shows that half precision is faster",
             contradicted_by=PYTORCH + "118499",
         ),
-        complex64=Yes(says="Complex numbers are supported.", source=TENSORS, evidence="documented"),
-        complex128=Yes(says="Complex numbers are supported.", source=TENSORS, evidence="documented"),
+        complex64=Yes(says="Complex dtypes are supported.", source=TENSORS, evidence="documented"),
+        complex128=Yes(says="Complex dtypes are supported.", source=TENSORS, evidence="documented"),
         float8_e4m3fn=DtypeLimit(
-            says="Stored, but operations on it raise, such as addition.",
+            says="Storage only: operations such as addition raise.",
             source=PYTORCH + "107087",
             evidence="hardware",
             effect="error",
-            hint="keep weights in it and cast them to float32 for use",
+            hint="store weights in it and cast them to float32 to compute",
         ),
         float8_e5m2=DtypeLimit(
-            says="Stored, but operations on it raise, such as index_copy.",
+            says="Storage only: operations such as index_copy raise.",
             source=PYTORCH + "180855",
             evidence="hardware",
             effect="error",
-            hint="keep weights in it and cast them to float32 for use",
+            hint="store weights in it and cast them to float32 to compute",
         ),
     ),
     default_dtypes=DtypeOrder(
-        says="float32 is right and fast on every processor; half precision must earn its place by a measurement.",
+        says="float32 is correct and fast on every CPU; half precision is used only if it is measured to be faster.",
         source=PYTORCH + "146508",
         evidence="hardware",
         order=("float32",),
     ),
     random_numbers=Yes(
-        says="The host's generator is the one that every device's noise can be drawn from.",
+        says="Noise for every device can be drawn with the CPU generator.",
         source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
         evidence="documented",
     ),
-    data_dependent_shapes=Yes(says="Shapes may depend on values.", source=TENSORS, evidence="documented"),
+    data_dependent_shapes=Yes(says="Data-dependent shapes are supported.", source=TENSORS, evidence="documented"),
     new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
-    host_round_trip=Yes(says="The host reads its own memory.", source=TENSORS, evidence="documented"),
+    host_round_trip=Yes(
+        says="No copy and no synchronization: the data is already in CPU memory.", source=TENSORS, evidence="documented"
+    ),
     batches=Yes(
-        says="diffusers compares batched with single images on the CPU in the tests of every pipeline.",
+        says="The tests of every diffusers pipeline compare batched with single images on the CPU.",
         source="https://github.com/huggingface/diffusers/blob/v0.42.1/tests/pipelines/test_pipelines_common.py",
         evidence="documented",
     ),
-    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Flash attention has a kernel for the CPU.",
+        says="torch has a flash attention kernel for the CPU.",
         source=TORCH_SOURCE + "aten/src/ATen/native/cpu/FlashAttentionKernel.cpp",
         evidence="documented",
     ),
@@ -99,7 +101,7 @@ SHEET = Sheet(
     quirks=(
         Quirk(
             name=HALF_KERNELS_MISSING,
-            says="A few operations have no half precision kernel, such as LocalResponseNorm in float16.",
+            says="A few operations have no half-precision kernel, such as LocalResponseNorm in float16.",
             source=PYTORCH + "171948",
             evidence="hardware",
             effect="error",
@@ -115,7 +117,7 @@ SHEET = Sheet(
         fullgraph=False,
         modes=("default", "reduce-overhead", "max-autotune"),
         cache_variable="TORCHINDUCTOR_CACHE_DIR",
-        cache_default="torchinductor_$USER in the folder for temporary files",
+        cache_default="torchinductor_$USER in the temporary directory",
     ),
     distributed=Distributed(
         says="gloo is torch's backend for the CPU.", source=TORCH_DISTRIBUTED, evidence="documented", backend="gloo"
@@ -125,8 +127,8 @@ SHEET = Sheet(
         VersionIs(
             subject="torch",
             wanted=">=2.6",
-            hint=f'pip install "torch>=2.6" (which build: {TORCH_INSTALL})',
-            says="anyaccel uses torch.accelerator, which came with torch 2.6.",
+            hint=f'pip install "torch>=2.6" (to select a build: {TORCH_INSTALL})',
+            says="anyaccel uses torch.accelerator, which torch 2.6 introduced.",
             source="https://github.com/pytorch/pytorch/releases/tag/v2.6.0",
             evidence="documented",
         ),
@@ -134,11 +136,11 @@ SHEET = Sheet(
     products=(
         Product(
             name="host",
-            title="any processor that torch runs on",
+            title="any CPU that torch runs on",
             memory_bytes=None,
             per_server=1,
             software="torch",
-            says="The host's own memory.",
+            says="The memory of the machine.",
             source=TORCH_INSTALL,
             evidence="documented",
         ),
@@ -146,6 +148,7 @@ SHEET = Sheet(
 )
 
 
+# cgroup v2, then v1: the limit and the usage.
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -153,7 +156,7 @@ _CGROUPS = (
 
 
 class CpuDriver(Driver):
-    """The host: no caching allocator, nothing to wait for, and memory counted by the system."""
+    """CPU driver: no caching allocator, no streams; memory figures come from the operating system."""
 
     def count(self) -> int:
         return 1
@@ -168,9 +171,9 @@ class CpuDriver(Driver):
     def memory(self, index: int) -> Memory:
         import psutil
 
-        host = psutil.virtual_memory()
-        total, free = host.total, host.available
-        for limit_file, used_file in _CGROUPS:  # a container's share, where it has one
+        system = psutil.virtual_memory()
+        total, free = system.total, system.available
+        for limit_file, used_file in _CGROUPS:  # in a container, psutil reports the memory of the whole machine
             limit, used = _read(limit_file).strip(), _read(used_file).strip()
             if limit.isdigit() and used.isdigit() and int(limit) < total:
                 total, free = int(limit), min(free, max(0, int(limit) - int(used)))
@@ -190,13 +193,13 @@ class CpuDriver(Driver):
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(
-            f"this system ({platform.system()}) does not let a process count its peak of memory anew",
-            hint='anyaccel.memory("cpu") tells what is used now',
+            f"a process cannot reset its peak memory on this system ({platform.system()})",
+            hint='anyaccel.memory("cpu") returns the current usage',
         )
 
 
 def _read(path: str) -> str:
-    """A file of the system's, or nothing where the system has none."""
+    """Return the content of a system file; empty if it does not exist."""
     file = Path(path)
     return file.read_text() if file.is_file() else ""
 

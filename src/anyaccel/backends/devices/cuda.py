@@ -1,4 +1,4 @@
-"""NVIDIA CUDA, and AMD ROCm, which torch calls `cuda` too and which is told apart by the build of torch."""
+"""NVIDIA CUDA and AMD ROCm. torch calls both `cuda`; the build of torch decides which sheet applies."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _nvidia(name: str, title: str, memory_bytes: int, per_server: int | None, so
         per_server=per_server,
         software="a CUDA build of torch",
         reported_as=reported_as,
-        says="As the device reports it." if measured else "The figure on the label.",
+        says="As the device reports it." if measured else "Nominal memory size.",
         source=source,
         evidence="hardware" if measured else "documented",
     )
 
 
-def _amd(name: str, title: str, memory_bytes: int, says: str = "The figure on the label.") -> Product:
+def _amd(name: str, title: str, memory_bytes: int, says: str = "Nominal memory size.") -> Product:
     return Product(
         name=name,
         title=title,
@@ -96,71 +96,71 @@ CUDA = Sheet(
     preference=90,
     can_be_virtual=False,
     dtypes=Dtypes(
-        float64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
-        int64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
-        float32=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
-        float16=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float64=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
+        int64=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float32=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
+        float16=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
         bfloat16=Yes(
-            says="Native from compute capability 8.0 on, emulated and slower before.",
+            says="Native from compute capability 8.0 on; emulated and slower on older devices.",
             source=_CUDA,
             evidence="documented",
         ),
-        complex64=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
-        complex128=Yes(says="A type of CUDA tensors.", source=TENSORS, evidence="documented"),
+        complex64=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
+        complex128=Yes(says="A dtype of CUDA tensors.", source=TENSORS, evidence="documented"),
         float8_e4m3fn=DtypeLimit(
-            says="Matrix products need compute capability 8.9 or 9.0 and up; storage works everywhere.",
+            says="Matrix products require compute capability 8.9 or 9.0 and later; storage works everywhere.",
             source=PYTORCH + "164251",
             evidence="hardware",
             effect="error",
-            hint="keep weights in it and cast them for use, or run in bfloat16",
+            hint="store weights in it and cast them to compute, or run in bfloat16",
             only_on=_BEFORE_HOPPER,
         ),
         float8_e5m2=DtypeLimit(
-            says="Matrix products need compute capability 8.9 or 9.0 and up; storage works everywhere.",
+            says="Matrix products require compute capability 8.9 or 9.0 and later; storage works everywhere.",
             source=PYTORCH + "164251",
             evidence="hardware",
             effect="error",
-            hint="keep weights in it and cast them for use, or run in bfloat16",
+            hint="store weights in it and cast them to compute, or run in bfloat16",
             only_on=_BEFORE_HOPPER,
         ),
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 keeps float32's range and is native from compute capability 8.0 on.",
+        says="bfloat16 has the range of float32 and is native from compute capability 8.0 on.",
         source=_CUDA,
         evidence="documented",
         order=("bfloat16", "float16", "float32"),
     ),
     random_numbers=Yes(
-        says="The device has generators of its own; the numbers differ from the host's for one seed.",
+        says="The device has its own generators; for the same seed they return other values than the CPU generator.",
         source="https://docs.pytorch.org/docs/stable/notes/randomness.html",
         evidence="documented",
     ),
     data_dependent_shapes=Yes(
-        says="Works in eager mode, at the price of a host round trip.", source=SCHEDULER_SYNC, evidence="hardware"
+        says="Works in eager mode, with a device-to-host synchronization.", source=SCHEDULER_SYNC, evidence="hardware"
     ),
     new_shapes=Yes(says="A new shape costs nothing in eager mode.", source=TENSORS, evidence="documented"),
     host_round_trip=RoundTrip(
-        says="7.7 µs on an idle H200, and the queue drains: `nonzero().item()` in a scheduler does it every step.",
+        says="7.7 µs on an idle H200, and it drains the stream: `nonzero().item()` in a scheduler does so per step.",
         source=_OUR_H200,
         evidence="hardware",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=7.7,
     ),
     batches=Yes(
-        says="diffusers runs its batch tests on it.",
+        says="diffusers runs its batch tests on CUDA.",
         source="https://github.com/huggingface/diffusers/blob/v0.42.1/tests/pipelines/test_pipelines_common.py",
         evidence="documented",
     ),
-    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Flash and memory-efficient attention keep one sum a row; heads past 256 numbers add up in float32.",
+        says="Flash and memory-efficient attention hold one sum per row; heads wider than 256 accumulate in float32.",
         source=_OUR_MEMORY,
         evidence="hardware",
     ),
     memory=MemoryTerms(
-        says="A process's context takes 0.3 to 0.4 GiB; cuBLAS keeps 33 MiB; a tensor of 10 MiB and more gets whole "
-        "segments of 2 MiB where the rest is no more than 1 MiB.",
+        says="The context of a process uses 0.3 to 0.4 GiB and cuBLAS 33 MiB; a tensor of 10 MiB or more is rounded up "
+        "to segments of 2 MiB if the remainder is at most 1 MiB.",
         source=_OUR_MEMORY,
         evidence="hardware",
         kept_bytes=400 * 2**20,
@@ -171,55 +171,55 @@ CUDA = Sheet(
         Quantization(
             name="torchao-int8",
             bits=8.1,
-            says="Weights in eight bits, products in the type that the model runs in.",
+            says="Weights in int8; matrix products in the dtype of the model.",
             source="https://github.com/huggingface/diffusers/pull/10009",
             evidence="documented",
         ),
         Quantization(
             name="gguf-q4",
             bits=4.5,
-            says="GGUF weights are unpacked by plain torch as they are used.",
+            says="GGUF weights, dequantized with plain torch operations at use.",
             source="https://github.com/huggingface/diffusers/pull/9964",
             evidence="documented",
         ),
         Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
-            says="Weights in four bits.",
+            says="4-bit weights.",
             source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
             evidence="documented",
         ),
     ),
     speedups=(
-        _measured("compile", 1.3, "Compiled, stock pipelines took 0.43 to 0.79 of the time."),
-        _measured("capture", 1.5, "With recordings SD 1.5 took 0.41 and SDXL 0.78 of stock compiled's time."),
+        _measured("compile", 1.3, "Compiled stock pipelines took 0.43 to 0.79 times as long as eager ones."),
+        _measured("capture", 1.5, "With CUDA graphs, SD 1.5 took 0.41 and SDXL 0.78 times as long as stock compiled."),
         Speedup(
             name="channels_last",
             gain=1.1,
-            says="Convolutions in half precision work channels last.",
+            says="Half-precision convolutions run in channels-last format.",
             source=_CHANNELS_LAST,
             evidence="documented",
         ),
         Speedup(
             name="group_norm",
             gain=1.3,
-            says="Normalization over groups channels last, with its activation, is a kernel of our own.",
+            says="GroupNorm in channels-last format is fused with its activation in a kernel of anyaccel.",
             source=_CHANNELS_LAST,
             evidence="inferred",
         ),
         Speedup(
             name="float8",
             gain=1.3,
-            says="Products of large matrices in 8 bits, scaled by rows, take little more than half of the time.",
+            says="Row-scaled float8 products of large matrices take little more than half of the time.",
             source=_FLOAT8,
             evidence="documented",
         ),
     ),
-    largest_tensor=(Unknown(says="No limit on every tensor was found; see the operations and quirks."),),
+    largest_tensor=(Unknown(says="No general limit on tensor size was found; see the operations and quirks."),),
     operations=(
         OperationLimit(
             name="convolution_past_int32",
-            says="A convolution over more than 2**31 elements ends in an illegal memory access.",
+            says="A convolution over more than 2**31 elements fails with an illegal memory access.",
             source=PYTORCH + "117736",
             evidence="hardware",
             effect="error",
@@ -229,7 +229,7 @@ CUDA = Sheet(
         ),
         OperationLimit(
             name="channels_last_interpolate_past_int32",
-            says="Nearest interpolation in channels_last gives zeros past 2**31 elements.",
+            says="Nearest interpolation in channels_last returns zeros beyond 2**31 elements.",
             source=PYTORCH + "141831",
             evidence="hardware",
             effect="wrong",
@@ -241,8 +241,8 @@ CUDA = Sheet(
     quirks=(
         Quirk(
             name=CONVOLUTIONS_REORDER,
-            says="A convolution in half precision copies its input, weight and result to channels last while it runs, "
-            " unless the input lies so already: decoding at 1024 × 1024 holds 2.4 GiB, and 1.5 without.",
+            says="A half-precision convolution copies its input, weight and output to channels last unless the "
+            "input already is: decoding at 1024 × 1024 needs 2.4 GiB, and 1.5 GiB without the copies.",
             source=_OUR_MEMORY,
             evidence="hardware",
             effect="slow",
@@ -251,7 +251,7 @@ CUDA = Sheet(
         Quirk(
             name="masked_attention_past_2_32",
             information_only=True,
-            says="Memory-efficient attention with a mask is silently wrong once queries × keys pass 2**32.",
+            says="Memory-efficient attention with a mask returns wrong results if queries × keys exceeds 2**32.",
             source=PYTORCH + "187227",
             evidence="hardware",
             effect="wrong",
@@ -267,7 +267,7 @@ CUDA = Sheet(
         fullgraph=False,
         modes=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         cache_variable="TORCHINDUCTOR_CACHE_DIR",
-        cache_default="torchinductor_$USER in the folder for temporary files",
+        cache_default="torchinductor_$USER in the temporary directory",
     ),
     distributed=Distributed(
         says="nccl is torch's backend for CUDA.", source=TORCH_DISTRIBUTED, evidence="documented", backend="nccl"
@@ -277,15 +277,15 @@ CUDA = Sheet(
     requirements=(
         SystemIs(
             systems=("Linux", "Windows"),
-            hint="use mps on a Mac",
+            hint="on a Mac, use mps",
             says="CUDA builds of torch exist for Linux and Windows.",
             source=TORCH_INSTALL,
             evidence="documented",
         ),
         BuiltFor(
             builds=("cuda", "hip"),
-            hint=f"install a build of torch for your card: {TORCH_INSTALL}",
-            says="A CPU build of torch has no CUDA in it.",
+            hint=f"install a torch build for your GPU: {TORCH_INSTALL}",
+            says="A CPU build of torch has no CUDA support.",
             source=TORCH_INSTALL,
             evidence="documented",
         ),
@@ -305,11 +305,11 @@ CUDA = Sheet(
 )
 
 _ROCM_FP8 = DtypeLimit(
-    says="OCP fp8 runs on gfx950 and gfx12 alone; MI300 and MI325 have the FNUZ form, older cards none.",
+    says="OCP fp8 runs only on gfx950 and gfx12; MI300 and MI325 have the FNUZ format, older GPUs have no fp8.",
     source=_AMD_FP8,
     evidence="hardware",
     effect="error",
-    hint="run in bfloat16, or store the weights in fp8 and cast them for use",
+    hint="run in bfloat16, or store the weights in fp8 and cast them to compute",
     only_on=_BEFORE_CDNA4,
 )
 
@@ -321,40 +321,40 @@ ROCM = replace(
     documentation=_HIP,
     device_type="cuda",
     torch_build="hip",
-    fused_attention=Unknown(says="Which cards and releases have fused attention was not found."),
-    memory=Unknown(says="What the device's software keeps for itself was not found."),
+    fused_attention=Unknown(says="No list of GPUs and releases with fused attention was found."),
+    memory=Unknown(says="No figure for memory reserved by the device's software was found."),
     speedups=(),
     quantized_weights=(),
     dtypes=replace(
         CUDA.dtypes,
-        float64=Yes(says="Used through the interface of CUDA.", source=_HIP, evidence="documented"),
-        bfloat16=Yes(says="torch reports it as supported on every card.", source=_CUDA, evidence="documented"),
-        complex64=Unknown(says="No table of complex types on ROCm was found."),
-        complex128=Unknown(says="No table of complex types on ROCm was found."),
+        float64=Yes(says="Available through the CUDA interface.", source=_HIP, evidence="documented"),
+        bfloat16=Yes(says="torch reports it as supported on every GPU.", source=_CUDA, evidence="documented"),
+        complex64=Unknown(says="No list of complex dtypes on ROCm was found."),
+        complex128=Unknown(says="No list of complex dtypes on ROCm was found."),
         float8_e4m3fn=_ROCM_FP8,
         float8_e5m2=_ROCM_FP8,
     ),
-    random_numbers=Yes(says="Through torch.cuda, as on CUDA.", source=_HIP, evidence="documented"),
+    random_numbers=Yes(says="Available through torch.cuda, as on CUDA.", source=_HIP, evidence="documented"),
     new_shapes=Yes(
-        says="Works; convolutions may be tuned anew for a shape, see the quirk miopen_search.",
+        says="Works; convolutions may be tuned again for each shape, see the quirk miopen_search.",
         source="https://github.com/ROCm/TheRock/issues/2591",
         evidence="hardware",
     ),
     host_round_trip=RoundTrip(
-        says="The queue drains, as on CUDA; no figure was found.",
+        says="Drains the stream, as on CUDA; no figure was found.",
         source=SCHEDULER_SYNC,
         evidence="inferred",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Unknown(says="Nothing was found for or against batches on ROCm."),
-    largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    batches=Unknown(says="No report on batches on ROCm was found."),
+    largest_tensor=(Unknown(says="No limit on tensor size was found."),),
     operations=(),
     quirks=(
         Quirk(
             name=NON_CONTIGUOUS_ATTENTION,
-            says="Fused attention was wrong for a value tensor that is not contiguous (bfloat16, MI300X, ROCm 7.0).",
+            says="Fused attention was wrong for a non-contiguous value tensor (bfloat16, MI300X, ROCm 7.0).",
             source="https://github.com/ROCm/pytorch/issues/3230",
             evidence="hardware",
             effect="wrong",
@@ -364,31 +364,29 @@ ROCM = replace(
         Quirk(
             name="miopen_search",
             information_only=True,
-            says="The first VAE decode may search kernels for minutes (37 min on ROCm 7.12, 1 min on 7.14).",
+            says="The first VAE decode may search for kernels for minutes (37 min on ROCm 7.12, 1 min on 7.14).",
             source="https://github.com/ROCm/TheRock/issues/2591",
             evidence="hardware",
             effect="slow",
-            hint="set MIOPEN_FIND_MODE=2 and leave torch.backends.cudnn.benchmark off",
+            hint="set MIOPEN_FIND_MODE=2 and torch.backends.cudnn.benchmark = False",
         ),
         Quirk(
             name="vae_decode_timeout",
             information_only=True,
-            says="VAE decode above 1024 pixels ran into the driver's time-out (ROCm 6.3, WSL).",
+            says="VAE decode above 1024 pixels hit the driver timeout (ROCm 6.3, WSL).",
             source="https://github.com/ROCm/legacy-rocm-build/issues/4729",
             evidence="hardware",
             effect="error",
             hint="set MIOPEN_FIND_MODE=2, or tile the VAE",
         ),
     ),
-    distributed=Distributed(
-        says="nccl (which is RCCL there) and gloo.", source=_HIP, evidence="documented", backend="nccl"
-    ),
+    distributed=Distributed(says="nccl (RCCL on ROCm) and gloo.", source=_HIP, evidence="documented", backend="nccl"),
     variables=(
         Variable(
             name="MIOPEN_FIND_MODE",
             value="",
             when="by_user",
-            says="2 takes the first kernel that works instead of searching for the fastest.",
+            says="2 uses the first kernel that works instead of searching for the fastest.",
             source="https://github.com/ROCm/MIOpen/blob/develop/docs/how-to/find-and-immediate.rst",
             evidence="documented",
         ),
@@ -398,7 +396,7 @@ ROCM = replace(
     requirements=(
         SystemIs(
             systems=("Linux", "Windows"),
-            hint="ROCm builds of torch exist for Linux and Windows",
+            hint="use Linux or Windows",
             says="ROCm builds of torch exist for Linux and Windows.",
             source=_HIP_VARIABLES,
             evidence="documented",
@@ -406,7 +404,7 @@ ROCM = replace(
         BuiltFor(
             builds=("hip",),
             hint=f"install a ROCm build of torch: {TORCH_INSTALL}",
-            says="A build for CUDA or the CPU has no ROCm in it.",
+            says="A CUDA or CPU build of torch has no ROCm support.",
             source=_HIP,
             evidence="documented",
         ),
@@ -418,14 +416,14 @@ ROCM = replace(
         _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
         _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
         _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
-        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB on the card, in two dies that torch counts apart."),
+        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB in two dies, which torch counts as two devices."),
         _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
     ),
 )
 
 
 class CudaDriver(Driver):
-    """CUDA: work can be recorded as a graph, and marked by events."""
+    """CUDA driver: supports CUDA graphs, events and side streams."""
 
     marks = True
 
@@ -433,14 +431,15 @@ class CudaDriver(Driver):
         super().__init__(sheet)
         self._pools: dict[int, Any] = {}
 
-    def mark(self, index: int) -> Callable[[], None]:
+    def record_event(self, index: int) -> Callable[[], None]:
         event = self.module().current_stream(index).record_event()
         return event.synchronize  # type: ignore[no-any-return]
 
     def recorder(self, index: int) -> Recorder | None:
         import torch
 
-        if index not in self._pools:  # one for all recordings, which run one after another; it outlives them
+        # Graphs replay one after another, so they can share one pool. It must outlive all of them.
+        if index not in self._pools:
             self._pools[index] = torch.cuda.MemPool()
 
         return make_recorder(index, self._pools[index].id)

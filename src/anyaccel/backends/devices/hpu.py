@@ -1,4 +1,4 @@
-"""Intel Gaudi, whose devices torch calls `hpu`."""
+"""Intel Gaudi (`hpu`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TRANSFORMERS = "https://huggingface.co/docs/transformers/perf_train_gaudi"
 _PIPELINE_UTILS = DIFFUSERS_SOURCE + "pipelines/pipeline_utils.py"
 
 _FP8_ON_FIRST = DtypeLimit(
-    says="Gaudi 2 and Gaudi 3 have fp8, the first Gaudi has not.",
+    says="Gaudi 2 and Gaudi 3 support fp8, the first Gaudi does not.",
     source=_CAST_TEST,
     evidence="documented",
     effect="error",
@@ -51,11 +51,11 @@ _FP8_ON_FIRST = DtypeLimit(
     only_on=("gaudi1",),
 )
 _NO_COMPLEX = DtypeLimit(
-    says="Complex datatype is not supported on HPU device (RuntimeError); complex rotary embeddings fail.",
+    says="RuntimeError: Complex datatype is not supported on HPU device; complex rotary embeddings fail.",
     source=_COMPLEX,
     evidence="hardware",
     effect="error",
-    hint="use rotary embeddings in real numbers",
+    hint="use real-valued rotary embeddings",
 )
 
 
@@ -67,7 +67,7 @@ def _gaudi(name: str, title: str, memory_bytes: int, software: str) -> Product:
         per_server=8,
         software=software,
         reported_as=rf"^{name.upper().removesuffix('1')}$",
-        says="Eight devices a server; the figure on the label.",
+        says="Eight devices per server; nominal memory size.",
         source=_TRANSFORMERS,
         evidence="documented",
     )
@@ -81,26 +81,27 @@ SHEET = Sheet(
     preference=85,
     dtypes=Dtypes(
         float64=DtypeLimit(
-            says="Kept as float32 on the device while torch still sees float64.",
+            says="Stored as float32 on the device while torch still reports float64.",
             source=_TENSOR_UTILS,
             evidence="documented",
             effect="narrowed",
-            hint="use float32, which is what it is there",
+            hint="use float32, the actual precision on the device",
             becomes="float32",
         ),
         int64=DtypeLimit(
-            says="Kept as int32 on the first Gaudi, and on every Gaudi in lazy mode unless "
-            "PT_ENABLE_INT64_SUPPORT=1, while torch still sees int64; eager mode on Gaudi 2 and 3 keeps it.",
+            says="Stored as int32 on the first Gaudi, and on every Gaudi in lazy mode unless "
+            "PT_ENABLE_INT64_SUPPORT=1, while torch still reports int64; eager mode on Gaudi 2 and 3 keeps int64.",
             source=_TENSOR_UTILS,
             evidence="documented",
             effect="narrowed",
             hint="keep values below 2**31",
             not_in=(("gaudi2", "eager"), ("gaudi3", "eager")),
-            contradicted_by="https://github.com/HabanaAI/gaudi-pytorch-bridge",  # eager mode on Gaudi 2 and 3 keeps it
+            # Eager mode keeps int64 on Gaudi 2 and 3.
+            contradicted_by="https://github.com/HabanaAI/gaudi-pytorch-bridge",
         ),
-        float32=Yes(says="In the vendor's cast test.", source=_CAST_TEST, evidence="documented"),
+        float32=Yes(says="Covered by the vendor's cast test.", source=_CAST_TEST, evidence="documented"),
         float16=DtypeLimit(
-            says="float16/half is not supported on the first Gaudi.",
+            says="float16 is not supported on the first Gaudi.",
             source=_TENSOR_UTILS,
             evidence="documented",
             effect="error",
@@ -108,46 +109,48 @@ SHEET = Sheet(
             becomes="bfloat16",
             only_on=("gaudi1",),
         ),
-        bfloat16=Yes(says="In the vendor's cast test, on every generation.", source=_CAST_TEST, evidence="documented"),
+        bfloat16=Yes(
+            says="Covered by the vendor's cast test on every generation.", source=_CAST_TEST, evidence="documented"
+        ),
         complex64=_NO_COMPLEX,
         complex128=_NO_COMPLEX,
         float8_e4m3fn=_FP8_ON_FIRST,
         float8_e5m2=_FP8_ON_FIRST,
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 on every generation; float16 was off by 10 % from the CPU in accelerate's own test.",
+        says="Every generation supports bfloat16; float16 differed by 10 % from the CPU in accelerate's own test.",
         source=ACCELERATE_SOURCE + "test_utils/scripts/test_script.py",
         evidence="hardware",
         order=("bfloat16", "float32"),
     ),
     random_numbers=Limit(
-        says="Optimum's pipelines draw on the host: 'torch.randn is broken on HPU so running it on CPU'.",
+        says="Optimum's pipelines draw noise on the CPU: 'torch.randn is broken on HPU so running it on CPU'.",
         source=_BROKEN_RANDN,
         evidence="inferred",
         effect="wrong",
-        hint="draw noise on the host: anyaccel.randn does",
-        contradicted_by="https://github.com/huggingface/diffusers/pull/11328",  # its pipelines drew there
+        hint="draw noise on the CPU, as anyaccel.randn does",
+        contradicted_by="https://github.com/huggingface/diffusers/pull/11328",  # its pipelines drew noise on the device
     ),
     data_dependent_shapes=Limit(
-        says="Supported in every mode, and compiled anew for the shapes that come out.",
+        says="Supported in every mode, but every resulting shape is compiled again.",
         source=_DOCS + "PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html",
         evidence="documented",
         effect="slow",
         hint="keep shapes fixed; PT_HPU_METRICS_FILE counts the compilations",
     ),
     new_shapes=Limit(
-        says="A new shape, such as another resolution, is compiled anew.",
+        says="Every new shape, such as another resolution, is compiled.",
         source=_DOCS + "PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html",
         evidence="documented",
         effect="slow",
-        hint="keep to a few sizes",
+        hint="use only a few sizes",
     ),
     host_round_trip=RoundTrip(
-        says="`.item()` copies synchronously and spins until the copy is done.",
+        says="`.item()` copies synchronously and busy-waits until the copy is done.",
         source=_FRONTEND,
         evidence="documented",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
     batches=Yes(
@@ -155,14 +158,14 @@ SHEET = Sheet(
     ),
     training=Yes(says="Supported in both modes.", source=_MATRIX, evidence="documented"),
     fused_attention=Limit(
-        says="Plain attention needed 27 GiB where the vendor's FusedSDPA needed 1.",
+        says="Plain attention needed 27 GiB where the vendor's FusedSDPA needed 1 GiB.",
         source="https://github.com/vllm-project/vllm-gaudi/pull/249",
         evidence="inferred",
         effect="slow",
         hint="slice the attention",
     ),
     memory=MemoryTerms(
-        says="94.62 GiB can be had on Gaudi 2, and 29.85 GiB on the first Gaudi, which is what the label means in GB "
+        says="94.62 GiB are usable on Gaudi 2 and 29.85 GiB on the first Gaudi, close to the nominal size in GB "
         "(https://github.com/huggingface/optimum-habana/pull/89).",
         source="https://github.com/huggingface/optimum-habana/pull/1111",
         evidence="hardware",
@@ -185,15 +188,15 @@ SHEET = Sheet(
         Quirk(
             name="mode_decides_speed",
             information_only=True,
-            says="Flux in 28 steps ran at 0.399 pictures a second eager, 0.002 lazy and 0.086 with HPU graphs.",
+            says="Flux with 28 steps ran at 0.399 images per second eager, 0.002 lazy and 0.086 with HPU graphs.",
             source=_OPTIMUM + "pull/1331",
             evidence="hardware",
             effect="slow",
-            hint="choose the mode by model: PT_HPU_LAZY_MODE, set before the import",
+            hint="choose the mode per model with PT_HPU_LAZY_MODE, set before the import",
         ),
         Quirk(
             name=FLOAT32_ATTENTION,
-            says="Eager mode runs attention in float32 unless it is told otherwise.",
+            says="Eager mode runs attention in float32 by default.",
             source="https://github.com/huggingface/diffusers/pull/12310",
             evidence="documented",
             effect="slow",
@@ -202,15 +205,15 @@ SHEET = Sheet(
         Quirk(
             name="migration_fakes_cuda",
             information_only=True,
-            says="With PT_HPU_GPU_MIGRATION=1 torch.cuda and the nccl backend seem to be there.",
+            says="With PT_HPU_GPU_MIGRATION=1, torch.cuda and the nccl backend appear to be available.",
             source=_DOCS + "PyTorch/PyTorch_Model_Porting/GPU_Migration_Toolkit/GPU_Migration_Toolkit.html",
             evidence="documented",
             effect="wrong",
-            hint="do not decide by torch.cuda.is_available() on a Gaudi",
+            hint="do not rely on torch.cuda.is_available() on Gaudi",
         ),
     ),
     compiler=Compiler(
-        says="hpu_backend works in eager mode alone (PT_HPU_LAZY_MODE=0); inductor is not supported.",
+        says="hpu_backend works only in eager mode (PT_HPU_LAZY_MODE=0); inductor is not supported.",
         source=_MATRIX,
         evidence="documented",
         backend="hpu_backend",
@@ -220,7 +223,7 @@ SHEET = Sheet(
         cache_value="{},false,1024,false",
     ),
     distributed=Distributed(
-        says="hccl, after its module was imported.",
+        says="hccl, after importing its module.",
         source=_DOCS + "PyTorch/PyTorch_Scaling_Guide/Distributed_Backend_Initialization.html",
         evidence="documented",
         backend="hccl",
@@ -230,8 +233,8 @@ SHEET = Sheet(
         Mode(
             name="eager",
             settings=(("PT_HPU_LAZY_MODE", "0"),),
-            says="The fastest of the three ways for Flux, 0.399 pictures a second against 0.086 with HPU graphs and "
-            "0.002 lazy, the vendor's default, and what hpu_backend needs.",
+            says="The vendor's default, required by hpu_backend, and the fastest mode for Flux: 0.399 images per "
+            "second against 0.086 with HPU graphs and 0.002 lazy.",
             source=_OPTIMUM + "pull/1331",
             evidence="hardware",
         ),
@@ -239,8 +242,8 @@ SHEET = Sheet(
             name="lazy",
             settings=(("PT_HPU_LAZY_MODE", "1"),),
             captures=True,
-            says="Operations are gathered into graphs, and the denoiser is recorded as an HPU graph, which only this "
-            "mode has; for models that are bound by launches.",
+            says="Operations are collected into graphs, and the denoiser is captured as an HPU graph, which only this "
+            "mode supports; for launch-bound models.",
             source=_MATRIX,
             evidence="documented",
         ),
@@ -252,7 +255,7 @@ SHEET = Sheet(
             value="1",
             when="before_import",
             switch="hpu_migration",
-            says="Maps what was written for CUDA to the HPU; diffusers sets it in .to('hpu').",
+            says="Maps CUDA calls to the HPU; diffusers sets it in .to('hpu').",
             source=_PIPELINE_UTILS,
             evidence="documented",
         ),
@@ -260,7 +263,7 @@ SHEET = Sheet(
             name="PT_HPU_MAX_COMPOUND_OP_SIZE",
             value="1",
             when="before_run",
-            says="Limits the operations in a graph; diffusers sets it in .to('hpu').",
+            says="Limits the number of operations per graph; diffusers sets it in .to('hpu').",
             source=_PIPELINE_UTILS,
             evidence="documented",
         ),
@@ -268,7 +271,7 @@ SHEET = Sheet(
             name="PT_HPU_LAZY_MODE",
             value="",
             when="by_user",
-            says="0 is eager, the default since the releases after 1.21; 1 is lazy and the only mode with HPU graphs.",
+            says="0 is eager, the default in releases after 1.21; 1 is lazy, the only mode with HPU graphs.",
             source=_FLAGS,
             evidence="documented",
         ),
@@ -276,7 +279,7 @@ SHEET = Sheet(
             name="PT_HPU_RECIPE_CACHE_CONFIG",
             value="",
             when="by_user",
-            says="PATH,DELETE,MEGABYTES,NFS; without it (,false,1024,false) nothing is kept on disk.",
+            says="PATH,DELETE,MEGABYTES,NFS; by default (,false,1024,false) nothing is cached on disk.",
             source=_FLAGS,
             evidence="documented",
         ),
@@ -284,7 +287,7 @@ SHEET = Sheet(
             name="PT_ENABLE_INT64_SUPPORT",
             value="",
             when="by_user",
-            says="1 keeps int64 as it is in lazy mode.",
+            says="1 enables int64 in lazy mode.",
             source=_TRANSFORMERS,
             evidence="documented",
         ),
@@ -295,14 +298,14 @@ SHEET = Sheet(
         SystemIs(
             systems=("Linux",),
             hint="use a Linux server with Gaudi cards",
-            says="The vendor's software is listed for Linux distributions alone.",
+            says="The vendor supports only Linux distributions.",
             source=_DOCS + "Support_Matrix/Support_Matrix.html",
             evidence="documented",
         ),
         ModuleFound(
             module="habana_frameworks.torch",
             hint=f"install Intel's torch and plugin: habanalabs-installer.sh install --type pytorch ({_INSTALL})",
-            says="torch learns of the HPU from Intel's plugin, which comes with Intel's own build of torch.",
+            says="Intel's plugin registers the device with torch; it requires Intel's own build of torch.",
             source=_INSTALL,
             evidence="documented",
         ),
@@ -320,7 +323,7 @@ SHEET = Sheet(
 
 
 class HpuDriver(Driver):
-    """Gaudi: a process works on one device, and waiting takes no index."""
+    """Gaudi driver: a process uses one device, and `synchronize` takes no index."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

@@ -1,4 +1,4 @@
-"""Apple silicon through Metal Performance Shaders."""
+"""Apple silicon (`mps`), through Metal Performance Shaders."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ SHEET = Sheet(
     unified_memory=True,
     dtypes=Dtypes(
         float64=DtypeLimit(
-            says="Refused: the MPS framework doesn't support float64 (TypeError).",
+            says="TypeError: the MPS framework doesn't support float64.",
             source=PYTORCH + "122602",
             evidence="hardware",
             effect="error",
             raises="TypeError",
-            hint="cast to float32 before moving to the device, NumPy schedules included",
+            hint="cast to float32 before moving tensors to the device, including NumPy schedules",
             becomes="float32",
         ),
         int64=DtypeLimit(
-            says="Reductions, sorting and cumsum were cast to int32 before macOS 13.3, and diffusers asks for int32 "
-            "on every macOS.",
+            says="Reductions, sorting and cumsum were cast to int32 before macOS 13.3, and diffusers uses int32 "
+            "on every macOS version.",
             source=PYTORCH + "95231",
             evidence="hardware",
             effect="narrowed",
@@ -67,10 +67,10 @@ SHEET = Sheet(
             becomes="int32",
             contradicted_by=_OPERATION_UTILS,
         ),
-        float32=Yes(says="A native Metal type.", source=_OPERATION_UTILS, evidence="documented"),
-        float16=Yes(says="A native Metal type.", source=_OPERATION_UTILS, evidence="documented"),
+        float32=Yes(says="A native Metal dtype.", source=_OPERATION_UTILS, evidence="documented"),
+        float16=Yes(says="A native Metal dtype.", source=_OPERATION_UTILS, evidence="documented"),
         bfloat16=DtypeLimit(
-            says="MPS BFloat16 is only supported on macOS 14 or newer (TypeError).",
+            says="TypeError: MPS BFloat16 is only supported on macOS 14 or newer.",
             source="https://github.com/pytorch/torchchat/issues/616",
             evidence="hardware",
             effect="error",
@@ -80,12 +80,12 @@ SHEET = Sheet(
             only_if=("macos<14",),
         ),
         complex64=Yes(
-            says="Most operations take it, matrix products since torch 2.4; a few still refuse it, such as dropout.",
+            says="Most operations support it, matrix products since torch 2.4; a few, such as dropout, still do not.",
             source=TORCH_SOURCE + "torch/testing/_internal/common_mps.py",
             evidence="documented",
         ),
         complex128=DtypeLimit(
-            says="Moving it there succeeds, then operations raise: Undefined type ComplexDouble.",
+            says="Moving a tensor to the device succeeds, but operations raise: Undefined type ComplexDouble.",
             source=PYTORCH + "176981",
             evidence="hardware",
             effect="error",
@@ -93,73 +93,73 @@ SHEET = Sheet(
             becomes="complex64",
         ),
         float8_e4m3fn=DtypeLimit(
-            says="The MPS backend does not have support for that dtype (TypeError).",
+            says="TypeError: the MPS backend does not have support for that dtype.",
             source=PYTORCH + "148420",
             evidence="hardware",
             effect="error",
             raises="TypeError",
-            hint="cast the weights to float16 on the host",
+            hint="cast the weights to float16 on the CPU",
         ),
         float8_e5m2=DtypeLimit(
-            says="The MPS backend does not have support for that dtype (TypeError).",
+            says="TypeError: the MPS backend does not have support for that dtype.",
             source=PYTORCH + "132624",
             evidence="hardware",
             effect="error",
             raises="TypeError",
-            hint="cast the weights to float16 on the host",
+            hint="cast the weights to float16 on the CPU",
         ),
     ),
     default_dtypes=DtypeOrder(
-        says="float16 is what diffusers shows for Macs; bfloat16 needs macOS 14.",
+        says="The diffusers documentation uses float16 on Macs; bfloat16 requires macOS 14.",
         source=_DIFFUSERS_PAGE,
         evidence="documented",
         order=("float16", "bfloat16", "float32"),
     ),
     random_numbers=Yes(
-        says="torch.mps has a generator of its own; its numbers differ from the host's for one seed, and diffusers "
-        "draws on the host there.",
+        says="torch.mps has its own generator; for the same seed it returns other values than the CPU generator, and "
+        "diffusers draws noise on the CPU.",
         source=TORCH_SOURCE + "torch/mps/__init__.py",
         evidence="documented",
     ),
-    data_dependent_shapes=Unknown(says="Nothing was found on nonzero and masks on MPS."),
+    data_dependent_shapes=Unknown(says="No report on nonzero and masks on MPS was found."),
     new_shapes=Limit(
-        says="Every new shape adds a graph to a cache that is never emptied: 315 shapes took 13.7 GB.",
+        says="Every new shape adds a graph to a cache that is never cleared: 315 shapes used 13.7 GB.",
         source=PYTORCH + "132596",
         evidence="hardware",
         effect="slow",
-        hint="keep to a few sizes in one process",
+        hint="use only a few sizes per process",
     ),
     host_round_trip=RoundTrip(
-        says="A linear layer took 23 µs without waiting and 245 µs with it.",
+        says="A linear layer took 23 µs without synchronization and 245 µs with it.",
         source=PYTORCH + "152199",
         evidence="hardware",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=222.0,
     ),
     batches=Limit(
-        says="Several prompts in a batch gave noise, black images or an abort.",
+        says="Several prompts in one batch gave noise, black images or a crash.",
         source=DIFFUSERS + "363",
         evidence="hardware",
         effect="wrong",
-        hint="run one image a call",
+        hint="run one image per call",
     ),
     training=Limit(
-        says="diffusers marks training as not supported.",
+        says="diffusers lists training as unsupported.",
         source=DIFFUSERS_TORCH_UTILS,
         evidence="documented",
         effect="error",
         hint="train on another device",
     ),
     fused_attention=Limit(
-        says="Attention over more than eight queries holds all its scores, in float32, up to torch 2.13.",
+        says="Up to torch 2.13, attention over more than eight queries holds all scores in float32.",
         source="https://github.com/pytorch/pytorch/pull/178545",
         evidence="documented",
         effect="slow",
         hint="slice the attention",
     ),
     memory=MemoryTerms(
-        says="The system recommends two thirds of the memory up to 32 GB (10.67 of 16, 21.33 of 32) and three quarters "
+        says="macOS recommends two thirds of the memory up to 32 GB (10.67 of 16, 21.33 of 32) and three quarters "
         "above (72 of 96, https://github.com/ggml-org/llama.cpp/issues/3213); macOS 26 recommends 74 to 84 %.",
         source="https://github.com/abetlen/llama-cpp-python/issues/687",
         evidence="hardware",
@@ -169,21 +169,21 @@ SHEET = Sheet(
         Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
-            says="Four bits work since diffusers took it in: FLUX.2-dev was tried.",
+            says="4-bit weights; diffusers added support and tested FLUX.2-dev.",
             source="https://github.com/huggingface/diffusers/pull/13915",
             evidence="hardware",
         ),
         Quantization(
             name="gguf-q4",
             bits=4.5,
-            says="GGUF weights are unpacked by plain torch as they are used.",
+            says="GGUF weights, dequantized with plain torch operations at use.",
             source="https://github.com/huggingface/diffusers/pull/9964",
             evidence="inferred",
         ),
     ),
     largest_tensor=(
         SizeLimit(
-            says="An NDArray over 2**32 is refused; the document gives no unit, and Metal's own words say bytes.",
+            says="An NDArray larger than 2**32 is rejected; the documentation gives no unit, Metal's error says bytes.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
             effect="error",
@@ -194,7 +194,7 @@ SHEET = Sheet(
             of="tensor",
         ),
         SizeLimit(
-            says="Attention scores of about 2**31 elements and more corrupt the picture, without an error.",
+            says="About 2**31 attention scores or more corrupt the image without an error.",
             source=COMFYUI + "14837",
             evidence="hardware",
             effect="wrong",
@@ -208,7 +208,7 @@ SHEET = Sheet(
         OperationLimit(
             name="baddbmm_reads_ignored_input",
             says="baddbmm with beta=0 reads the input that it should ignore: diffusers' sliced attention passes "
-            "torch.empty there, and one NaN turns the picture black.",
+            "torch.empty, and a single NaN turns the image black.",
             source=DIFFUSERS + "14438",
             evidence="hardware",
             effect="wrong",
@@ -218,7 +218,7 @@ SHEET = Sheet(
         ),
         OperationLimit(
             name="bmm_past_2_32",
-            says="bmm is wrong where an input or output has over 2**32 elements.",
+            says="bmm returns wrong results if an input or output has more than 2**32 elements.",
             source=PYTORCH + "197636",
             evidence="hardware",
             effect="wrong",
@@ -228,7 +228,7 @@ SHEET = Sheet(
         ),
         OperationLimit(
             name="conv_transpose3d_half",
-            says="ConvTranspose3D refuses float16 and bfloat16.",
+            says="ConvTranspose3D rejects float16 and bfloat16.",
             source=PYTORCH + "154696",
             evidence="hardware",
             effect="error",
@@ -238,11 +238,11 @@ SHEET = Sheet(
         ),
         OperationLimit(
             name="int_mm",
-            says="Integer matrix products are missing, which int8 quantisation needs.",
+            says="Integer matrix products, which int8 quantization needs, are not implemented.",
             source="https://github.com/MiniMax-AI/MiniMax-H3/issues/56",
             evidence="hardware",
             effect="error",
-            hint="set PYTORCH_ENABLE_MPS_FALLBACK=1, or do not quantise",
+            hint="set PYTORCH_ENABLE_MPS_FALLBACK=1, or do not quantize",
             operations=("_int_mm",),
         ),
     ),
@@ -250,7 +250,7 @@ SHEET = Sheet(
         Quirk(
             name="first_pass_differs",
             information_only=True,
-            says="The first pass gives slightly other results than the later ones: run one step and drop it.",
+            says="The first pass returns slightly different results than later ones: run one step and discard it.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
             effect="wrong",
@@ -259,7 +259,7 @@ SHEET = Sheet(
         ),
         Quirk(
             name=NON_CONTIGUOUS_ATTENTION,
-            says="Fused attention is wrong for permuted query, key and value (error 3.6 against 8e-7).",
+            says="Fused attention returns wrong results for permuted query, key and value (error 3.6 against 8e-7).",
             source=PYTORCH + "181133",
             evidence="hardware",
             effect="wrong",
@@ -268,17 +268,17 @@ SHEET = Sheet(
         ),
         Quirk(
             name=HOST_NUMBER_OFFSET_IGNORED,
-            says="Arithmetic with a number of the host that lies inside a larger tensor, such as sigmas[3], silently "
-            "takes that tensor's first element; mended in June 2026, after 2.13 was cut.",
+            says="Arithmetic with a CPU scalar that is a view of a larger tensor, such as sigmas[3], silently uses "
+            "the first element of that tensor; fixed in June 2026, after the 2.13 branch cut.",
             source=PYTORCH + "187117",
             evidence="hardware",
             effect="wrong",
-            hint="clone the number, or turn it into a Python float, before it meets the device",
+            hint="clone the scalar or convert it to a Python float before using it with a device tensor",
             only_if=("torch>=2.12", "torch<2.14"),
         ),
         Quirk(
             name=UNINITIALISED_MEMORY_IS_NAN,
-            says="torch.empty may hold NaN, and an operation that should ignore it may let it through.",
+            says="torch.empty may contain NaN, and operations that should ignore the tensor may propagate it.",
             source=DIFFUSERS + "14438",
             evidence="hardware",
             effect="wrong",
@@ -287,7 +287,7 @@ SHEET = Sheet(
         Quirk(
             name="swaps_before_it_fails",
             information_only=True,
-            says="The default limit (1.7 times the recommended size) exceeds the memory: a job swaps and never fails.",
+            says="The default limit (1.7 times the recommended size) exceeds the memory: it swaps instead of failing.",
             source=_WATERMARKS,
             evidence="hardware",
             effect="slow",
@@ -295,17 +295,17 @@ SHEET = Sheet(
         ),
     ),
     compiler=Compiler(
-        says="Inductor generates Metal, offered from torch 2.8 on; its own source calls it an early prototype.",
+        says="Inductor generates Metal code from torch 2.8 on; its source calls this an early prototype.",
         source=PYTORCH + "157957",
         evidence="hardware",
         backend="inductor",
         dynamic=True,
         fullgraph=False,
         cache_variable="TORCHINDUCTOR_CACHE_DIR",
-        cache_default="torchinductor_$USER in the folder for temporary files",
+        cache_default="torchinductor_$USER in the temporary directory",
     ),
     distributed=Distributed(
-        says="gloo is torch's default for mps; there is one device a machine.",
+        says="gloo is torch's default for mps; there is one device per machine.",
         source=TORCH_DISTRIBUTED,
         evidence="documented",
         backend="gloo",
@@ -316,7 +316,7 @@ SHEET = Sheet(
             name="PYTORCH_ENABLE_MPS_FALLBACK",
             value="",
             when="by_user",
-            says="1 runs operations that MPS lacks on the CPU.",
+            says="1 runs operations that MPS does not implement on the CPU.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -324,7 +324,7 @@ SHEET = Sheet(
             name="PYTORCH_MPS_HIGH_WATERMARK_RATIO",
             value="",
             when="by_user",
-            says="The limit on memory as a multiple of the recommended size; 1.7 without it.",
+            says="The memory limit as a multiple of the recommended size; default 1.7.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -332,7 +332,7 @@ SHEET = Sheet(
             name="PYTORCH_MPS_LOW_WATERMARK_RATIO",
             value="",
             when="by_user",
-            says="Where memory starts to be given back; 1.4 without it.",
+            says="The usage from which cached memory is released, as a multiple of the recommended size; default 1.4.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -340,7 +340,7 @@ SHEET = Sheet(
     requirements=(
         SystemIs(
             systems=("Darwin",),
-            hint="use a Mac with Apple silicon, or a virtual one on any machine: ANYACCEL_VIRTUAL=mps",
+            hint="use a Mac with Apple silicon, or a virtual device on any machine: ANYACCEL_VIRTUAL=mps",
             says="Metal is part of macOS.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
@@ -350,14 +350,14 @@ SHEET = Sheet(
             wanted=">=12.6",
             recommended=">=13.0",
             hint="update macOS",
-            says="macOS 12.6 or later, 13.0 or later recommended; torch from 2.8 on itself needs macOS 14.",
+            says="macOS 12.6 or later, 13.0 or later recommended; torch 2.8 and later require macOS 14.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),
         ArchitectureIs(
             architectures=("arm64",),
-            hint="install an arm64 Python: python3 -c 'import platform; print(platform.machine())' must say arm64",
-            says="The arm64 version of Python, not one that runs under Rosetta.",
+            hint="install an arm64 Python: python3 -c 'import platform; print(platform.machine())' must print arm64",
+            says="Requires an arm64 build of Python, not one that runs under Rosetta.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),
@@ -366,7 +366,7 @@ SHEET = Sheet(
             wanted=">=1.13",
             recommended=">=2.0",
             hint=f"pip install --upgrade torch ({TORCH_INSTALL})",
-            says="torch 2.0 is recommended; 1.13 is the lowest that has mps.",
+            says="torch 2.0 is recommended; 1.13 is the first version with mps.",
             source=_DIFFUSERS_PAGE,
             evidence="documented",
         ),
@@ -380,8 +380,8 @@ SHEET = Sheet(
             memory_bytes=None,
             per_server=1,
             software="torch on macOS",
-            says="Host and device share one memory; the system recommends 75 to 78 % of it for the device "
-            "(37.4 of 48 GB on one M5 Pro), and tells the figure when asked.",
+            says="CPU and GPU share one memory; macOS recommends 75 to 78 % of it for the GPU (37.4 of 48 GB on one "
+            "M5 Pro) and reports the exact figure.",
             source=_WATERMARKS,
             evidence="hardware",
         ),
@@ -390,7 +390,7 @@ SHEET = Sheet(
 
 
 class MpsDriver(Driver):
-    """One device; its memory functions have names of their own."""
+    """MPS driver: one device; `torch.mps` has its own names for memory functions."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

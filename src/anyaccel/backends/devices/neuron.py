@@ -1,4 +1,4 @@
-"""AWS Trainium and Inferentia through the native torch device `neuron`."""
+"""AWS Trainium and Inferentia, through the native torch device `neuron`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKEND = "https://github.com/aws-neuron/torch-neuronx"
 _SDK = "https://github.com/aws-neuron/aws-neuron-sdk/blob/master/"
 
 _NATIVE = "torch_neuronx 2.13 or 2.14 (native torch device), Neuron SDK 2.33 and later"
-_XLA = "torch-neuronx on torch-xla, last shipped with Neuron SDK 2.31: no torch device, so that no plan can run there"
+_XLA = "torch-neuronx on torch-xla, last shipped with Neuron SDK 2.31: not a torch device, so no plan can run on it"
 
 
 def _product(name: str, title: str, gib: int, per_server: int, says: str, source: str, native: bool = True) -> Product:
@@ -47,39 +47,39 @@ SHEET = Sheet(
     preference=84,
     dtypes=Dtypes(
         float64=DtypeLimit(
-            says="Pipelines failed on float64 rotary and timestep embeddings before diffusers cast them.",
+            says="Pipelines failed on float64 rotary and timestep embeddings until diffusers cast them.",
             source=_PULL,
             evidence="documented",
             effect="error",
-            hint="use float32: anyaccel.adjust_dtype tells",
+            hint="use float32; anyaccel.adjust_dtype returns the dtype to use",
             becomes="float32",
-            contradicted_by=_BACKEND,  # its tests show float64 computed as float32 by way of the host
+            contradicted_by=_BACKEND,  # its tests show float64 computed as float32 via the CPU
         ),
         int64=DtypeLimit(
-            says="Kept as a type and computed as int32, with a round trip by the host.",
+            says="Reported as int64 but computed as int32, with a round trip to the CPU.",
             source=_BACKEND,
             evidence="documented",
             effect="narrowed",
             hint="use int32 for ids and float32 for timesteps",
             becomes="int32",
         ),
-        float32=Yes(says="A type of the tensor engine.", source=_DOCS, evidence="documented"),
-        float16=Yes(says="A type of the tensor engine.", source=_DOCS, evidence="documented"),
-        bfloat16=Yes(says="What the validated pipelines ran in.", source=_PULL, evidence="hardware"),
+        float32=Yes(says="A dtype of the tensor engine.", source=_DOCS, evidence="documented"),
+        float16=Yes(says="A dtype of the tensor engine.", source=_DOCS, evidence="documented"),
+        bfloat16=Yes(says="The validated pipelines ran in bfloat16.", source=_PULL, evidence="hardware"),
         complex64=DtypeLimit(
-            says="The compiler refuses complex types (NCC_EVRF004).",
+            says="The compiler rejects complex dtypes (NCC_EVRF004).",
             source=_ERRORS,
             evidence="documented",
             effect="error",
-            hint="use rotary embeddings in real numbers",
+            hint="use real-valued rotary embeddings",
             contradicted_by=_VARIABLES,  # TORCH_NEURONX_COMPLEX_DECOMPOSE is on by default from torch 2.13
         ),
         complex128=DtypeLimit(
-            says="The compiler refuses complex types (NCC_EVRF004).",
+            says="The compiler rejects complex dtypes (NCC_EVRF004).",
             source=_ERRORS,
             evidence="documented",
             effect="error",
-            hint="use rotary embeddings in real numbers",
+            hint="use real-valued rotary embeddings",
         ),
         float8_e4m3fn=DtypeLimit(
             says="Data type F8E4M3FN is not supported on Trn1 and Trn2 (NCC_EVRF051).",
@@ -89,48 +89,48 @@ SHEET = Sheet(
             hint="run in bfloat16",
             only_on=("trn2", "trn1", "inf2"),
         ),
-        float8_e5m2=Unknown(says="A figure for compiled e5m2 products was found without an address to cite."),
+        float8_e5m2=Unknown(says="A figure for compiled e5m2 products was found, but no source to cite."),
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 is what the pull request validated.",
+        says="The pull request validated pipelines in bfloat16.",
         source=_PULL,
         evidence="hardware",
         order=("bfloat16", "float32"),
     ),
     random_numbers=Limit(
-        says="Random tensors cannot be created on the device; there is no generator for it.",
+        says="Random tensors cannot be created on the device; it has no generator.",
         source=_PULL,
         evidence="documented",
         effect="error",
-        hint="draw noise on the host: anyaccel.randn does",
-        contradicted_by=_BACKEND,  # its tests show torch.randn falling back to the host and to the host's generator
+        hint="draw noise on the CPU, as anyaccel.randn does",
+        contradicted_by=_BACKEND,  # its tests show torch.randn falling back to the CPU and its generator
     ),
     data_dependent_shapes=Limit(
-        says="Dynamic shape is not supported (NCC_EMOD025): the scheduler's look-up of a timestep failed on it.",
+        says="Dynamic shape is not supported (NCC_EMOD025): the scheduler's timestep lookup failed on it.",
         source=_DOCS + "compiler/error-codes/EMOD025.html",
         evidence="documented",
         effect="error",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
-        contradicted_by=_BACKEND,  # its tests show an eager nonzero on the device
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
+        contradicted_by=_BACKEND,  # its tests show that eager nonzero runs on the device
     ),
     new_shapes=Limit(
-        says="Every new shape, and so every batch size, is compiled anew.",
+        says="Every new shape, including every batch size, is compiled.",
         source=ACCELERATE_SOURCE + "utils/operations.py",
         evidence="documented",
         effect="slow",
-        hint="keep to a few sizes, and warm them up",
+        hint="use only a few sizes, and warm them up",
     ),
     host_round_trip=RoundTrip(
-        says="SDXL and PixArt keep their timesteps on the host to be free of them; no figure was found.",
+        says="SDXL and PixArt keep their timesteps on the CPU to avoid round trips; no figure was found.",
         source="https://github.com/huggingface/diffusers/pull/13718",
         evidence="documented",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Yes(says="Guidance runs SDXL in a batch of two.", source=_PULL, evidence="inferred"),
+    batches=Yes(says="SDXL with guidance runs a batch of two.", source=_PULL, evidence="inferred"),
     training=Limit(
-        says="diffusers marks training as not supported.",
+        says="diffusers lists training as unsupported.",
         source=DIFFUSERS_TORCH_UTILS,
         evidence="documented",
         effect="error",
@@ -138,20 +138,20 @@ SHEET = Sheet(
         contradicted_by=_SDK + "frameworks/torch/pytorch-native-overview.rst",
     ),
     memory=MemoryTerms(
-        says="Each core keeps 96 MB for microcode, and a logical core is two; graphs, rings and scratch come on top.",
+        says="A core reserves 96 MB for microcode, and a logical core has two; graphs, rings and scratch are extra.",
         source=_DOCS + "neuron-runtime/explore/device-memory.html",
         evidence="documented",
         kept_bytes=2 * 96 * 2**20,
     ),
-    largest_tensor=(Unknown(says="No limit on the size of a tensor was found; graphs have one, see the quirks."),),
+    largest_tensor=(Unknown(says="No limit on tensor size was found; graph size is limited, see the quirks."),),
     operations=(
         OperationLimit(
             name="repeat_interleave_by_tensor",
-            says="repeat_interleave with a tensor of counts cannot be lowered.",
+            says="repeat_interleave with a tensor of repeats cannot be lowered.",
             source=DIFFUSERS_SOURCE + "models/transformers/transformer_qwenimage21.py",
             evidence="documented",
             effect="error",
-            hint="repeat by a number",
+            hint="pass an integer as repeats",
             operations=("repeat_interleave.Tensor",),
         ),
     ),
@@ -159,16 +159,16 @@ SHEET = Sheet(
         Quirk(
             name="instruction_limit",
             information_only=True,
-            says="A graph with too many instructions is refused (NCC_EBVF030); the number is not documented.",
+            says="A graph with too many instructions is rejected (NCC_EBVF030); the limit is not documented.",
             source=_DOCS_2_33 + "_sources/compiler/error-codes/EBVF030.rst",
             evidence="documented",
             effect="error",
-            hint="compile by component, at a smaller size",
+            hint="compile each component separately, at a smaller size",
         ),
         Quirk(
             name="reserves_all_cores",
             information_only=True,
-            says="A process takes all cores by default, and no other one can use them until it ends.",
+            says="A process reserves all cores by default, and no other process can use them until it exits.",
             source=_DOCS_2_33 + "neuron-runtime/guides/configuration-guide.html",
             evidence="documented",
             effect="error",
@@ -177,7 +177,7 @@ SHEET = Sheet(
         Quirk(
             name="float32_products_in_bfloat16",
             information_only=True,
-            says="The compiler casts float32 matrix products to bfloat16 unless it is told otherwise.",
+            says="The compiler casts float32 matrix products to bfloat16 by default.",
             source=_DOCS + "general/appnotes/neuronx-cc/neuronx-cc-training-mixed-precision.html",
             evidence="documented",
             effect="narrowed",
@@ -185,7 +185,7 @@ SHEET = Sheet(
         ),
     ),
     compiler=Compiler(
-        says="dynamic=True is rejected, a new shape compiles anew, only the default mode has an effect, and full "
+        says="dynamic=True is rejected, every new shape is compiled, only the default mode has an effect, and full "
         "graphs are recommended.",
         source=_COMPILE,
         evidence="hardware",
@@ -196,7 +196,7 @@ SHEET = Sheet(
         cache_default="/tmp/neff_cache",
     ),
     distributed=Distributed(
-        says="The backend is called as the device is.",
+        says="The backend has the name of the device.",
         source=ACCELERATE_SOURCE + "state.py",
         evidence="documented",
         backend="neuron",
@@ -207,7 +207,7 @@ SHEET = Sheet(
             name="TORCH_NEURONX_NEFF_CACHE_DIR",
             value="",
             when="by_user",
-            says="Where compiled graphs are kept; read once, at the first compilation.",
+            says="The directory of compiled graphs; read once, at the first compilation.",
             source=_VARIABLES,
             evidence="documented",
         ),
@@ -226,14 +226,14 @@ SHEET = Sheet(
         SystemIs(
             systems=("Linux",),
             hint="use an AWS instance with Trn2 or Trn3 chips",
-            says="Wheels exist for Ubuntu.",
+            says="Wheels are published for Ubuntu.",
             source=_RELEASE,
             evidence="documented",
         ),
         ArchitectureIs(
             architectures=("x86_64",),
             hint="use an x86_64 instance (trn2, trn3)",
-            says="Wheels exist for x86_64.",
+            says="Wheels are published for x86_64.",
             source=_RELEASE,
             evidence="documented",
         ),
@@ -248,7 +248,7 @@ SHEET = Sheet(
         ModuleFound(
             module="torch_neuronx",
             hint=f'pip install "torch-neuronx==2.14.*" "neuronx-cc==2.*" nki, from AWS\'s own index: {_UPDATE}',
-            says="torch learns of the device from torch_neuronx.",
+            says="torch_neuronx registers the device with torch.",
             source=_UPDATE,
             evidence="documented",
         ),
@@ -259,35 +259,35 @@ SHEET = Sheet(
     products=(
         _product(
             "trn3",
-            "AWS Trainium 3 (a logical core)",
+            "AWS Trainium 3 (one logical core)",
             36,
             256,
-            "64 chips of 144 GiB and 8 cores in an UltraServer; two cores make one device, as on Trn2 (inferred).",
+            "64 chips with 144 GiB and 8 cores each per UltraServer; two cores form a device, as on Trn2 (inferred).",
             _SDK + "about-neuron/arch/neuron-hardware/trn3-arch.rst",
         ),
         _product(
             "trn2",
-            "AWS Trainium 2 (a logical core)",
+            "AWS Trainium 2 (one logical core)",
             24,
             64,
-            "16 chips of 96 GiB and 8 cores in an instance; two cores make one device.",
+            "16 chips with 96 GiB and 8 cores each per instance; two cores form one device.",
             _DOCS + "training/best-practices.html",
         ),
         _product(
             "trn1",
-            "AWS Trainium (a core)",
+            "AWS Trainium (one core)",
             16,
             32,
-            "16 chips of 32 GiB and 2 cores in an instance. The native backend is for Trn2 and Trn3 alone.",
+            "16 chips with 32 GiB and 2 cores each per instance. The native backend supports only Trn2 and Trn3.",
             _SETUP,
             native=False,
         ),
         _product(
             "inf2",
-            "AWS Inferentia 2 (a core)",
+            "AWS Inferentia 2 (one core)",
             16,
             24,
-            "Up to 12 chips of 32 GiB and 2 cores in an instance. The native backend is for Trn2 and Trn3 alone.",
+            "Up to 12 chips with 32 GiB and 2 cores each per instance. The native backend supports only Trn2 and Trn3.",
             _SETUP,
             native=False,
         ),
@@ -296,7 +296,7 @@ SHEET = Sheet(
 
 
 class NeuronDriver(Driver):
-    """Neuron cores: figures are true after waiting, and the free memory must be worked out."""
+    """Neuron driver: memory figures are valid only after synchronizing, and free memory must be computed."""
 
     def synchronize(self, index: int) -> None:
         self.module().synchronize()

@@ -1,4 +1,4 @@
-"""Huawei Ascend through `torch_npu`."""
+"""Huawei Ascend (`npu`), through `torch_npu`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _ascend(
         per_server=per_server,
         software="torch with torch_npu and CANN",
         reported_as=reported_as,
-        says="Counted as torch counts devices: the 910C has two dies a card.",
+        says="One device as torch counts them: the 910C has two dies per card.",
         source=source,
         evidence="documented",
     )
@@ -42,33 +42,33 @@ SHEET = Sheet(
     preference=83,
     dtypes=Dtypes(
         float64=DtypeLimit(
-            says="Refused by kernels: 'not implemented for DT_DOUBLE, should be in dtype support list'.",
+            says="Kernels reject it: 'not implemented for DT_DOUBLE, should be in dtype support list'.",
             source=_DIFFUSERS_FLOAT64,
             evidence="hardware",
             effect="error",
-            hint="use float32: anyaccel.adjust_dtype tells",
+            hint="use float32; anyaccel.adjust_dtype returns the dtype to use",
             becomes="float32",
         ),
         int64=DtypeLimit(
-            says="diffusers asks for int32 there.",
+            says="diffusers uses int32 on NPU.",
             source=DIFFUSERS_TORCH_UTILS,
             evidence="documented",
             effect="narrowed",
             hint="use int32 for ids and timesteps",
             becomes="int32",
-            contradicted_by=_DIFFUSERS_FLOAT64,  # the list of types in its error has DT_INT64
+            contradicted_by=_DIFFUSERS_FLOAT64,  # the dtype list in its error message has DT_INT64
         ),
-        float32=Yes(says="In the kernels' lists of types.", source=_KERNEL_TYPES, evidence="hardware"),
+        float32=Yes(says="In the dtype lists of the kernels.", source=_KERNEL_TYPES, evidence="hardware"),
         float16=DtypeLimit(
-            says="On series before A2 an overflow saturates: inf becomes 65504 and NaN 0, and it cannot be turned off.",
+            says="On series before A2, overflow saturates: inf becomes 65504 and NaN 0, and this cannot be turned off.",
             source="https://hiascend.com/document/detail/zh/Pytorch/600/apiref/Envvariables/Envir_004.html",
             evidence="documented",
             effect="wrong",
-            hint="use bfloat16 where the product has it",
+            hint="use bfloat16 if the product supports it",
             only_on=("310p",),
         ),
         bfloat16=DtypeLimit(
-            says="The 310P has float16 alone.",
+            says="The 310P supports only float16.",
             source="https://docs.vllm.ai/projects/ascend/en/v0.11.0/tutorials/single_node_300i.html",
             evidence="documented",
             effect="error",
@@ -77,27 +77,27 @@ SHEET = Sheet(
             only_on=("310p",),
         ),
         complex64=Yes(
-            says="Rotary embeddings in complex64 run; for indexing see the operations.",
+            says="Rotary embeddings in complex64 run; for indexing, see the operations.",
             source="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
             evidence="hardware",
         ),
         complex128=DtypeLimit(
-            says="Runs on the slow AI CPU; gathering refuses it, see the operations.",
+            says="Runs on the slow AI CPU; gather rejects it, see the operations.",
             source="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
             evidence="hardware",
             effect="slow",
-            hint="use complex64, or rotary embeddings in real numbers",
+            hint="use complex64, or real-valued rotary embeddings",
             becomes="complex64",
         ),
         float8_e4m3fn=DtypeLimit(
-            says="Float8_e4m3fn has not been supported (ERR01007); A2 and A3 have no fp8 products, A5 has.",
+            says="Float8_e4m3fn has not been supported (ERR01007); A2 and A3 have no fp8 matrix products, A5 has them.",
             source="https://github.com/xLLM-AI/xllm/issues/1427",
             evidence="hardware",
             effect="error",
             hint="run in bfloat16",
         ),
         float8_e5m2=DtypeLimit(
-            says="A2 and A3 have no fp8 products, A5 has.",
+            says="A2 and A3 have no fp8 matrix products, A5 has them.",
             source=_A5_FP8,
             evidence="documented",
             effect="error",
@@ -105,16 +105,18 @@ SHEET = Sheet(
         ),
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 is in the kernels' lists of types; HunyuanDiT came out black in float16.",
+        says="bfloat16 is in the dtype lists of the kernels; HunyuanDiT gave black images in float16.",
         source="https://github.com/Tencent-Hunyuan/HunyuanDiT/issues/226",
         evidence="hardware",
         order=("bfloat16", "float16", "float32"),
     ),
     random_numbers=Yes(
-        says="Normal numbers are drawn by a kernel of the device's.", source=_KERNEL_TYPES, evidence="hardware"
+        says="The device has a kernel for normally distributed random numbers.",
+        source=_KERNEL_TYPES,
+        evidence="hardware",
     ),
     data_dependent_shapes=Limit(
-        says="With jit_compile on, the default before A2, every new shape compiles operators.",
+        says="With jit_compile on, the default before A2, operators are compiled for every new shape.",
         source=_JIT,
         evidence="documented",
         effect="slow",
@@ -122,7 +124,7 @@ SHEET = Sheet(
         only_on=("310p",),
     ),
     new_shapes=Limit(
-        says="The first Stable Diffusion picture took 600 s with jit_compile on and 40 s with it off.",
+        says="The first Stable Diffusion image took 600 s with jit_compile on and 40 s with it off.",
         source=_FIRST_RUN,
         evidence="hardware",
         effect="slow",
@@ -130,45 +132,45 @@ SHEET = Sheet(
         only_on=("310p",),
     ),
     host_round_trip=RoundTrip(
-        says="The queue drains; copies with a change of type waited even when told not to. No figure was found.",
+        says="Drains the queue; copies with a dtype conversion blocked despite non_blocking=True. No figure was found.",
         source="https://gitcode.com/Ascend/pytorch/pull/39577",
         evidence="documented",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Unknown(says="Nothing was found for or against batches on NPU."),
-    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    batches=Unknown(says="No report on batches on NPU was found."),
+    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="Fused from the 910B on, without a mask or with a boolean one; otherwise all scores are held.",
+        says="Fused from the 910B on, without a mask or with a boolean mask; otherwise all scores are held.",
         source="https://gitcode.com/Ascend/op-plugin/blob/master/op_plugin/ops/opapi/"
         "ScaledDotProductAttentionKernelNpuOpApi.cpp",
         evidence="documented",
     ),
     memory=MemoryTerms(
-        says="60.97 GiB can be had on a 910B, which is a little more than the 64 GB on the label.",
+        says="60.97 GiB are usable on a 910B, slightly more than the nominal 64 GB.",
         source="https://github.com/vllm-project/vllm-ascend/issues/1127",
         evidence="hardware",
     ),
-    largest_tensor=(Unknown(says="No limit on the size of a tensor was found."),),
+    largest_tensor=(Unknown(says="No limit on tensor size was found."),),
     operations=(
         OperationLimit(
             name="index_complex64",
-            says="Indexing refuses complex64 (aclnnIndex, 910B3, torch_npu 2.10).",
+            says="Indexing rejects complex64 (aclnnIndex, 910B3, torch_npu 2.10).",
             source="https://github.com/vllm-project/vllm-omni/issues/4911",
             evidence="hardware",
             effect="error",
-            hint="index the real and the imaginary part",
+            hint="index the real and the imaginary part separately",
             operations=("index",),
             dtypes=("complex64", "complex128"),
         ),
         OperationLimit(
             name="gather_complex128",
-            says="Gathering refuses complex128 (aclnnGather).",
+            says="Gather rejects complex128 (aclnnGather).",
             source="https://github.com/vllm-project/vllm-omni/pull/6571",
             evidence="hardware",
             effect="error",
-            hint="use complex64, or rotary embeddings in real numbers",
+            hint="use complex64, or real-valued rotary embeddings",
             operations=("gather", "index_select"),
             dtypes=("complex128",),
         ),
@@ -177,20 +179,20 @@ SHEET = Sheet(
         Quirk(
             name="float32_convolutions_in_hf32",
             information_only=True,
-            says="Convolutions run in HF32, a shorter float32, unless allow_hf32 is off.",
+            says="Convolutions run in HF32, a reduced-precision float32, unless allow_hf32 is off.",
             source=_ASCEND + "Pytorch/700/apiref/apilist/ptaoplist_000238.html",
             evidence="documented",
             effect="narrowed",
-            hint="set torch_npu.npu.conv.allow_hf32 = False where the last digits matter",
+            hint="set torch_npu.npu.conv.allow_hf32 = False if full precision matters",
         ),
         Quirk(
             name="visible_devices_with_spaces",
             information_only=True,
-            says="A space in ASCEND_RT_VISIBLE_DEVICES ('1, 2,3') silently drops what follows.",
+            says="A space in ASCEND_RT_VISIBLE_DEVICES ('1, 2,3') silently drops the devices after it.",
             source=_ASCEND + "canncommercial/900/maintenref/envvar/envref_07_0028.html",
             evidence="documented",
             effect="wrong",
-            hint="write no spaces: 1,2,3",
+            hint="do not use spaces: 1,2,3",
         ),
     ),
     compiler=Compiler(
@@ -204,7 +206,7 @@ SHEET = Sheet(
         cache_default="$HOME/atc_data",
     ),
     distributed=Distributed(
-        says="hccl is accelerate's choice for it.",
+        says="accelerate uses hccl.",
         source=ACCELERATE_SOURCE + "state.py",
         evidence="documented",
         backend="hccl",
@@ -215,7 +217,7 @@ SHEET = Sheet(
             name="ACL_OP_COMPILER_CACHE_DIR",
             value="",
             when="by_user",
-            says="Where compiled operators are kept in eager mode.",
+            says="The directory of compiled operators in eager mode.",
             source="https://hiascend.com/document/detail/zh/Pytorch/600/apiref/Envvariables/Envir_026.html",
             evidence="documented",
         ),
@@ -226,14 +228,14 @@ SHEET = Sheet(
         SystemIs(
             systems=("Linux",),
             hint="use a Linux server with Ascend cards",
-            says="Wheels exist for Linux on x86_64 and aarch64.",
+            says="Wheels are published for Linux on x86_64 and aarch64.",
             source=_TORCH_NPU,
             evidence="documented",
         ),
         ModuleFound(
             module="torch_npu",
-            hint="install CANN, source its set_env.sh, then pip install torch-npu of torch's own version",
-            says="torch learns of the NPU from torch_npu.",
+            hint="install CANN, source its set_env.sh, then pip install the torch-npu version that matches torch",
+            says="torch_npu registers the device with torch.",
             source=_TORCH_NPU,
             evidence="documented",
         ),
@@ -242,7 +244,7 @@ SHEET = Sheet(
     aliases=("ascend",),
     product_pattern=r"(ascend-?)?\d{3}[a-z]?",
     products=(
-        _ascend("910c", "Ascend 910C (a die, Atlas 800I A3)", 64 * GB, 16, _SGLANG),
+        _ascend("910c", "Ascend 910C (one die, Atlas 800I A3)", 64 * GB, 16, _SGLANG),
         _ascend("910b", "Ascend 910B (Atlas 800I A2)", 64 * GB, 8, _SGLANG),
         _ascend("910b-32gb", "Ascend 910B 32 GB", 32 * GB, None, "https://github.com/linkedin/Liger-Kernel/pull/1035"),
         _ascend(

@@ -1,4 +1,4 @@
-"""Intel graphics (Arc, Data Center GPU Max, integrated) through `torch.xpu`."""
+"""Intel GPUs (Arc, Data Center GPU Max, integrated), through `torch.xpu`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _XPU = TORCH_SOURCE + "torch/xpu/__init__.py"
 _WITHOUT_FP64 = ("arc-a770", "iris-xe")
 _BUFFER_ON_IGPU = "https://github.com/intel/compute-runtime/issues/890"
 _MIB = 2**20
-_AS_SEEN = "As the device reports it; torch lists each tile of a Max as a device."
-_SHARED = "Shares the host's memory."
+_AS_SEEN = "As the device reports it; torch counts each tile of a Max as a device."
+_SHARED = "Shares memory with the CPU."
 
 
 def _product(
@@ -58,26 +58,26 @@ SHEET = Sheet(
             source=_OPS + "1742",
             evidence="hardware",
             effect="error",
-            hint="use float32; torch.xpu.get_device_properties().has_fp64 tells",
+            hint="use float32 unless torch.xpu.get_device_properties().has_fp64 is true",
             becomes="float32",
             only_on=_WITHOUT_FP64,
             contradicted_by=PYTORCH + "149953",
         ),
-        int64=Yes(says="Every device print seen has 64-bit atomics.", source=_OPS + "3663", evidence="hardware"),
-        float32=Yes(says="The type that every kernel has.", source=_GET_STARTED, evidence="documented"),
-        float16=Yes(says="Every device print seen has has_fp16=1.", source=_OPS + "3663", evidence="hardware"),
+        int64=Yes(says="All device listings found report 64-bit atomics.", source=_OPS + "3663", evidence="hardware"),
+        float32=Yes(says="Supported by every kernel.", source=_GET_STARTED, evidence="documented"),
+        float16=Yes(says="All device listings found report has_fp16=1.", source=_OPS + "3663", evidence="hardware"),
         bfloat16=Yes(
-            says="torch reports it as supported, by emulation where the hardware lacks it.",
+            says="torch reports it as supported; emulated on hardware without it.",
             source=_XPU,
             evidence="documented",
         ),
         complex64=Yes(
-            says="Fourier transforms are native; for products see the quirk complex_products_need_onemkl.",
+            says="Fourier transforms are native; for matrix products, see the quirk complex_products_need_onemkl.",
             source=_OPS + "1210",
             evidence="documented",
         ),
         complex128=DtypeLimit(
-            says="Fails as float64 does where the hardware lacks it.",
+            says="Fails like float64 on hardware without float64.",
             source=_OPS + "663",
             evidence="hardware",
             effect="error",
@@ -86,37 +86,37 @@ SHEET = Sheet(
             only_on=_WITHOUT_FP64,
         ),
         float8_e4m3fn=Yes(
-            says="Stored and cast: diffusers' layerwise casting passes its tests; for arithmetic see the operations.",
+            says="Storage and casts work: diffusers' layerwise casting tests pass; for arithmetic, see the operations.",
             source="https://github.com/huggingface/diffusers/pull/11406",
             evidence="hardware",
         ),
-        float8_e5m2=Unknown(says="Nothing was found on e5m2; further fp8 operations are in progress."),
+        float8_e5m2=Unknown(says="No report on e5m2 was found; further fp8 operations are in progress."),
     ),
     default_dtypes=DtypeOrder(
-        says="bfloat16 keeps float32's range; float16 attention gave NaN on several drivers.",
+        says="bfloat16 has the range of float32; float16 attention gave NaN with several drivers.",
         source=_OPS + "1730",
         evidence="hardware",
         order=("bfloat16", "float16", "float32"),
     ),
     random_numbers=Yes(
-        says="torch.xpu has generators of its own.",
+        says="torch.xpu has its own generators.",
         source=TORCH_SOURCE + "torch/xpu/random.py",
         evidence="documented",
     ),
-    data_dependent_shapes=Unknown(says="Nothing was found on nonzero and masks on XPU."),
-    new_shapes=Unknown(says="Nothing was found on the cost of a new shape in eager mode."),
+    data_dependent_shapes=Unknown(says="No report on nonzero and masks on XPU was found."),
+    new_shapes=Unknown(says="No report on the cost of a new shape in eager mode was found."),
     host_round_trip=RoundTrip(
-        says="The queue drains, as on CUDA; no figure was found.",
+        says="Drains the queue, as on CUDA; no figure was found.",
         source=SCHEDULER_SYNC,
         evidence="inferred",
         effect="slow",
-        hint="keep the scheduler's timesteps on the host and call set_begin_index",
+        hint="keep the scheduler's timesteps on the CPU and call set_begin_index",
         cost_us=None,
     ),
-    batches=Unknown(says="Nothing was found for or against batches on XPU."),
-    training=Yes(says="diffusers trains on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
+    batches=Unknown(says="No report on batches on XPU was found."),
+    training=Yes(says="diffusers supports training on it.", source=DIFFUSERS_TORCH_UTILS, evidence="documented"),
     fused_attention=Yes(
-        says="oneDNN's fused attention is taken since torch 2.7, for heads of up to 256 numbers.",
+        says="torch uses oneDNN's fused attention since 2.7, for head dimensions up to 256.",
         source="https://github.com/pytorch/pytorch/pull/147614",
         evidence="documented",
     ),
@@ -124,21 +124,21 @@ SHEET = Sheet(
         Quantization(
             name="gguf-q4",
             bits=4.5,
-            says="GGUF weights are unpacked by plain torch as they are used.",
+            says="GGUF weights, dequantized with plain torch operations at use.",
             source="https://github.com/huggingface/diffusers/pull/11404",
             evidence="hardware",
         ),
         Quantization(
             name="bitsandbytes-nf4",
             bits=4.13,
-            says="Weights in four bits.",
+            says="4-bit weights.",
             source=DIFFUSERS_SOURCE + "quantizers/bitsandbytes/bnb_quantizer.py",
             evidence="documented",
         ),
     ),
     largest_tensor=(
         SizeLimit(
-            says="One allocation of 4 GiB fails on an Arc A770 that has 15 GiB free.",
+            says="A single allocation of 4 GiB fails on an Arc A770 with 15 GiB free.",
             source="https://github.com/intel/intel-xpu-backend-for-triton/issues/7477",
             evidence="hardware",
             effect="error",
@@ -153,11 +153,11 @@ SHEET = Sheet(
     operations=(
         OperationLimit(
             name="float8_arithmetic",
-            says="Addition, comparison and others raise: \"add_xpu\" not implemented for 'Float8_e4m3fn'.",
+            says="Addition, comparison and other operations raise: \"add_xpu\" not implemented for 'Float8_e4m3fn'.",
             source=_OPS + "1939",
             evidence="hardware",
             effect="error",
-            hint="keep weights in it and cast them for use",
+            hint="store weights in it and cast them to compute",
             operations=("add", "mul", "eq", "ne", "gt", "lt", "where"),
             dtypes=("float8_e4m3fn",),
         ),
@@ -170,32 +170,32 @@ SHEET = Sheet(
             source="https://github.com/intel/torch-xpu-ops/pull/2786",
             evidence="hardware",
             effect="error",
-            hint="use rotary embeddings in real numbers",
+            hint="use real-valued rotary embeddings",
         ),
         Quirk(
             name="float64_inside_kernels",
             information_only=True,
-            says="Kernels with float64 hidden inside (logcumsumexp, tril_indices, pdist) fail for any type.",
+            says="Kernels that use float64 internally (logcumsumexp, tril_indices, pdist) fail for every dtype.",
             source=_OPS + "1150",
             evidence="hardware",
             effect="error",
-            hint="compute it on the host",
+            hint="compute it on the CPU",
             only_on=_WITHOUT_FP64,
         ),
         Quirk(
             name="large_pictures_corrupt",
             information_only=True,
-            says="Stable Cascade came out corrupt on Arc A where smaller models were mended.",
+            says="Stable Cascade gave corrupt images on Arc A after smaller models had been fixed.",
             source=_IPEX + "529",
             evidence="hardware",
             effect="wrong",
-            hint="compare with the CPU once",
+            hint="compare one image with the CPU",
             only_on=("arc-a770",),
         ),
         Quirk(
             name="float16_nan",
             information_only=True,
-            says="SDXL in float16 gave nothing but NaN on one B580.",
+            says="SDXL in float16 gave only NaN on one B580.",
             source=COMFYUI + "14743",
             evidence="hardware",
             effect="wrong",
@@ -205,11 +205,11 @@ SHEET = Sheet(
         Quirk(
             name="first_picture_slow",
             information_only=True,
-            says="The first image after each change of the prompt took 7 to 8 times as long (A750).",
+            says="The first image after each change of prompt took 7 to 8 times as long (A750).",
             source=COMFYUI + "9039",
             evidence="hardware",
             effect="slow",
-            hint="warm up; SYCL_CACHE_PERSISTENT=1 keeps kernels on disk",
+            hint="warm up; SYCL_CACHE_PERSISTENT=1 caches kernels on disk",
         ),
     ),
     compiler=Compiler(
@@ -220,7 +220,7 @@ SHEET = Sheet(
         dynamic=True,
         fullgraph=False,
         cache_variable="TORCHINDUCTOR_CACHE_DIR",
-        cache_default="torchinductor_$USER in the folder for temporary files",
+        cache_default="torchinductor_$USER in the temporary directory",
     ),
     distributed=Distributed(
         says="xccl, built in from torch 2.8 on.", source=TORCH_DISTRIBUTED, evidence="documented", backend="xccl"
@@ -230,7 +230,7 @@ SHEET = Sheet(
             name="SYCL_CACHE_PERSISTENT",
             value="",
             when="by_user",
-            says="1 keeps compiled kernels on disk; off by default.",
+            says="1 caches compiled kernels on disk; off by default.",
             source="https://intel.github.io/llvm-docs/EnvironmentVariables.html",
             evidence="documented",
         ),
@@ -238,7 +238,7 @@ SHEET = Sheet(
             name="PYTORCH_ENABLE_XPU_FALLBACK",
             value="",
             when="by_user",
-            says="1 runs operations that XPU lacks on the CPU.",
+            says="1 runs operations that XPU does not implement on the CPU.",
             source=_OPS + "2254",
             evidence="hardware",
         ),
@@ -249,14 +249,14 @@ SHEET = Sheet(
         SystemIs(
             systems=("Linux", "Windows"),
             hint="use Linux or Windows with an Intel GPU",
-            says="Listed for Windows 11 and Linux distributions.",
+            says="Supported on Windows 11 and Linux distributions.",
             source=_GET_STARTED,
             evidence="documented",
         ),
         BuiltFor(
             builds=("xpu",),
             hint=f"install an XPU build of torch: {_GET_STARTED}",
-            says="A build for CUDA or the CPU has no XPU in it.",
+            says="A CUDA or CPU build of torch has no XPU support.",
             source=_GET_STARTED,
             evidence="documented",
         ),
@@ -266,9 +266,9 @@ SHEET = Sheet(
     aliases=("arc",),
     product_pattern=r"(arc|max|flex|iris)-",
     products=(
-        _product("max-1550", "Data Center GPU Max 1550 (a tile)", 65520 * _MIB, _AS_SEEN, _OPS + "3888", "Max 1550"),
+        _product("max-1550", "Data Center GPU Max 1550 (one tile)", 65520 * _MIB, _AS_SEEN, _OPS + "3888", "Max 1550"),
         _product("arc-pro-b60", "Arc Pro B60", 24480 * _MIB, _AS_SEEN, _OPS + "5258", r"\bB60\b"),
-        _product("arc-pro-b70", "Arc Pro B70", 32 * GB, "The label's figure.", PYTORCH + "179891", r"\bB70\b", False),
+        _product("arc-pro-b70", "Arc Pro B70", 32 * GB, "Nominal memory size.", PYTORCH + "179891", r"\bB70\b", False),
         _product("arc-b580", "Arc B580", 12216 * _MIB, _AS_SEEN, _OPS + "3663", r"\bB580\b"),
         _product("arc-a770", "Arc A770 16 GB", 15473 * _MIB, _AS_SEEN, _IPEX + "519", r"\bA770\b"),
         _product("arrow-lake-igpu", "Arrow Lake graphics", None, _SHARED, _BUFFER_ON_IGPU),

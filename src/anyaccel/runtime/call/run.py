@@ -23,24 +23,24 @@ from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import fall_back_in_dtype, keep_float32, place_newcomers
 from anyaccel.runtime.placement_state import Placement, find_placement
-from anyaccel.runtime.speed.compile import compiling, note_shape
+from anyaccel.runtime.speed.compile import compile_cache_env, record_shape
 from anyaccel.runtime.speed.quantize import is_quantized
 from anyaccel.runtime.speed.session import apply_speedups
-from anyaccel.runtime.workarounds.function_modes import keeping_function_modes, make_pipeline_function_mode
+from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode, preserve_function_modes
 from anyaccel.runtime.workarounds.model_inputs import find_input_adapters, set_input_adapters
 from anyaccel.runtime.workarounds.nan_check import (
-    Outputs,
+    OutputCheck,
+    checking_outputs,
     find_first_non_finite,
     find_non_finite,
     warn_safety_checker,
-    watching,
 )
 from anyaccel.runtime.workarounds.noise import (
     BatchSliceNoise,
     NoiseSource,
     PerImageNoise,
-    drawing_from,
     make_generators,
+    use_noise_source,
 )
 from anyaccel.runtime.workarounds.overlapped_copy import find_overlapped_copy
 from anyaccel.runtime.workarounds.scheduler_on_cpu import keep_on_cpu
@@ -76,7 +76,7 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
     def run(part: CallRequest, first: int, parts: int) -> Any:
         if parts > 1 and (placement.progress is None or placement.progress.calls != parts):
             placement.progress = SharedProgress(parts)
-        note_shape(placement, part)
+        record_shape(placement, part)
         placement.running = True
         try:
             with apply_speedups(pipe, placement, part):
@@ -182,7 +182,7 @@ class _CallRun:
     def __init__(self, pipe: Any, placement: Placement, call: Call, part: CallRequest, begin: Any) -> None:
         self.pipe, self.placement, self.call, self.part, self.begin = pipe, placement, call, part, begin
         self.components = find_components(pipe)
-        self.ferry = find_overlapped_copy(placement)
+        self.overlapped_copy = find_overlapped_copy(placement)
 
     def finish(self) -> Any:
         """The result, which is finite."""
@@ -191,16 +191,19 @@ class _CallRun:
             return result
         broken = (
             find_non_finite(outputs)
-            if self.ferry is None
-            else self.ferry.read(outputs.done, functools.partial(find_non_finite, outputs))
+            if self.overlapped_copy is None
+            else self.overlapped_copy.read_after(outputs.wait, functools.partial(find_non_finite, outputs))
         )
         if broken:
             result = self._mend(broken)
         return result
 
-    def _once(self) -> tuple[Any, Outputs]:
+    def _once(self) -> tuple[Any, OutputCheck]:
         part, source = self.begin(self.part)
-        with watching(None if self.ferry is None else self.ferry.mark) as outputs, self._seams(source):
+        with (
+            checking_outputs(None if self.overlapped_copy is None else self.overlapped_copy.record_event) as outputs,
+            self._seams(source),
+        ):
             try:
                 return self.call(self.pipe, **part.arguments), outputs
             except ValueError as error:
@@ -215,13 +218,19 @@ class _CallRun:
         plan = placement.call_plan
         set_input_adapters(self.components, plan, placement.device)
         with ExitStack() as stack:
-            stack.enter_context(compiling(placement))
+            stack.enter_context(compile_cache_env(placement))
             on_host = plan.scheduler.value == "cpu"
-            numbers = stack.enter_context(keep_on_cpu(self.components)) if on_host else None
-            stack.enter_context(drawing_from(source))
-            if numbers is not None or self.ferry is not None or not _runs_as_stock(placement, plan, source):
-                stack.enter_context(make_pipeline_function_mode(plan, placement.device, numbers, self.ferry))
-            stack.enter_context(keeping_function_modes())
+            cpu_tensors = stack.enter_context(keep_on_cpu(self.components)) if on_host else None
+            stack.enter_context(use_noise_source(source))
+            if (
+                cpu_tensors is not None
+                or self.overlapped_copy is not None
+                or not _runs_as_stock(placement, plan, source)
+            ):
+                stack.enter_context(
+                    make_pipeline_function_mode(plan, placement.device, cpu_tensors, self.overlapped_copy)
+                )
+            stack.enter_context(preserve_function_modes())
             yield
 
     def _mend(self, broken: list[str]) -> Any:

@@ -168,8 +168,8 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     report.memory = None if decision == plan.memory else decision
     report.forecast = call.forecast if call else None
     if attention.value != placement.call_plan.attention.value:
-        repairs = choose_workarounds(sheet, plan.replacements.value, attention.value)
-        placement.call_plan = replace(plan, attention=attention, workarounds=repairs)
+        workarounds = choose_workarounds(sheet, plan.replacements.value, attention.value)
+        placement.call_plan = replace(plan, attention=attention, workarounds=workarounds)
         set_input_adapters(find_components(pipe), placement.call_plan, placement.device)
 
 

@@ -194,7 +194,7 @@ def fall_back_in_dtype(pipe: Any, placement: Placement, error: DoesNotFitError) 
     smaller = find_smaller_dtype(placement.opened.sheet, chosen, placement.options)
     if smaller is None:
         return False
-    pipe.place_as_decided(None, {"dtype": smaller}, _explain_smaller_dtype(smaller, chosen, error))
+    pipe.place_with_plan(None, {"dtype": smaller}, _explain_smaller_dtype(smaller, chosen, error))
     return True
 
 

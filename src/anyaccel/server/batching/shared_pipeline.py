@@ -108,7 +108,7 @@ def _find_mark(placement: Placement | None) -> Mark | None:
     """What marks how far the device was asked; None on the host, which has done all when a call returns."""
     if placement is None or is_host(placement.opened.torch_device):
         return None
-    return functools.partial(placement.opened.driver.mark, placement.opened.index)
+    return functools.partial(placement.opened.driver.record_event, placement.opened.index)
 
 
 def _list_meeting_places(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
