@@ -80,7 +80,7 @@ def time_loop(rows: Path, out: Path) -> float:
     began = time.perf_counter()
     for row in asked:
         made = generate_image(loaded, row.prompt, row.seed, {**order.call, **row.call})
-        write_whole(out / f"{row.number}.png", encode_image(made.image, ".png", [made.origin]))
+        write_whole(out / f"{row.number}.png", encode_image(made.image, ".png", [made.metadata]))
     return len(asked) / (time.perf_counter() - began)
 
 

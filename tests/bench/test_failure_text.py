@@ -198,7 +198,7 @@ def test_the_end_that_another_process_asks_for_leaves_nothing(worker: Path, tmp_
         said = process.communicate()[1]
         late.cancel()
     assert process.returncode == 143
-    assert said.endswith("ended\n")
+    assert said.endswith("terminated\n")
     assert list(folder.glob("anyaccel-bench-*")) == []
 
 

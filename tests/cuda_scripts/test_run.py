@@ -143,7 +143,7 @@ def test_an_interruption_ends_it_with_130(run_cli: RunCli, tmp_path: Path) -> No
     [
         (["run", "nowhere.py"], "nowhere.py is not there"),
         (["run", "."], ". is a folder"),
-        (["run", "x.py", "--device"], "--device names no device"),
+        (["run", "x.py", "--device"], "--device requires a device"),
         (["run", "--device", "virtual:nueron", __file__], "nueron"),
     ],
 )

@@ -29,7 +29,7 @@ from anyaccel.checking.chart.known_failures import find_reason
 from anyaccel.checking.chart.markdown import write_markdown
 from anyaccel.checking.check import find_devices
 from anyaccel.checking.run import CheckMode, run_on_device, run_on_host
-from anyaccel.cli.chart import _holding, _run
+from anyaccel.cli.chart import _lock_checkpoint, _run
 from anyaccel.cli.progress import Display
 from anyaccel.errors import AnyaccelError
 from anyaccel.recipes import Recipe, recipes
@@ -162,25 +162,25 @@ def test_a_pipeline_that_kills_its_process_spoils_no_other() -> None:
 
 
 def test_one_chart_at_a_time_is_kept_in_a_file(tmp_path: Path) -> None:
-    with _holding(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another chart"):  # noqa: SIM117
-        with _holding(tmp_path / "chart.json"):
+    with _lock_checkpoint(tmp_path / "chart.json"), pytest.raises(AnyaccelError, match="another chart"):  # noqa: SIM117
+        with _lock_checkpoint(tmp_path / "chart.json"):
             pass
-    with _holding(tmp_path / "chart.json"):
+    with _lock_checkpoint(tmp_path / "chart.json"):
         pass
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_chart_that_was_ended_does_not_keep_the_next_one_from_its_file(tmp_path: Path, number: int) -> None:
     keep = tmp_path / "chart.json"
-    program = "import sys, time, pathlib; from anyaccel.cli.chart import _holding\n"
-    program += "with _holding(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    program = "import sys, time, pathlib; from anyaccel.cli.chart import _lock_checkpoint\n"
+    program += "with _lock_checkpoint(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program, str(keep)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(AnyaccelError, match="another chart"):
-            _holding(keep)
+            _lock_checkpoint(keep)
         other.send_signal(number)
-    with _holding(keep):
+    with _lock_checkpoint(keep):
         pass
 
 

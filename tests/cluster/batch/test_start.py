@@ -45,7 +45,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
     done = start_batch(write_rows(place / "rows.jsonl", ROWS), place / "out", "--model", model)
     out, errors = done.communicate(timeout=400)
     assert done.returncode == 0, errors
-    assert out == f"{ROWS} of {ROWS} pictures: {place / 'out' / 'manifest.jsonl'}\n"
+    assert out == f"{ROWS} of {ROWS} images: {place / 'out' / 'manifest.jsonl'}\n"
     assert "worker 0: StableDiffusionPipeline on cpu:0 in float32" in errors
     assert "a minute" in errors
     return place
@@ -123,7 +123,7 @@ def test_an_interruption_is_told_and_the_folder_goes_on(ended: bool, tmp_path: P
     leader.send_signal(signal.SIGTERM if ended else signal.SIGINT)
     _, errors = leader.communicate(timeout=240)
     assert leader.returncode == (143 if ended else 130)
-    assert f"of {rows} rows are over; the same command goes on from there" in errors
+    assert f"of {rows} rows are finished; run the same command again to resume" in errors
     assert "Traceback" not in errors
     assert "leaked" not in errors
 
@@ -140,7 +140,7 @@ def test_a_row_that_fails_is_reported_and_the_rest_is_made(tmp_path: Path, model
     done = start_batch(rows, out, "--model", model)
     told, errors = done.communicate(timeout=400)
     assert done.returncode == 1, errors
-    assert told.startswith("2 of 4 pictures, 2 failed")
+    assert told.startswith("2 of 4 images, 2 failed")
     failed = {line["row"]: line["error"] for line in read_manifest(out) if "error" in line}
     assert set(failed) == {2, 3}
     assert "width must be a multiple of" in failed[2]
@@ -190,7 +190,7 @@ def test_on_ray_the_same_worker_runs(tmp_path: Path, model: str) -> None:
     leader = start_batch(rows, out, "--model", model, "--ray", "local", "--workers", "1")
     told, errors = leader.communicate(timeout=600)
     assert leader.returncode == 0, errors
-    assert told == f"3 of 3 pictures: {out}/manifest.jsonl\n"
+    assert told == f"3 of 3 images: {out}/manifest.jsonl\n"
     assert [line["row"] for line in read_manifest(out)] == [1, 2, 3]
 
 
@@ -213,7 +213,7 @@ def test_on_ray_workers_and_nodes_may_die(tmp_path: Path, alone: Path, model: st
     nodes.replace_second()
     told, errors = leader.communicate(timeout=600)
     assert leader.returncode == 0, errors
-    assert told == f"{ROWS} of {ROWS} pictures: {out}/manifest.jsonl\n", "what Ray says of the dead goes to stderr"
+    assert told == f"{ROWS} of {ROWS} images: {out}/manifest.jsonl\n", "what Ray says of the dead goes to stderr"
     assert "another takes its place" in errors
     assert check_pictures(out, alone / "out", ROWS) == []
 
@@ -268,7 +268,7 @@ def check_own_devices(folder: Path, model: str, count: int) -> None:
     done = start_batch(rows, out, "--model", model, "--device", f"virtual:hpu,count={count}")
     told, errors = done.communicate(timeout=400)
     assert done.returncode == 0, errors
-    assert told.startswith(f"{20 * count} of {20 * count} pictures")
+    assert told.startswith(f"{20 * count} of {20 * count} images")
     by_worker = {(line["worker"], line["device"]) for line in read_manifest(out)}
     assert by_worker == {(number, f"hpu:{number}") for number in range(count)}
     assert errors.count("virtual: nothing here is about hardware") == count

@@ -121,7 +121,7 @@ class ImageWorker:
         start = time.perf_counter()
         call = {**self.order.call, **rows[0].call}
         pictures = generate_images(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
-        contents = [encode_image(picture.image, ".png", [picture.origin]) for picture in pictures]
+        contents = [encode_image(picture.image, ".png", [picture.metadata]) for picture in pictures]
         seconds = round((time.perf_counter() - start) / len(rows), 4)
         facts = self.facts
         return [
