@@ -47,7 +47,7 @@ class _ImageTask:
     """One picture of a job, until it is made."""
 
     job: _PoolJob
-    picture: int
+    index: int
     run: RunJob
     """What a replica is sent: a job with this one picture."""
     shape: Shape
@@ -69,7 +69,7 @@ class _PoolJob:
 class ReplicaPool:
     """A `WorkerTransport` on a cluster that was joined."""
 
-    heals = True
+    self_healing = True
 
     def __init__(self, applications: Applications) -> None:
         self._applications = applications
@@ -108,7 +108,7 @@ class ReplicaPool:
         for errand in job.errands:
             threading.Thread(target=self._run, args=(errand,), name="errand", daemon=True).start()
 
-    def hear(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float) -> Any:
         """What replicas tell, in the order in which it comes."""
         try:
             said = self._inbox.get(timeout=timeout_s)
@@ -173,7 +173,7 @@ class ReplicaPool:
             if app is None:
                 time.sleep(_LOOK_S)
                 continue
-            errand.run = replace(errand.run, job=f"{errand.job.name}#{errand.picture}#{errand.deaths}")
+            errand.run = replace(errand.run, job=f"{errand.job.name}#{errand.index}#{errand.deaths}")
             try:
                 outcome = self._ask(errand, self._applications.all[app])
             finally:
@@ -227,7 +227,7 @@ class ReplicaPool:
             if said.number < errand.previews:
                 return
             errand.previews = said.number + 1
-        self._inbox.put(replace(said, job=errand.job.name, picture=errand.picture))
+        self._inbox.put(replace(said, job=errand.job.name, index=errand.index))
 
     def _note_beat(self, replica: str, beat: Heartbeat) -> Heartbeat:
         living = {replica, *(one for app in self._apps for one in BOARD.list_replicas(app))}
@@ -319,9 +319,9 @@ def _split(message: RunJob) -> _PoolJob:
     inputs = {name: _read(given) for name, given in message.inputs.items()}
     seeds: Sequence[int] = message.work["seeds"]
     job = _PoolJob(message.job, left=len(seeds))
-    for picture, seed in enumerate(seeds):
+    for index, seed in enumerate(seeds):
         work: Mapping[str, Any] = {**message.work, "seeds": [seed]}
-        job.errands.append(_ImageTask(job, picture, RunJob(message.job, work, inputs), find_shape(work)))
+        job.errands.append(_ImageTask(job, index, RunJob(message.job, work, inputs), find_shape(work)))
     return job
 
 
