@@ -117,7 +117,6 @@ def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
     )
 
 
-
 def _ray_resource(sheet: Sheet, virtual: bool) -> tuple[str, float]:
     """Return the name of the Ray resource for a device, and the amount that one worker needs."""
     return ("CPU", _VIRTUAL_DEVICE_CPUS) if virtual else (sheet.ray_resource or sheet.name, 1)
