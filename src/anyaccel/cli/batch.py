@@ -60,7 +60,7 @@ def generate_batch(
     from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_per_call)
+    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call)
     display = Display()
     display.start_phase("Starting")
     try:
