@@ -31,7 +31,7 @@ Workers = Annotated[
 RowsPerCall = Annotated[
     int | None,
     typer.Option(
-        "--rows-a-call",
+        "--rows-per-call",
         min=1,
         max=256,
         help="Maximum number of rows of the same shape per pipeline call. Default: chosen for the device.",

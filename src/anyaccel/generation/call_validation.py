@@ -12,7 +12,7 @@ from PIL import Image
 
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
-from anyaccel.runtime.pipeline import plain_class
+from anyaccel.runtime.introspection import plain_class
 
 __all__ = ["check_image_call", "find_default", "find_missing_image", "list_parameters", "pick_images"]
 

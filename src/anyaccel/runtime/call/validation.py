@@ -19,12 +19,12 @@ def validate_call(placement: Placement, request: CallRequest) -> None:
         raise DeviceUnavailableError(
             f"{placement.plan.device} is no longer available", hint='place the pipeline again: pipe.to("auto")'
         )
-    _check_steps(request)
+    _validate_steps(request)
     _check_size(request)
     _check_generators(request)
 
 
-def _check_steps(request: CallRequest) -> None:
+def _validate_steps(request: CallRequest) -> None:
     """Raise for less than one step, unless the call has custom timesteps or sigmas."""
     # Some schedulers accept 0 steps, and the pipeline would return decoded noise.
     steps = request.arguments.get("num_inference_steps")

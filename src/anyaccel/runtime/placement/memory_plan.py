@@ -26,7 +26,7 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.planning.parallel import weigh_rank
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
-from anyaccel.runtime.introspection import find_components, read_facts
+from anyaccel.runtime.introspection import find_components, plain_class, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -268,7 +268,7 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
 
 def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
     traced = PipelineTrace()
-    clone = clone_pipeline(pipe, type(pipe)._plain_class, traced)
+    clone = clone_pipeline(pipe, plain_class(pipe), traced)
 
     def arguments(images: int) -> dict[str, Any]:
         chunk = split_request(request, images)[0]
