@@ -31,7 +31,8 @@ def test_notes_describe_both_splits_for_flux_on_gaudi1() -> None:
     assert plan.forecast is not None
     tensor, context = plan.forecast.notes[-2:]
     assert tensor == (
-        "parallel='tensor' is not available: diffusers splits weights on cuda, neuron, tpu, xpu, and not on hpu"
+        "parallel='tensor' is not available: "
+        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
     )
     assert context.startswith("parallel='context:8': each rank processes 576 of 4,608 tokens")
     assert "each rank holds all 31.4 GiB of weights" in context
@@ -45,7 +46,7 @@ def test_split_weights_are_resident() -> None:
     assert plan.forecast.fits
     assert str(plan.memory).startswith("everything resident")
     assert dict(plan.forecast.components)["transformer"] == pytest.approx(10.2 * GIB, rel=0.03)
-    assert "of transformer's 11.9 billion weights a rank holds 5.4 billion" in plan.parallel.reason
+    assert "each rank holds 5.4 billion of 11.9 billion parameters of transformer" in plan.parallel.reason
     assert str(plan.compile_policy) == "never"
 
 
