@@ -75,8 +75,8 @@ def test_an_invalid_baseline_raises(tmp_path: Path, content: str) -> None:
 
 def test_the_text_has_the_line_and_the_hint() -> None:
     text = str(report(violation(), violation(limit="host_round_trip", effect="slow", hint="")))
-    assert "mps (virtual, plain diffusers): does not run" in text
-    assert "pipe.py:7  x.double()" in text
+    assert "mps (virtual, plain diffusers): would fail: 1 error" in text
+    assert "pipe.py:7\n          x.double()" in text
     assert "hint: float32" in text
 
 
