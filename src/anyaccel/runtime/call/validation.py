@@ -58,6 +58,6 @@ def _check_generators(request: CallRequest) -> None:
 
 
 def find_multiple(pipe: Any) -> int | None:
-    """Return the number of which height and width must be multiples (the VAE's scale factor); None if unknown."""
+    """Return the required multiple of height and width (the VAE's scale factor); None if unknown."""
     factor = getattr(pipe, "vae_scale_factor", None)
     return factor if isinstance(factor, int) and factor > 0 else None

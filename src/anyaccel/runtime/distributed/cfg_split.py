@@ -53,7 +53,7 @@ class _CfgSplit:
         """Return the output for the whole batch; this rank runs only one half of it."""
         sample = args[0] if args else kwargs.get(self.first)
         rows = sample.shape[0] if isinstance(sample, torch.Tensor) else 1
-        # An odd batch has no two halves: guidance is off, or the pipeline calls the model once per half.
+        # An odd batch cannot be halved: guidance is off, or the pipeline calls the model once per half.
         if self.disabled or rows % 2:
             self._warn_unsplit(rows)
             return forward(*args, **kwargs)
