@@ -47,7 +47,7 @@ def write_index(all_sheets: list[Sheet]) -> str:
         f"|---|{'---|' * (len(dtypes) + 2)}",
     ]
     for sheet in all_sheets:
-        verdicts = {row.matter: row.verdict for section in describe_sheet(sheet) for row in section.rows}
+        verdicts = {row.subject: row.verdict for section in describe_sheet(sheet) for row in section.rows}
         cells = [verdicts[name] for name in [*dtypes, "random numbers", "batches"]]
         lines.append(f"| [{sheet.title}]({sheet.name}.md) | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -74,5 +74,5 @@ def _write_row(row: SheetRow) -> str:
     linked = row.source.startswith("http")
     source = f" [{row.evidence}]({row.source})" if linked else f" {row.evidence}: {row.source}" if row.source else ""
     against = f" **[contradicted]({row.contradicted_by})**" if row.contradicted_by.startswith("http") else ""
-    cells = (f"`{row.matter}`", row.verdict, f"{row.says}{source}{against}")
+    cells = (f"`{row.subject}`", row.verdict, f"{row.says}{source}{against}")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -59,7 +59,7 @@ class Slot(IntEnum):
     """Joins the calls of several requests into one batch."""
     CFG_SPLIT = 3
     """Splits the batch of classifier-free guidance over two ranks."""
-    STEP_REUSE = 4
+    STEP_SKIPPING = 4
     """Returns the output of an earlier step."""
     CAPTURE = 5
     """Captures and replays device graphs."""

@@ -184,9 +184,9 @@ def test_a_device_process_that_dies_does_not_affect_others(monkeypatch: pytest.M
 def test_a_component_without_a_config_is_noted(tmp_path: Path) -> None:
     import shutil
 
-    from anyaccel.explanation.known_models import find_description
+    from anyaccel.explanation.known_models import find_bundled_configs
 
-    described = find_description("stabilityai/sdxl-turbo")
+    described = find_bundled_configs("stabilityai/sdxl-turbo")
     assert described is not None
     shutil.copytree(described, tmp_path / "model")
     shutil.rmtree(tmp_path / "model" / "unet")

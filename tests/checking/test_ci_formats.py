@@ -29,7 +29,7 @@ def report(*violations: Violation, finished: bool = True) -> Report:
         error="" if finished else "TypeError: no", max_difference=0.0 if finished else None,
         host_round_trips_per_step=0.0,
     )  # fmt: skip
-    return Report(subject="mine", pipeline="Mine", devices={"mps": device})
+    return Report(target="mine", pipeline="Mine", devices={"mps": device})
 
 
 def test_github_shows_each_line_once() -> None:
@@ -82,7 +82,7 @@ def test_the_text_has_the_line_and_the_hint() -> None:
 
 def test_a_wrong_image_is_an_error_in_every_format() -> None:
     report = Report(
-        subject="mine",
+        target="mine",
         pipeline="Mine",
         devices={"mps": DeviceReport(device="mps", virtual=True, placed=True, finished=True, max_difference=0.5)},
     )

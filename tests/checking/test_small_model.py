@@ -9,7 +9,7 @@ import pytest
 from anyaccel.checking.check import check, find_devices
 from anyaccel.checking.small_model import make_small_model, merge_config
 from anyaccel.errors import ModelError
-from anyaccel.explanation.known_models import described_models, find_description
+from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 
 SEEDS = [
     "PixArt-alpha/PixArt-XL-2-1024-MS",
@@ -21,8 +21,8 @@ SEEDS = [
 
 
 def test_the_configs_of_the_seed_models_are_bundled() -> None:
-    assert described_models() == SEEDS
-    assert find_description("nobody/nothing") is None
+    assert list_bundled_models() == SEEDS
+    assert find_bundled_configs("nobody/nothing") is None
 
 
 @pytest.mark.long
@@ -42,7 +42,7 @@ def test_a_seed_model_is_portable_everywhere(model: str) -> None:
 
 
 def make(model: str) -> Any:
-    folder = find_description(model)
+    folder = find_bundled_configs(model)
     assert folder is not None
     return make_small_model(folder).recipe.make()
 

@@ -11,7 +11,7 @@ import anyaccel
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
 from anyaccel.explanation.device_target import find_device_target
-from anyaccel.explanation.known_models import find_description
+from anyaccel.explanation.known_models import find_bundled_configs
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.text import describe_explanation
 from anyaccel.tracing.model_index import read_model_folder
@@ -114,16 +114,16 @@ def test_attention_slicing_follows_from_the_score_limit() -> None:
     assert small.forecast.largest_size == large.forecast.largest_size == (2944, 2944), "for any requested size"
     assert "largest batch at this size by memory: 3; the plan runs 1 at a time" in describe_explanation(small, SD)
     rule = large.attention.value
-    assert rule.most_scores is not None
+    assert rule.max_scores is not None
     scores = {plan: next(limit.what for limit in plan.forecast.limits if limit.name == "fused_attention")  # type: ignore[union-attr]
               for plan in (small, large)}  # fmt: skip
     assert scores[small] == "attention over 268,435,456 scores"
     assert scores[large] == "attention over 1,358,954,496 scores"
-    assert 268_435_456 < rule.most_scores < 1_358_954_496
+    assert 268_435_456 < rule.max_scores < 1_358_954_496
 
 
 def test_a_folder_of_config_files_is_enough(tmp_path: Path) -> None:
-    shutil.copytree(find_description(SD) or "", tmp_path / "model")
+    shutil.copytree(find_bundled_configs(SD) or "", tmp_path / "model")
     plan = anyaccel.explain(tmp_path / "model", "a10g", height=512, width=512)
     assert plan.forecast is not None
     assert dict(plan.forecast.components)["unet"] == pytest.approx(1.601 * GIB, rel=0.01)
@@ -131,7 +131,7 @@ def test_a_folder_of_config_files_is_enough(tmp_path: Path) -> None:
 
 def test_invalid_folders_raise(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(find_description(SD) or "", folder)
+    shutil.copytree(find_bundled_configs(SD) or "", folder)
 
     def expect_error(message: str, model: Path = folder) -> None:
         with pytest.raises(ModelError, match=message):
@@ -150,7 +150,7 @@ def test_invalid_folders_raise(tmp_path: Path) -> None:
 
 
 def test_download_size_of_missing_weights(tmp_path: Path) -> None:
-    folder = read_model_folder(Path(find_description(SD) or ""))
+    folder = read_model_folder(Path(find_bundled_configs(SD) or ""))
     assert folder.missing_bytes(["unet", "vae"]) == 3438167540 + 334643276, "the default files, not their variants"
     assert folder.missing_bytes(["unet", "unheard_of"]) is None
     assert read_model_folder(find_embedded_model()).missing_bytes(["unet"]) == 0

@@ -22,7 +22,7 @@ def measure_wan(savings: MemorySavings, images: int) -> Footprint:
     size = ModelSize(name="transformer", kind="Wan", parameters=14, weights_bytes=27 * GIB, layer_bytes=GIB)
     calls = (ModelCall("transformer", "denoise", 10 * GIB),)
     return Footprint(
-        pipeline="WanPipeline", dtype="bfloat16", size=None, images=1, models=(size,), passings=calls
+        pipeline="WanPipeline", dtype="bfloat16", size=None, images=1, models=(size,), model_calls=calls
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import functools
 import platform
 import time
 
-from anyaccel.storage.cache_dir import keep_fact, read_fact
+from anyaccel.storage.cache_dir import read_fact, store_fact
 
 __all__ = ["measure_half_precision"]
 
@@ -28,7 +28,7 @@ def measure_half_precision() -> dict[str, float]:
         return {str(name): float(share) for name, share in cached.items()}
     full = _time("float32")
     shares = {name: round(_time(name) / full, 3) for name in ("bfloat16", "float16")}
-    keep_fact("half_precision.json", key, shares)
+    store_fact("half_precision.json", key, shares)
     return shares
 
 

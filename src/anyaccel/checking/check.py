@@ -25,7 +25,7 @@ def check(
     plain: bool = False,
     strict: bool = False,
     compile: bool = False,  # noqa: A002 - the name of this option everywhere else
-    told: OnReport | None = None,
+    on_report: OnReport | None = None,
     **call: Any,
 ) -> Report:
     """Run a pipeline on virtual devices and report every line that hits a device limit: `check(pipe, "mps")`.
@@ -45,9 +45,9 @@ def check(
         )
     target = read_target(pipeline_or_model, call)
     mode = CheckMode(placed=not plain, strict=strict, compiled=compile)
-    reports = run_on_devices(target.recipe, devices, mode, told)
+    reports = run_on_devices(target.recipe, devices, mode, on_report)
     return Report(
-        subject=target.name,
+        target=target.name,
         pipeline=target.recipe.pipeline,
         devices={report.device: report for report in reports},
         notes=target.notes,

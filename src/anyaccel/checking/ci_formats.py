@@ -29,7 +29,7 @@ def as_github(report: Report) -> Iterator[str]:
         location = f"file={file},line={violation.line},title={title}"
         yield f"::{_GITHUB_LEVELS[violation.effect]} {location}::{_escape(message)}"
     for device, message in _failures(report):
-        yield f"::error title={_escape(report.subject, ',:')}::{_escape(f'{_label(device)}: {message}')}"
+        yield f"::error title={_escape(report.target, ',:')}::{_escape(f'{_label(device)}: {message}')}"
 
 
 def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:

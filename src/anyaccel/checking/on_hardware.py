@@ -78,7 +78,7 @@ def check_on_hardware(
     device: str = "auto",
     *,
     dtype: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    on_message: Callable[[str], None] = lambda _: None,
     **call: Any,
 ) -> HardwareReport:
     """Run a model with its own weights on the CPU in float32 and on a device, and compare every call of its components.
@@ -89,15 +89,15 @@ def check_on_hardware(
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
     if not spec.virtual and open_device(spec).sheet.is_host:
-        say("note: no accelerator is selected or available; this compares the CPU with itself")
+        on_message("note: no accelerator is selected or available; this compares the CPU with itself")
     name, recipe = _load_target(what, call)
     pipe: Any = recipe.make()
-    say("running on the CPU in float32")
+    on_message("running on the CPU in float32")
     place(pipe, "cpu", dtype="float32")
     # The same pipeline object runs on both devices, with the same weights.
     with recording(pipe) as calls:
         expected = run(recipe, pipe)
-    say(f"running on {device}")
+    on_message(f"running on {device}")
     # Without `dtype`, the plan chooses it, as it would for the user.
     place(pipe, device, **({"dtype": dtype} if dtype else {}))
     device_dtype = str(pipe.plan.dtype.value)
@@ -145,7 +145,7 @@ def _run_or_none(recipe: Recipe, pipe: Any) -> Any:
 
 def _measure_psnr(expected: Any, actual: Any) -> float | None:
     """Return the PSNR in dB, relative to the value range of the CPU's image."""
-    psnr = measure_psnr(actual, expected, reach=max(float(expected.max() - expected.min()), 1e-12))
+    psnr = measure_psnr(actual, expected, data_range=max(float(expected.max() - expected.min()), 1e-12))
     return None if psnr is None else round(psnr, 1)
 
 

@@ -124,7 +124,7 @@ class DeviceReport:
 class Report:
     """Result of a check on all requested devices."""
 
-    subject: str
+    target: str
     pipeline: str
     devices: dict[str, DeviceReport] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
         return {
-            "subject": self.subject,
+            "subject": self.target,
             "pipeline": self.pipeline,
             "passes": self.passes,
             "notes": list(self.notes),

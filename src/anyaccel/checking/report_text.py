@@ -26,7 +26,7 @@ def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
 
     The width is that of the terminal unless it is given.
     """
-    yield f"{report.subject}: {report.pipeline}"
+    yield f"{report.target}: {report.pipeline}"
     for note in report.notes:
         yield f"note: {note}"
     for device_report in report.devices.values():

@@ -49,7 +49,7 @@ OnReport = Callable[[DeviceReport], None]
 
 
 def run_on_devices(
-    recipe: Recipe, devices: list[str], mode: CheckMode, told: OnReport | None = None
+    recipe: Recipe, devices: list[str], mode: CheckMode, on_report: OnReport | None = None
 ) -> list[DeviceReport]:
     """Check one pipeline on virtual devices and return the reports in the order of `devices`.
 
@@ -66,8 +66,8 @@ def run_on_devices(
             report = DeviceReport(
                 device=device, virtual=True, placed=mode.placed, finished=False, error=first_line(death)
             )
-        if told:
-            told(report)
+        if on_report:
+            on_report(report)
         return report
 
     with forking_threads(os.cpu_count() or 1) as pool:  # each thread waits for one process

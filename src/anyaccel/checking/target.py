@@ -15,7 +15,7 @@ from anyaccel.checking.error_text import describe_failure
 from anyaccel.checking.small_model import make_small_model
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, UsageError, nearest
-from anyaccel.explanation.known_models import described_models, find_description
+from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 from anyaccel.recipes import Recipe, recipes
 
 __all__ = ["CheckTarget", "read_target"]
@@ -42,7 +42,7 @@ def read_target(what: Any, call: Mapping[str, Any]) -> CheckTarget:
     if Path(text).expanduser().is_dir():
         small = make_small_model(Path(text).expanduser())
         return _override_call(CheckTarget(name=str(what), recipe=small.recipe, notes=small.notes), call)
-    described = find_description(text)
+    described = find_bundled_configs(text)
     if described is not None:
         small = make_small_model(described)
         return _override_call(CheckTarget(name=text, recipe=small.recipe, notes=small.notes), call)
@@ -54,7 +54,7 @@ def read_target(what: Any, call: Mapping[str, Any]) -> CheckTarget:
     raise ModelError(
         f"{text} is not a folder, a recipe or a package.module:function",
         hint=f"give a folder with a model_index.json, or a function that creates a pipeline; "
-        f"{nearest(text, [*described_models(), *recipes()])}",
+        f"{nearest(text, [*list_bundled_models(), *recipes()])}",
     )
 
 

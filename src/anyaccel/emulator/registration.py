@@ -26,7 +26,7 @@ from anyaccel.upstream.torch_internals import (
     has_fallback,
     is_decomposed,
     make_guard,
-    read_device_kind,
+    read_device_type,
     read_private_use_name,
     register_device_module,
 )
@@ -118,7 +118,7 @@ def _make_cast(func: Any, key: str) -> Any:
 
 def _is_builtin(name: str) -> bool:
     """Return whether this torch has a built-in device type of this name."""
-    return read_device_kind(name.upper()) is not None
+    return read_device_type(name.upper()) is not None
 
 
 def _claim_private_use(name: str, module: ModuleType) -> None:
@@ -151,8 +151,8 @@ def _make_importable(name: str, module: ModuleType) -> None:
 
 def _fill_guard_slot(name: str) -> None:
     """Put a guard written in Python into the device's slot: C++ reads that table before it accesses a device."""
-    kind = read_device_kind(name.upper())
-    slot, private_use = int(kind), int(read_device_kind("PrivateUse1"))
+    kind = read_device_type(name.upper())
+    slot, private_use = int(kind), int(read_device_type("PrivateUse1"))
     table = find_guard_table(private_use + 1)
     if table[slot] is not None:
         raise RealDeviceError(

@@ -36,7 +36,7 @@ from anyaccel.planning.memory import (
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan, without_rank_local_choices
 from anyaccel.planning.speedups import choose_compile_policy
-from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_pipeline_rules
 from anyaccel.tracing.footprint_measurement import Measurement
@@ -154,7 +154,7 @@ class _MemoryEstimate:
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
         for name, side in (("width", width), ("height", height)):
             if self.takes_size and side is not None:
-                check_multiple(name, side, find_multiple(self.full.pipe) or 1)
+                check_multiple(name, side, find_size_multiple(self.full.pipe) or 1)
         side = find_default_side(self.full.pipe)
         self.size = (width or height or side, height or width or side)
         self._first = self._make_measurement()
@@ -178,7 +178,7 @@ class _MemoryEstimate:
                 hint="set ANYACCEL_TRACEBACK=1 to see where; `anyaccel check` runs a small version of the model",
             ) from error
         product, mode = self.target.product, self.plan.mode.value
-        limits = find_limit_hits(sheet, measure.seen, batch, product=product, mode=mode)
+        limits = find_limit_hits(sheet, measure.trace_facts, batch, product=product, mode=mode)
         rule = decision.value
         forecast = replace(
             forecast,
@@ -210,7 +210,7 @@ class _MemoryEstimate:
 
     def _describe_gain(self, measure: Measurement, rule: MemoryRule | None) -> tuple[str, ...]:
         resident, requested = rule is not None and rule.residence == "resident", self.options.parallel is not None
-        sequences = measure.seen.sequences
+        sequences = measure.trace_facts.sequences
         return describe_gain(self.target, self.facts, measure, sequences, resident=resident, requested=requested)
 
     def _make_measurement(self) -> Measurement:
@@ -224,7 +224,7 @@ class _MemoryEstimate:
             attention=self.plan.attention.value,
             size=size,
             unified_memory=self.target.sheet.unified_memory,
-            fetches_ahead=load_registry().backend(self.target.sheet.name).driver.marks,
+            fetches_ahead=load_registry().backend(self.target.sheet.name).driver.has_events,
         )
 
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, first_line, nearest
-from anyaccel.explanation.known_models import described_models, find_description
+from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 from anyaccel.tracing.model_index import ModelFolder, read_model_folder
 
 __all__ = ["find_model"]
@@ -34,11 +34,11 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     if path.exists():
         raise ModelError(f"{text} is a file, not a pipeline folder", hint="give the folder of a pipeline")
     # The bundled configs belong to one revision, so another one needs the network.
-    described = find_description(text) if revision is None else None
+    described = find_bundled_configs(text) if revision is None else None
     if described is not None:
         return read_model_folder(described)
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
-        raise ModelError(f"{text} is not a folder and not a hub id", hint=nearest(text, [NAME, *described_models()]))
+        raise ModelError(f"{text} is not a folder and not a hub id", hint=nearest(text, [NAME, *list_bundled_models()]))
     return read_model_folder(_download_configs(text, revision))
 
 
@@ -58,7 +58,7 @@ def _download_configs(name: str, revision: str | None) -> Path:
     except Exception as error:
         raise ModelError(
             f"cannot download the config files of {name}: {first_line(error)}",
-            hint=f"check the spelling and the network; available offline: {', '.join(described_models())}",
+            hint=f"check the spelling and the network; available offline: {', '.join(list_bundled_models())}",
         ) from error
     if not (Path(folder) / "model_index.json").is_file():
         raise ModelError(f"{name} is not a pipeline: it has no model_index.json", hint="give the hub id of a pipeline")

@@ -12,7 +12,14 @@ from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.footprint import Footprint, Measure, MemorySavings, ModelSize
 from anyaccel.planning.memory import predict
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
-from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitStrategy, choose_parallel, weigh_rank
+from anyaccel.planning.parallel import (
+    SINGLE_DEVICE,
+    Ranks,
+    Split,
+    SplitStrategy,
+    choose_parallel,
+    count_rank_parameters,
+)
 from anyaccel.units import readable
 from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 
@@ -30,10 +37,10 @@ def choose_split(
 ) -> Decision[Split | None]:
     """Return the requested split; `auto` uses as many devices of one server as the model can be split over."""
     if options.parallel is None:
-        return ALONE
+        return SINGLE_DEVICE
     weights = sum(component.parameters for component in facts.components) * FLOATING_BYTES[dtype]
     fits = weights <= target.capacity_bytes * _FREE_SHARE
-    ranks = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_alone=fits)
+    ranks = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_one_device=fits)
     if options.parallel != "auto":
         return choose_parallel(target.sheet, facts, options, ranks)
     decisions = [
@@ -50,7 +57,8 @@ def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) ->
     if split is None or split.strategy != "tensor":
         return measure
     shares = {
-        component.name: weigh_rank(component, split) / max(1, component.parameters) for component in facts.components
+        component.name: count_rank_parameters(component, split) / max(1, component.parameters)
+        for component in facts.components
     }
 
     def shard(model: ModelSize) -> ModelSize:

@@ -41,7 +41,7 @@ class Workspace:
     fixed_bytes: int = _SCALARS_BYTES
     """Bytes held by libraries and scalars."""
 
-    def of_block(self, size: int) -> int:
+    def round_up_bytes(self, size: int) -> int:
         """Return the bytes that the allocator reserves for a tensor of this size."""
         rounded = -(-size // self.block_bytes) * self.block_bytes
         if not self.segment_bytes or rounded < _LARGE:
@@ -50,7 +50,7 @@ class Workspace:
         remainder = -rounded % self.segment_bytes
         return rounded + remainder if remainder <= _REMAINDER else rounded
 
-    def of_convolution(
+    def convolution_bytes(
         self, input_shape: Shape, weight: Shape, output_shape: Shape, element_bytes: int, channels_last: bool
     ) -> int:
         """Return the workspace of one convolution with these shapes."""
@@ -62,7 +62,7 @@ class Workspace:
             return kernel
         return kernel + sum(_count_padded(shape) for shape in (input_shape, output_shape)) * element_bytes
 
-    def of_attention(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
+    def attention_bytes(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
         """Return the workspace of one attention call: a float32 sum per row if fused, all scores twice if not.
 
         Fused kernels fall back to the unfused one if the mask is not contiguous in its last dimension.

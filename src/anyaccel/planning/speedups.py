@@ -41,7 +41,7 @@ class CompilePolicy:
 
     when: Literal["never", "now", "when it pays"]
     region: Region = "whole"
-    takes_s: float = 0.0
+    compile_s: float = 0.0
     """The expected compile time."""
     gain: float = 1.0
     """The expected speedup per image."""
@@ -97,7 +97,7 @@ def is_worth_compiling(policy: CompilePolicy, seconds_per_image: float, done: in
     # The ski rental rule: without a known count, expecting as many images as were generated so far costs at most
     # about twice the optimum.
     remaining = done if expected is None else max(0, expected - done)
-    return remaining * seconds_per_image * (1 - 1 / policy.gain) >= policy.takes_s
+    return remaining * seconds_per_image * (1 - 1 / policy.gain) >= policy.compile_s
 
 
 def choose_channels_last(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:

@@ -11,9 +11,9 @@ import torch
 
 from anyaccel.forward_overrides import Slot, set_override
 
-__all__ = ["WATCHED_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
+__all__ = ["MAX_KEPT_OUTPUT_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
 
-WATCHED_BYTES = 2**20
+MAX_KEPT_OUTPUT_BYTES = 2**20
 """Largest model output that the check for NaN and Inf keeps until the end of a call."""
 
 _METHODS = ("encode", "decode")

@@ -71,7 +71,7 @@ __all__ = [
     "read_buffer_table",
     "read_child_table",
     "read_compile_times_s",
-    "read_device_kind",
+    "read_device_type",
     "read_function_modes",
     "read_global_hooks",
     "read_hook_tables",
@@ -391,7 +391,7 @@ def register_device_module(name: str, module: Any) -> None:
     torch._register_device_module(name, module)
 
 
-def read_device_kind(name: str) -> Any:
+def read_device_type(name: str) -> Any:
     """Return torch's `DeviceType` by name, or None (csrc/autograd/init.cpp)."""
     device_types: Any = torch._C._autograd.DeviceType
     return getattr(device_types, name, None)

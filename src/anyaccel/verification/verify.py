@@ -58,7 +58,7 @@ def verify(
     jobs: int | None = None,
     signed_off_by: str = "",
     commit: str | None = None,
-    say: OnMessage = lambda line: None,
+    on_message: OnMessage = lambda line: None,
 ) -> Verification:
     """Verify the sheet of a device on the device: `verify("cuda")`, `verify("virtual:mps")`.
 
@@ -70,7 +70,7 @@ def verify(
         raise UsageError(f"jobs must be at least 1, not {jobs}", hint="for example jobs=4")
     spec = read_device(device)
     if spec.virtual:
-        return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, say)
+        return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, on_message)
     context = make_probe_context(device, quick)
     # More workers than pipelines would idle; each one loads the driver and uses device memory.
     cores = os.cpu_count() or 1
@@ -78,8 +78,8 @@ def verify(
     with ExitStack() as stack:
         workers = [stack.enter_context(ProbeWorker(device, quick)) for _ in range(jobs)]
         versions = workers[0].read_versions()
-        findings = _probe_claims(workers[0], context.sheet, say)
-        pipeline_findings = _probe_pipelines(workers, names, max(1, cores // jobs), say)
+        findings = _probe_claims(workers[0], context.sheet, on_message)
+        pipeline_findings = _probe_pipelines(workers, names, max(1, cores // jobs), on_message)
     return _make_verification(context, findings, pipeline_findings, versions, signed_off_by, commit)
 
 
@@ -94,7 +94,7 @@ def _choose_recipes(requested: Literal["few", "all"] | Sequence[str]) -> list[st
     return names
 
 
-def _probe_claims(worker: ProbeWorker, sheet: Sheet, say: OnMessage) -> tuple[Finding, ...]:
+def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> tuple[Finding, ...]:
     """Probe the claims one after the other in one process, because some of them measure time."""
     findings = []
     for name in find_claims(sheet):
@@ -104,12 +104,12 @@ def _probe_claims(worker: ProbeWorker, sheet: Sheet, say: OnMessage) -> tuple[Fi
             # A crash is an error of the device; a kill from outside is not.
             seen = "" if isinstance(death, ProbeWorkerKilledError) else "error"
             finding = judge(sheet, name, Observation(seen, death.message))
-        findings.append(_report(finding, say))
+        findings.append(_report(finding, on_message))
     return tuple(findings)
 
 
 def _probe_pipelines(
-    workers: list[ProbeWorker], names: list[str], threads: int, say: OnMessage
+    workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
 ) -> tuple[PipelineFinding, ...]:
     """Distribute the pipelines over the processes, and return the findings in the order of the names."""
     queue, stopped = iter(names), threading.Event()
@@ -121,7 +121,7 @@ def _probe_pipelines(
                 findings[name] = worker.probe_pipeline(name, threads)
             except ProbeWorkerDiedError as death:
                 findings[name] = _make_crash_finding(name, death.message)
-            say(f"{len(findings)} of {len(names)}: {describe_pipeline(findings[name])}")
+            on_message(f"{len(findings)} of {len(names)}: {describe_pipeline(findings[name])}")
 
     with ThreadPoolExecutor(len(workers)) as pool:  # each thread waits for one process
         running = [pool.submit(work, worker) for worker in workers]
@@ -153,7 +153,7 @@ def describe_pipeline(finding: PipelineFinding) -> str:
 
 
 def _verify_virtual(
-    name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, say: OnMessage
+    name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, on_message: OnMessage
 ) -> Verification:
     """Verify a virtual device in forked processes, which also call `on_message`."""
     from anyaccel.emulator.run_forked import run_forked
@@ -170,12 +170,12 @@ def _verify_virtual(
 
     def probe_all(accelerator: VirtualAccelerator) -> tuple[Finding, ...]:
         context = _make_virtual_context(accelerator)
-        return tuple(_report(probe(context, claim), say) for claim in find_claims(context.sheet))
+        return tuple(_report(probe(context, claim), on_message) for claim in find_claims(context.sheet))
 
     def run_share(share: list[str]) -> list[PipelineFinding]:
         def use(accelerator: VirtualAccelerator) -> list[PipelineFinding]:
             context = _make_virtual_context(accelerator)
-            return [_report(probe_pipeline(recipe, context.device), say) for recipe in share]
+            return [_report(probe_pipeline(recipe, context.device), on_message) for recipe in share]
 
         try:
             # Strict, because a probe must see the error that the device would raise.
@@ -200,9 +200,9 @@ def _make_virtual_context(accelerator: VirtualAccelerator) -> ProbeContext:
     return ProbeContext(accelerator.sheet, opened.driver, 0, accelerator=accelerator)
 
 
-def _report(finding: FindingT, say: OnMessage) -> FindingT:
+def _report(finding: FindingT, on_message: OnMessage) -> FindingT:
     """Log a finding and return it."""
-    say(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
+    on_message(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
     return finding
 
 

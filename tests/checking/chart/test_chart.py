@@ -96,7 +96,7 @@ def test_plain_pipelines_generate_the_image_of_the_cpu(index: int, device: str, 
 def test_a_chart_is_computed_written_and_read(tmp_path: Path) -> None:
     progress: list[tuple[int, int, str]] = []
     chosen = find_families(["pixart"], recipes().values())
-    lines = tuple(make_chart(chosen, ["mps", "neuron"], told=lambda *event: progress.append(event)))
+    lines = tuple(make_chart(chosen, ["mps", "neuron"], on_progress=lambda *event: progress.append(event)))
     chart = Chart(("mps", "neuron"), lines, 1.0, {"date": "2026-01-01", "versions": {"torch": "2"}})
     assert {line.recipe for line in lines} == {"pixart-alpha", "pixart-sigma"}
     assert progress == [(4, 4, "pixart")]

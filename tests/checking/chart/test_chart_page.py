@@ -58,8 +58,8 @@ def make_document() -> dict[str, Any]:
         )
         for name, (pipeline, family) in NAMES.items()
     )
-    made = {"date": "2026-11-15", "versions": {"diffusers": "0.42.1", "torch": "2.13.0"}}
-    document = as_document(Chart(("mps", "neuron"), lines, 12.5, made))
+    environment = {"date": "2026-11-15", "versions": {"diffusers": "0.42.1", "torch": "2.13.0"}}
+    document = as_document(Chart(("mps", "neuron"), lines, 12.5, environment))
     ran = {"runs": True, "right": True, "max_difference": 1e-6, "error": ""}
     machine = {
         "name": "NVIDIA H200",
@@ -82,7 +82,7 @@ def make_report() -> Report:
         violations=(violation,), graphs=graphs,
     )  # fmt: skip
     stops = DeviceReport(device="neuron", virtual=True, placed=True, finished=False, error="TypeError: no")
-    return Report(subject="<mine>", pipeline="Mine", devices={"mps": waits, "neuron": stops}, notes=("It is small.",))
+    return Report(target="<mine>", pipeline="Mine", devices={"mps": waits, "neuron": stops}, notes=("It is small.",))
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ class Chart:
     devices: tuple[str, ...]
     lines: tuple[ChartRow, ...]
     seconds: float
-    made: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
     """Date, versions and machine."""
 
     def count(self, device: str, mode: str, state: State) -> int:
@@ -112,7 +112,7 @@ def find_families(names: Sequence[str], all_recipes: Iterable[Recipe]) -> list[R
 
 
 def make_chart(
-    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, told: OnChartProgress | None = None
+    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, on_progress: OnChartProgress | None = None
 ) -> Generator[ChartRow, None, None]:
     """Run every recipe on every virtual device in both modes, and yield each row when it is complete.
 
@@ -125,8 +125,8 @@ def make_chart(
         running = {pool.submit(_run_group, group, devices): group for group in groups}
         for finished in as_completed(running):
             done += len(running[finished]) * len(devices)
-            if told:
-                told(done, total, running[finished][0].family)
+            if on_progress:
+                on_progress(done, total, running[finished][0].family)
             yield from finished.result()
 
 

@@ -28,7 +28,7 @@ def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dic
     return {
         "format": _FORMAT,
         "evidence": "virtual",
-        "made": chart.made,
+        "made": chart.environment,
         "seconds": chart.seconds,
         "devices": {name: _describe_device(name, chart) for name in chart.devices},
         "sites": [[site.file, site.line, site.code] for site in sites],

@@ -25,7 +25,7 @@ def write_markdown(chart: Chart, verifications: tuple[Verification, ...] = (), p
 
 
 def _format_introduction(chart: Chart, page: str) -> Iterator[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in chart.made.get("versions", {}).items())
+    versions = ", ".join(f"{name} {version}" for name, version in chart.environment.get("versions", {}).items())
     yield "# Chart: pipelines and devices"
     yield ""
     classes = len({line.pipeline for line in chart.lines})

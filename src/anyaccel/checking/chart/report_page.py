@@ -19,7 +19,7 @@ def write_report_page(report: Report, environment: Mapping[str, Any] | None = No
     return fill_page(
         "report.html",
         report.as_dict() | {"devices": devices, "made": dict(environment or {})},
-        title=f"anyaccel check: {report.subject}",
+        title=f"anyaccel check: {report.target}",
     )
 
 

@@ -20,9 +20,9 @@ _LOST_S = 30.0
 """How long a lost replica gets no images; Serve notices within this time that it is dead."""
 
 
-def find_shape(work: Mapping[str, Any]) -> Shape:
+def find_shape(spec: Mapping[str, Any]) -> Shape:
     """Return the values that images of one batch must share."""
-    return tuple(work.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
+    return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
 
 
 @dataclass(frozen=True)

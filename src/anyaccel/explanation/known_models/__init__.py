@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["described_models", "find_description"]
+__all__ = ["find_bundled_configs", "list_bundled_models"]
 
 _FOLDER = Path(__file__).parent
 _INDEX = "model_index.json"
 
 
-def described_models() -> list[str]:
+def list_bundled_models() -> list[str]:
     """Return the hub ids with bundled config files, for example `stabilityai/sdxl-turbo`."""
     return sorted(path.parent.relative_to(_FOLDER).as_posix() for path in _FOLDER.glob(f"*/*/{_INDEX}"))
 
 
-def find_description(model: str) -> Path | None:
+def find_bundled_configs(model: str) -> Path | None:
     """Return the folder with the config files of a hub id, or None if they are not bundled."""
     # Ids match without regard to case, as on the hub.
-    by_lower_case = {name.lower(): name for name in described_models()}
+    by_lower_case = {name.lower(): name for name in list_bundled_models()}
     name = by_lower_case.get(model.lower())
     return None if name is None else _FOLDER / name

@@ -72,7 +72,9 @@ def read_ranks(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptio
     if options.parallel is None:
         return Ranks()
     device_types = read_tensor_parallel_devices()
-    return Ranks(count=count_ranks(), tensor_types=device_types, fits_alone=_fits_one_device(opened, facts, options))
+    return Ranks(
+        count=count_ranks(), tensor_types=device_types, fits_one_device=_fits_one_device(opened, facts, options)
+    )
 
 
 def _fits_one_device(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> bool | None:

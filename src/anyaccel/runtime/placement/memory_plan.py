@@ -23,7 +23,7 @@ from anyaccel.planning.memory import (
     make_forecast,
 )
 from anyaccel.planning.options import PlacementOptions
-from anyaccel.planning.parallel import weigh_rank
+from anyaccel.planning.parallel import count_rank_parameters
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, plain_class, read_facts
@@ -133,7 +133,7 @@ def list_pipeline_rules(
     options = replace(options, images_per_call=None if whole else images_per_call)
     residences = _list_residences(pipe, unified_memory)
     # One image if the batch must stay whole: for one image no rule splits.
-    rules = list_rules(1 if whole else images, options, residences, has_parts=supports_tiling(pipe))
+    rules = list_rules(1 if whole else images, options, residences, supports_tiling=supports_tiling(pipe))
     return list(dict.fromkeys(rules))
 
 
@@ -156,7 +156,7 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
     """Return the memory rule before an image size is known; raise if the requested residence cannot fit."""
     split = placement.plan.parallel.value
     weights = {
-        component.name: weigh_rank(component, split) * _bytes_per_parameter(component.name, placement)
+        component.name: count_rank_parameters(component, split) * _bytes_per_parameter(component.name, placement)
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
@@ -284,7 +284,7 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         arguments=arguments,
         attention=placement.plan.attention.value,
         unified_memory=placement.opened.sheet.unified_memory,
-        fetches_ahead=placement.opened.driver.marks,
+        fetches_ahead=placement.opened.driver.has_events,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )
 

@@ -133,9 +133,9 @@ class GraphCapture:
                 return forward(*args, **kwargs)
         # The first runs are eager: libraries choose kernels and allocate workspaces in them, which a capture cannot.
         shape.runs += 1
-        if shape.runs < self.recorder.warm:
+        if shape.runs < self.recorder.warmup_runs:
             return forward(*args, **kwargs)
-        if shape.runs == self.recorder.warm:
+        if shape.runs == self.recorder.warmup_runs:
             return self._time(shape, forward, args, kwargs)
         return self._capture(shape, forward, leaves, spec)
 

@@ -70,10 +70,10 @@ _HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__
 class PipelineFunctionMode(TorchFunctionMode):
     """Mode for the pipeline's own code: applies handlers and moves CPU tensors to the device."""
 
-    def __init__(self, handlers: dict[Any, Handler], meeting: HostTransfer) -> None:
+    def __init__(self, handlers: dict[Any, Handler], host_transfer: HostTransfer) -> None:
         super().__init__()
         self.handlers = handlers
-        self.meeting = meeting
+        self.host_transfer = host_transfer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,11 +83,11 @@ class PipelineFunctionMode(TorchFunctionMode):
         handler = self.handlers.get(func)
         if handler is not None:
             if func not in _HANDLES_DEVICES:
-                args, kwargs = self.meeting.align_arguments(args, kwargs)
+                args, kwargs = self.host_transfer.align_arguments(args, kwargs)
             return handler(func, args, kwargs)
         if func in _MIXED_DEVICE_FUNCTIONS or getattr(func, "__name__", "") in _ATTRIBUTE_ACCESS:
             return func(*args, **kwargs)
-        return self.meeting.run(func, args, kwargs)
+        return self.host_transfer.run(func, args, kwargs)
 
 
 class ModelFunctionMode(TorchFunctionMode):

@@ -132,7 +132,7 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "num_inference_steps": facts.steps,
         "guidance_scale": facts.guidance,
         "loras": list(facts.loras),
-        "parameters": {task: list(names) for task, names in facts.takes.items()},
-        "pictures_at_once": facts.at_once,
-        "joined": [name for name, batched in facts.joins.items() if batched],
+        "parameters": {task: list(names) for task, names in facts.parameters.items()},
+        "pictures_at_once": facts.max_concurrent,
+        "joined": [name for name, batched in facts.batched.items() if batched],
     }

@@ -20,7 +20,7 @@ from anyaccel.generation.model_cache import LoadedModel, load_uncached
 from anyaccel.generation.request import make_request
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.call_request import read_call_request
 from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting
@@ -82,14 +82,14 @@ class ServedModel:
             virtual=plan.virtual,
             dtype=plan.dtype.value,
             tasks=tuple(self.pipes),
-            takes={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
-            multiple=find_multiple(self.pipe) or 1,
+            parameters={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
+            multiple=find_size_multiple(self.pipe) or 1,
             sizes=self.sizes,
             fixed_sizes=self._is_static(),
             steps=self.defaults.get("num_inference_steps", find_default(self.pipe, "num_inference_steps")),
             guidance=self.defaults.get("guidance_scale", find_default(self.pipe, "guidance_scale")),
-            joins=self.batched,
-            at_once=self.at_once,
+            batched=self.batched,
+            max_concurrent=self.max_concurrent,
             plan=str(plan),
             loras=tuple(lora.name for lora in self.settings.loras),
         )
@@ -220,9 +220,9 @@ class ServedModel:
         self.shared = shared
         self._set_concurrency(max_calls)
 
-    def _set_concurrency(self, at_once: int) -> None:
+    def _set_concurrency(self, max_concurrent: int) -> None:
         """Set the number of images that are generated concurrently."""
-        self.at_once, self.lock.max_holders = at_once, compute_max_in_flight(at_once)
+        self.max_concurrent, self.lock.max_holders = max_concurrent, compute_max_in_flight(max_concurrent)
 
     def _remove_failing_tasks(self) -> None:
         """Run each derived pipeline once and remove those that fail.
