@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 Forward: TypeAlias = Callable[..., Any]
+# Called with the forward beneath it and the arguments; returns the output.
 Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""Called with the forward beneath it and the arguments; returns the output."""
+# The attribute of a module that holds its overrides.
 OVERRIDES_KEY = "_anyaccel_overrides"
-"""The attribute of a module that holds its overrides."""
 
 
 class Slot(IntEnum):

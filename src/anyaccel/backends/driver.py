@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Memory", "Recorder"]
 
+# Captures one run of a function; returns its result and a function that replays the graph into the same tensors.
 Record: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
-"""Captures one run of a function; returns its result and a function that replays the graph into the same tensors."""
+# torch caches pinned memory until the process exits, so large tensors such as videos are not pinned.
 _MAX_PINNED_BYTES = 64 * 2**20
-"""torch caches pinned memory until the process exits, so large tensors such as videos are not pinned."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ __all__ = ["measure_half_precision"]
 
 _SIZE = 256
 _ROUNDS = 3
+# A dtype that takes longer than this for one round is not repeated: it is far too slow.
 _TIMEOUT_S = 0.25
-"""A dtype that takes longer than this for one round is not repeated: it is far too slow."""
 
 
 @functools.cache

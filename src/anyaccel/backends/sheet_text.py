@@ -59,8 +59,8 @@ _SECTIONS = {
 }
 
 _OBSERVED = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
+# Fields with names that users type, so underscores are kept.
 _IDENTIFIER_FIELDS = ("dtypes", "variables", "operations", "quirks")
-"""Fields with names that users type, so underscores are kept."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from anyaccel.processes.json_line_worker import JsonLineWorker
 __all__ = ["liken_files", "run_bench", "run_together"]
 
 Tell = Callable[[str], None]
+# Pictures before any is measured: the first compiles, the next are recorded.
 _WARM = 3
-"""Pictures before any is measured: the first compiles, the next are recorded."""
 
 
 class _Variant:

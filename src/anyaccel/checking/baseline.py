@@ -13,8 +13,8 @@ from anyaccel.errors import UsageError
 
 __all__ = ["drop_known_failures", "read_baseline"]
 
+# Device, limit, file name and source text. There is no line number, so a line may move.
 FindingKey = tuple[str, str, str, str]
-"""Device, limit, file name and source text. There is no line number, so a line may move."""
 
 
 def read_baseline(path: str) -> Counter[FindingKey]:

@@ -14,8 +14,8 @@ from anyaccel.forward_overrides import Slot, remove_override, set_override
 
 __all__ = ["Comparison", "RecordedCall", "comparing", "find_tensors", "recording"]
 
+# Methods besides `forward` that pipelines call on their models.
 _METHODS = ("encode", "decode")
-"""Methods besides `forward` that pipelines call on their models."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from anyaccel.runtime.pipeline import place
 
 __all__ = ["ComponentResult", "HardwareReport", "check_on_hardware", "describe_hardware_report"]
 
+# Allowed relative error (of the norm) of a model's output against the CPU in float32, by dtype on the device.
 _TOLERANCES = {"float64": 1e-3, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""Allowed relative error (of the norm) of a model's output against the CPU in float32, by dtype on the device."""
 _DEFAULT_TOLERANCE = 1e-1
 
 

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerator"]
 
+# Fixture name through which a marked test is parametrized.
 _NAME = "_accelerator_name"
-"""Fixture name through which a marked test is parametrized."""
 _MARKER = "accelerator"
 _ACTIVE = pytest.StashKey[Any]()
+# Ledger of the whole run; the ledger of the accelerator is cleared before each test.
 _TOTAL = pytest.StashKey["Ledger"]()
-"""Ledger of the whole run; the ledger of the accelerator is cleared before each test."""
 _STACK = pytest.StashKey[ExitStack]()
 _SECOND = pytest.StashKey["_SecondPytest"]()
 _TIMEOUT_S = 3600.0
+# Characters of the output of a dead process to show.
 _MAX_OUTPUT = 4000
-"""Characters of the output of a dead process to show."""
 
 
 @dataclass(frozen=True)

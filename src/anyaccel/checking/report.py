@@ -11,15 +11,12 @@ from anyaccel.checking.report_text import describe_report
 
 __all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "State", "Violation"]
 
+# State of a pipeline on a device. `works`: correct image. `waits`: correct, but the CPU waits for the device at every
+# step. `wrong`: another image, without an error. `stops`: an error.
 State: TypeAlias = Literal["works", "waits", "wrong", "stops"]
-"""State of a pipeline on a device.
 
-`works`: correct image. `waits`: correct, but the CPU waits for the device at every step. `wrong`: another image,
-without an error. `stops`: an error.
-"""
-
+# Allowed difference of a float32 image (values from 0 to 1) from the CPU's.
 TOLERANCE = 1e-3
-"""Allowed difference of a float32 image (values from 0 to 1) from the CPU's."""
 
 
 @dataclass(frozen=True, kw_only=True)

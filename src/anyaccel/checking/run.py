@@ -44,8 +44,8 @@ class CheckMode:
     compiled: bool = False
 
 
+# Callback with the report of each finished device.
 OnReport = Callable[[DeviceReport], None]
-"""Callback with the report of each finished device."""
 
 
 def run_on_devices(

@@ -21,8 +21,8 @@ from anyaccel.recipes import Recipe, recipes
 __all__ = ["CheckTarget", "read_target"]
 
 _STEPS = 2
+# Outputs to request from a modular pipeline; the first one that it has is used.
 _OUTPUTS = ("images", "videos", "audio", "latents")
-"""Outputs to request from a modular pipeline; the first one that it has is used."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_models"]
 
+# The stock variants to measure for each value of `--against`.
 _BASELINES = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
-"""The stock variants to measure for each value of `--against`."""
 
 Models = Annotated[
     list[str] | None,

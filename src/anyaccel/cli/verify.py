@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["VerifyOptions", "verify_device"]
 
 _COLORS = {"agrees": "green", "contradicts": "red", "new": "cyan", "not tried": "dim"}
+# With more pipelines than this, only failing ones are listed.
 _MAX_PIPELINE_LINES = 12
-"""With more pipelines than this, only failing ones are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ __all__ = ["BACKGROUNDS", "Judge", "Verdict", "load_judge"]
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
+# RGB values of the background colors, by name.
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
     "black": (16, 16, 16),
@@ -44,7 +45,6 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "pink": (250, 170, 200),
     "brown": (115, 72, 42),
 }
-"""RGB values of the background colors, by name."""
 
 _FOLDER = Path(__file__).parent
 _TILE = 48  # pixels of a glyph in glyphs.webp

@@ -33,12 +33,12 @@ from anyaccel.upstream.torch_internals import (
 
 __all__ = ["register_device"]
 
+# Name of the `PrivateUse1` device type before a package renames it.
 _UNCLAIMED = "privateuseone"
-"""Name of the `PrivateUse1` device type before a package renames it."""
+# Operations with device-specific code before dispatch: attention selects a kernel, group_norm a layout.
 _DEVICE_SPECIFIC = ("scaled_dot_product_attention", "group_norm")
-"""Operations with device-specific code before dispatch: attention selects a kernel, group_norm a layout."""
+# Objects that C++ uses without a reference; they must live as long as the process.
 _KEEP_ALIVE: list[object] = []
-"""Objects that C++ uses without a reference; they must live as long as the process."""
 
 
 def register_device(name: str, module: ModuleType, undecomposed: Iterable[str] = ()) -> None:
@@ -81,12 +81,12 @@ def _register_undecomposed(key: str, names: set[str]) -> torch.library.Library:
     return library
 
 
+# Operations that autocast runs in lower precision on other devices.
 _LOW_PRECISION = (
     "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "matmul.default", "linear.default",
     "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose1d.default", "conv_transpose2d.input",
     "conv_transpose3d.input", "scaled_dot_product_attention.default",
 )  # fmt: skip
-"""Operations that autocast runs in lower precision on other devices."""
 
 
 def _register_autocast(key: str) -> list[torch.library.Library]:

@@ -46,8 +46,9 @@ from anyaccel.tracing.pipeline_trace import PipelineTrace
 
 __all__ = ["explain"]
 
+# Denoising steps of the traced call.
 _STEPS = 2
-"""Denoising steps of the traced call."""
+# Arguments of a recipe that the pipeline's own defaults replace, because a recipe sets them for speed.
 _LEFT_TO_DEFAULTS = (
     "generator",
     "num_inference_steps",
@@ -56,7 +57,6 @@ _LEFT_TO_DEFAULTS = (
     "output_type",
     "callback",
 )
-"""Arguments of a recipe that the pipeline's own defaults replace, because a recipe sets them for speed."""
 
 
 def explain(

@@ -8,10 +8,10 @@ __all__ = ["find_largest_size"]
 
 Size = tuple[int, int]
 _STEP = 128
+# Upper end of the search; few models generate larger images.
 _MAX_STEPS = 4096 // _STEP
-"""Upper end of the search; few models generate larger images."""
+# Relative error of a prediction above which the next size comes from bisection.
 _GUESS_TOLERANCE = 0.1
-"""Relative error of a prediction above which the next size comes from bisection."""
 
 
 def find_largest_size(need: Callable[[Size], int | None], requested: Size, capacity_bytes: int) -> Size | None:

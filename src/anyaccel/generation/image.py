@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
 
+# Packages with versions that can change an image.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
-"""Packages with versions that can change an image."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["UNCHANGED_ATTENTION", "AttentionRule", "choose_attention"]
 
+# Safety factor below a size limit: reports give the size at which corruption starts only roughly.
 MARGIN = 2
-"""Safety factor below a size limit: reports give the size at which corruption starts only roughly."""
 
 
 @dataclass(frozen=True)

@@ -78,5 +78,5 @@ class Footprint:
         return next(model for model in self.models if model.name == name)
 
 
+# Returns the footprint of a call with these savings and this many images.
 Measure: TypeAlias = Callable[[MemorySavings, int], Footprint]
-"""Returns the footprint of a call with these savings and this many images."""

@@ -14,14 +14,14 @@ from anyaccel.backends.sheet import MemoryTerms, Sheet
 
 __all__ = ["Workspace", "read_workspace"]
 
+# Bytes for timesteps, scales and other short-lived scalars.
 _SCALARS_BYTES = 8192
-"""Bytes for timesteps, scales and other short-lived scalars."""
+# Half-precision convolution kernels pad channels to a multiple of this.
 _CHANNELS = 8
-"""Half-precision convolution kernels pad channels to a multiple of this."""
+# Fused attention accumulates heads wider than this in an extra float32 buffer.
 _WIDEST_HEAD = 256
-"""Fused attention accumulates heads wider than this in an extra float32 buffer."""
+# Bytes. A tensor of at least the first size gets its own segments; a remainder up to the second size is not reused.
 _LARGE, _REMAINDER = 10 * 2**20, 2**20
-"""Bytes. A tensor of at least the first size gets its own segments; a remainder up to the second size is not reused."""
 
 Shape = tuple[int, ...]
 

@@ -30,8 +30,8 @@ __all__ = [
     "predict",
 ]
 
+# Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer.
 Residence: TypeAlias = Literal["resident", "phase", "component", "layer"]
-"""Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer."""
 
 _RESIDENCE_TEXT = {
     "resident": "everything resident",
@@ -40,11 +40,11 @@ _RESIDENCE_TEXT = {
     "layer": "one layer at a time",
 }
 PLAIN = MemorySavings()
+# Larger batches are extrapolated from a batch of this size.
 _SAMPLE = 4
-"""Larger batches are extrapolated from a batch of this size."""
 _MOST_IMAGES = 4096
+# If a call needs this many times the capacity, the smallest rule is tried next to skip the ones between.
 _FAR_TOO_LARGE = 8
-"""If a call needs this many times the capacity, the smallest rule is tried next to skip the ones between."""
 
 
 @dataclass(frozen=True)

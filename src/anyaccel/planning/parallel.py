@@ -22,12 +22,13 @@ __all__ = [
     "count_rank_parameters",
 ]
 
+# What is split: the sequence, the weights, or the two branches of classifier-free guidance.
 SplitStrategy: TypeAlias = Literal["context", "tensor", "cfg"]
-"""What is split: the sequence, the weights, or the two branches of classifier-free guidance."""
 
 _CFG_RANKS = 2
 _PLAN_NAMES: dict[SplitStrategy, str] = {"context": "context-parallel", "tensor": "tensor-parallel", "cfg": "guidance"}
 _HEAD_MASKS = "its attention masks have a row per head, which diffusers 0.42 does not split"
+# Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail.
 _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     ("context", "LTXVideoTransformer3DModel"): _HEAD_MASKS,
     ("context", "LTX2VideoTransformer3DModel"): _HEAD_MASKS,
@@ -37,11 +38,10 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
         "Flux2KleinKVPipeline",
     ): "its model appends reference tokens internally, which diffusers 0.42 does not split",
 }
-"""Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail."""
+# The reason for decisions that are turned off with several ranks.
 RANKS_MUST_AGREE = (
     "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
 )
-"""The reason for decisions that are turned off with several ranks."""
 
 
 @dataclass(frozen=True)

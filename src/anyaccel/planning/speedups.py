@@ -24,15 +24,14 @@ __all__ = [
     "is_worth_compiling",
 ]
 
+# What is compiled: the repeated blocks (one compilation per kind), or the whole model as one graph.
 Region: TypeAlias = Literal["blocks", "whole"]
-"""What is compiled: the repeated blocks (one compilation per kind), or the whole model as one graph."""
 FUSIONS = ("group_norm",)
+# Compile time: fixed seconds, seconds per block of a whole model, and the block count assumed for other models.
+# Fitted to 36 s for 25 blocks, 38 s for 28, 95 s for 57, and 23 s for one block of each kind, with 16 CPU cores.
 _START_S, _BLOCK_S, _PLAIN_BLOCKS = 15.0, 1.4, 40
-"""Compile time: fixed seconds, seconds per block of a whole model, and the block count assumed for other models.
-
-Fitted to 36 s for 25 blocks, 38 s for 28, 95 s for 57, and 23 s for one block of each kind, with 16 CPU cores."""
+# From this many images on, the few percent that a whole graph gains over blocks repay one or two minutes.
 _MANY_IMAGES = 2000
-"""From this many images on, the few percent that a whole graph gains over blocks repay one or two minutes."""
 
 
 @dataclass(frozen=True)

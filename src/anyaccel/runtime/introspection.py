@@ -15,10 +15,10 @@ from anyaccel.upstream.torch_internals import unwrap_compiled
 
 __all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_facts"]
 
+# Names of timestep arguments: a model that has one runs at every denoising step.
 _TIMESTEP_ARGUMENTS = {"timestep", "timesteps", "timestep_ratio", "t", "r"}
-"""Names of timestep arguments: a model that has one runs at every denoising step."""
+# Component names of denoisers that have no timestep argument.
 _DENOISERS = ("unet", "transformer")
-"""Component names of denoisers that have no timestep argument."""
 
 
 def plain_class(pipe: Any) -> type:

@@ -46,12 +46,12 @@ __all__ = [
     "place",
 ]
 
+# Methods of diffusers pipelines that read or change weights, so offloaded weights are restored first.
 _WEIGHT_METHODS = (
     "save_pretrained",
     *(f"{verb}_{what}" for verb in ("load", "unload") for what in ("lora_weights", "ip_adapter", "textual_inversion")),
     *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
 )
-"""Methods of diffusers pipelines that read or change weights, so offloaded weights are restored first."""
 
 
 class Portable(VendorAliases):

@@ -23,8 +23,8 @@ __all__ = [
 
 CACHE_VARIABLE = "ANYACCEL_CACHE"
 _LOG = logging.getLogger("anyaccel")
+# Cache directories with a logged warning.
 _WARNED: set[Path] = set()
-"""Cache directories with a logged warning."""
 
 
 def find_cache_folder() -> Path:

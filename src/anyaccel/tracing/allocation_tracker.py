@@ -169,8 +169,8 @@ class _AttentionMode(TorchFunctionMode):
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+# Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow.
 _RESULTS: dict[Any, _Layout] = {}
-"""Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow."""
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
@@ -267,6 +267,7 @@ def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
 _ATEN = torch.ops.aten
 _IMAGE_ELEMENTS = 2**20
 _POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
+# Operations that read values, or that meta kernels handle badly.
 _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: _return_one,
     _ATEN._to_copy.default: _copy,
@@ -275,4 +276,3 @@ _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     _ATEN.nonzero.default: _return_one_position,
     _ATEN.equal.default: lambda left, right: True,
 }
-"""Operations that read values, or that meta kernels handle badly."""

@@ -19,8 +19,8 @@ from anyaccel.upstream.torch_internals import read_parameter_table
 
 __all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
 
+# Parameters from which a torch hook computes the weight before the forward that streaming wraps.
 _COMPUTED = {"weight_g", "weight_orig"}
-"""Parameters from which a torch hook computes the weight before the forward that streaming wraps."""
 _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 

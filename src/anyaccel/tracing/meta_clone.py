@@ -16,8 +16,8 @@ from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE
 
 __all__ = ["clone_pipeline"]
 
+# Attributes that offloading and `anyaccel.place` add to a model.
 _ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
-"""Attributes that offloading and `anyaccel.place` add to a model."""
 
 
 def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:

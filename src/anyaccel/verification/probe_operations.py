@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_operations", "probe_quirk", "probe_size"]
 
+# Absolute tolerance for short sums of values near 1, in half precision or better.
 _TOLERANCE = 2e-2
-"""Absolute tolerance for short sums of values near 1, in half precision or better."""
 
 
 def probe_operations(context: ProbeContext, name: str, limit: OperationLimit) -> Observation:

@@ -12,12 +12,12 @@ from anyaccel.verification.context import describe_error
 
 __all__ = ["CONDITIONS", "FEW", "TOLERANCE", "configure_process", "probe_pipeline"]
 
+# Default recipes: one for each of the most common kinds of denoiser.
 FEW = ("stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3", "flux", "flux-2-klein", "pixart-alpha")
-"""Default recipes: one for each of the most common kinds of denoiser."""
+# Allowed difference in float32, relative to the largest value of the image (at least 1).
 TOLERANCE = 1e-3
-"""Allowed difference in float32, relative to the largest value of the image (at least 1)."""
+# Relative change of the weights in `measure_sensitivity`.
 _PERTURBATION = 1e-6
-"""Relative change of the weights in `measure_sensitivity`."""
 _TRIALS = 4
 _SENSITIVITY_FACTOR = 10
 CONDITIONS = (

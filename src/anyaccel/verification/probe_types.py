@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_type"]
 
+# Absolute tolerance by dtype, for matrix products and softmaxes with results near 1.
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
-"""Absolute tolerance by dtype, for matrix products and softmaxes with results near 1."""
+# Ratio to the time of the replacement dtype from which a dtype counts as slow.
 _SLOW_RATIO = 1.2
-"""Ratio to the time of the replacement dtype from which a dtype counts as slow."""
 _RUNS = 100
+# Time after which no further run starts.
 _MAX_SECONDS = 0.5
-"""Time after which no further run starts."""
 
 
 def probe_type(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 __all__ = ["find_claims", "judge", "probe"]
 
 _BATCH_TOLERANCE = 1e-3
+# Absolute tolerance for short sums of values near 1, in float32.
 _TOLERANCE = 1e-4
-"""Absolute tolerance for short sums of values near 1, in float32."""
+# Ratio to the time of a read on the CPU from which a read counts as slow.
 _SLOW_READ = 3.0
-"""Ratio to the time of a read on the CPU from which a read counts as slow."""
+# Extra time of a first run from which it counts as compiled.
 _SLOW_SHAPE_MS = 10.0
-"""Extra time of a first run from which it counts as compiled."""
+# Allowed relative difference of the reported memory from the product's label.
 _MEMORY_TOLERANCE = 0.1
-"""Allowed relative difference of the reported memory from the product's label."""
+# Sections of a sheet that virtual devices enforce.
 _ENFORCED = ("dtypes", "random_numbers", "data_dependent_shapes", "host_round_trip", "largest_tensor", "operations")
-"""Sections of a sheet that virtual devices enforce."""
 # Messages of TorchInductor and Triton when their toolchain is missing.
 _NO_TOOLS = re.compile(r"C(\+\+)? compiler|TritonMissing|No module named|Python\.h", re.IGNORECASE)
 

@@ -9,6 +9,7 @@ from anyaccel.checking.report import State
 
 __all__ = ["make_badge"]
 
+# Background by state. White text has a contrast of at least 4.5:1 on each (WCAG AA).
 _COLORS: dict[State | None, str] = {
     "works": "#00735f",
     "waits": "#8f5a00",
@@ -16,7 +17,6 @@ _COLORS: dict[State | None, str] = {
     "stops": "#b23c0b",
     None: "#5a646c",
 }
-"""Background by state. White text has a contrast of at least 4.5:1 on each (WCAG AA)."""
 
 _LABEL_COLOR = "#2f363b"
 _HEIGHT = 20

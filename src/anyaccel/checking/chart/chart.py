@@ -19,8 +19,8 @@ __all__ = ["Attempt", "Chart", "ChartCell", "ChartRow", "CodeLine", "LimitFindin
 
 _PACKAGES = Path(__file__).parents[3]
 _PLAIN, _PLACED = CheckMode(placed=False), CheckMode(placed=True)
+# Pipelines per process. A smaller group starts more processes; a larger one repeats more work after a crash.
 _LARGEST_GROUP = 12
-"""Pipelines per process. A smaller group starts more processes; a larger one repeats more work after a crash."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Chart:
         return sum(getattr(line.cell(device), mode).state == state for line in self.lines)
 
 
+# Callback with the number of finished cells, the number of all cells, and the family that was finished last.
 OnChartProgress = Callable[[int, int, str], None]
-"""Callback with the number of finished cells, the number of all cells, and the family that was finished last."""
 
 
 def find_families(names: Sequence[str], all_recipes: Iterable[Recipe]) -> list[Recipe]:

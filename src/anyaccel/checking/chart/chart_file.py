@@ -17,8 +17,8 @@ from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["as_document", "read_chart", "write_chart"]
 
+# Version of the file format, raised when older files cannot be read any more.
 _FORMAT = 1
-"""Version of the file format, raised when older files cannot be read any more."""
 
 
 def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dict[str, Any]:

@@ -7,6 +7,7 @@ __all__ = ["REASONS", "find_reason"]
 # `if device.type == "mps"` selects the interpolation mode, so the CPU and MPS run different code.
 _OTHER_UPSCALING = "diffusers selects another interpolation mode on MPS (pipeline_unclip.py)"
 
+# Reason by recipe name.
 REASONS: dict[str, str] = {
     "attend-and-excite": "computes gradients while denoising; virtual devices have no gradients through attention",
     "semantic-guidance": "copies its guidance estimates to CPU tensors at every step, as part of its API",
@@ -14,7 +15,6 @@ REASONS: dict[str, str] = {
     "unclip": _OTHER_UPSCALING,
     "unclip-image-variation": _OTHER_UPSCALING,
 }
-"""Reason by recipe name."""
 
 
 def find_reason(recipe: str) -> str:

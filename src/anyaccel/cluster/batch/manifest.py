@@ -24,8 +24,8 @@ from anyaccel.storage.file_lock import lock_file
 __all__ = ["OutputFolder"]
 
 _RUN, _MANIFEST, _LOCK, _IMAGES = "run.json", "manifest.jsonl", ".lock", "images"
+# Name of the image folder in version 0.1.
 _V0_1_IMAGES = "pictures"
-"""Name of the image folder in version 0.1."""
 _FORMAT = 1
 _FREE_SPACE = "free disk space and run the same command again; finished images are reused"
 

@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
+# Consecutive failed health checks after which Ray Serve replaces a replica.
 _HEALTH_MISSES = 3
-"""Consecutive failed health checks after which Ray Serve replaces a replica."""
+# Time for a stopping replica to finish its images; another replica repeats the unfinished ones.
 _DRAIN_S = 20.0
-"""Time for a stopping replica to finish its images; another replica repeats the unfinished ones."""
 _UPSCALE_S, _DOWNSCALE_S = 5.0, 120.0
+# Autoscaling target: ongoing images per replica, as a fraction of its maximum.
 _TARGET_UTILIZATION = 0.75
-"""Autoscaling target: ongoing images per replica, as a fraction of its maximum."""
 _ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 

@@ -26,8 +26,8 @@ from anyaccel.server.worker.worker import Worker, make_load_failed
 
 __all__ = ["Replica"]
 
+# How long a replica that failed to load reports its error before Serve replaces it.
 _FAILURE_VISIBLE_S = 20.0
-"""How long a replica that failed to load reports its error before Serve replaces it."""
 
 
 class Replica:

@@ -36,10 +36,10 @@ __all__ = ["ReplicaPool"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
+# Time without an answer after which the cluster counts as lost.
 _CLUSTER_TIMEOUT_S = 60.0
-"""Time without an answer after which the cluster counts as lost."""
+# Replica deaths while an image was running before the image fails: it may be the cause.
 _MAX_DEATHS = 5
-"""Replica deaths while an image was running before the image fails: it may be the cause."""
 
 
 @dataclass

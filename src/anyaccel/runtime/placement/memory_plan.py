@@ -47,15 +47,15 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 # Generous upper bounds: a call below them is not traced.
+# Upper bound of activation bytes per pixel in half precision: six times what decoding needs.
 _MAX_BYTES_PER_PIXEL = 16 * 2**10
-"""Upper bound of activation bytes per pixel in half precision: six times what decoding needs."""
 _DEFAULT_SIDE = 1024
+# A model with weights below 1/4096 of the memory cannot fill it with one image.
 _TINY_FRACTION = 4096
-"""A model with weights below 1/4096 of the memory cannot fill it with one image."""
 _DEFAULT_FRAMES = 96
 _HEADS, _PIXELS_PER_TOKEN = 24, 64
+# Arguments that do not affect shapes. A trace must not use them: it would advance generators and call user code.
 _SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
-"""Arguments that do not affect shapes. A trace must not use them: it would advance generators and call user code."""
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ __all__ = [
     "set_residence",
 ]
 
+# Key of the `_PhaseOffloader` in the pipeline's `__dict__`.
 _OFFLOADER = "_anyaccel_offloader"
-"""Key of the `_PhaseOffloader` in the pipeline's `__dict__`."""
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:

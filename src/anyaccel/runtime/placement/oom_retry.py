@@ -47,8 +47,8 @@ __all__ = ["apply_rule", "clear_traceback_frames", "free_memory", "move_weights"
 
 _LOG = logging.getLogger(__name__)
 
+# Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks.
 Run = Callable[[CallRequest, int, int], Any]
-"""Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks."""
 
 
 def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:

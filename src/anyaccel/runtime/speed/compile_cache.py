@@ -44,13 +44,13 @@ _MAGIC = b"anyaccel compile cache 1\n"
 _MEMBER = re.compile(r"[0-9a-f]{32}\.compiled")
 _MAX_IMPORT_BYTES = 4 * 2**30
 # Headers come from imported files too. Larger values would overflow when they are formatted as dates.
+# Seconds since 1970 at the start of the year 9999.
 _MAX_CREATED = 253_370_764_800
-"""Seconds since 1970 at the start of the year 9999."""
 _MAX_TOOK_S = 10**9
 _DAY_S = 86400
 _OLD_NAME = re.compile(r"[0-9a-f]{32}|\.making-.*")
+# The files in an entry of version 0.1, which was a directory. Such entries are pruned, never loaded.
 _OLD_FILES = ("entry.json", "payload.bin")
-"""The files in an entry of version 0.1, which was a directory. Such entries are pruned, never loaded."""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ __all__ = ["GraphCapture"]
 _LOG = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
+# Shapes captured per module. Each holds its own buffers; a pipeline with many shapes runs the others eagerly.
 _MAX_SHAPES = 8
-"""Shapes captured per module. Each holds its own buffers; a pipeline with many shapes runs the others eagerly."""
 _PLAIN_TYPES = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 

@@ -40,9 +40,10 @@ __all__ = [
     "preserve_function_modes",
 ]
 
+# Runs instead of a torch function: gets the function and its arguments.
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs instead of a torch function: gets the function and its arguments."""
 
+# Functions that accept CPU and device tensors together, or take only one tensor.
 _MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.copy_,
     torch.Tensor.set_,
@@ -57,14 +58,13 @@ _MIXED_DEVICE_FUNCTIONS = {
     torch.is_tensor,
     torch.is_floating_point,
 }
-"""Functions that accept CPU and device tensors together, or take only one tensor."""
 # `tensor.shape` and `tensor.data = other` reach a function mode too. A setter must get the tensor it was called with,
 # on any device: moving it would assign a copy.
 _ATTRIBUTE_ACCESS = ("__get__", "__set__")
 _MAX_SCHEDULE_STEPS = 4096
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
+# Functions with handlers that move arguments themselves.
 _HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__}
-"""Functions with handlers that move arguments themselves."""
 
 
 class PipelineFunctionMode(TorchFunctionMode):

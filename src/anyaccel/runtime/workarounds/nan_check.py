@@ -22,8 +22,8 @@ __all__ = [
     "warn_safety_checker",
 ]
 
+# Records an event after the last enqueued work; returns a function that waits for it.
 RecordEvent = Callable[[], Callable[[], None]]
-"""Records an event after the last enqueued work; returns a function that waits for it."""
 _ACTIVE = threading.local()  # concurrent calls share models, so outputs are recorded per thread
 _LOG = logging.getLogger("anyaccel")
 

@@ -29,8 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 _Forward = Callable[..., Any]
 _MIN_WAIT_S, _MAX_WAIT_S, _SLOT_TIMEOUT_S = 0.005, 0.5, 0.005
+# Runs per prepared batch size: the first one compiles and the third one is captured as a graph.
 _WARM_UP_RUNS = 4
-"""Runs per prepared batch size: the first one compiles and the third one is captured as a graph."""
 
 
 @dataclass(eq=False)

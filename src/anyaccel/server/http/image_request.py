@@ -21,8 +21,8 @@ from anyaccel.server.worker.messages import ModelFacts
 __all__ = ["EditRequest", "ImageRequest", "check_image", "describe_form", "make_job_spec"]
 
 _SEED_BITS = 32
+# Default of Stable Diffusion's image-to-image pipeline.
 _DEFAULT_STRENGTH = 0.8
-"""Default of Stable Diffusion's image-to-image pipeline."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 

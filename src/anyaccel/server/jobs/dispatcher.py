@@ -38,8 +38,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.1
 _CLEAN_UP_S = 30.0
 _MAX_RESTART_DELAY_S = 30.0
+# Consecutive starts without a ready worker after which the service gives up.
 _MAX_FAILED_STARTS = 3
-"""Consecutive starts without a ready worker after which the service gives up."""
 _DEADLINE_ERROR = ("deadline_exceeded", "the deadline passed before the images were finished", 504)
 
 

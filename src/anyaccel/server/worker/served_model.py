@@ -37,11 +37,11 @@ from anyaccel.server.worker.messages import ModelFacts
 __all__ = ["ServedModel", "UnsafeContentError"]
 
 _LOG = logging.getLogger(__name__)
+# Expected number of images, from which the plan decides whether compiling pays off.
 _EXPECTED_IMAGES = 1000
-"""Expected number of images, from which the plan decides whether compiling pays off."""
 _PROMPTS = ("a red apple", "a green tree by a lake")
+# Steps of a warm-up image: graph capture starts only after a few steps.
 _WARM_UP_STEPS = 4
-"""Steps of a warm-up image: graph capture starts only after a few steps."""
 
 
 class UnsafeContentError(Exception):
