@@ -5,15 +5,17 @@
 
 A marker is an HTML comment on the line before a fence:
 
-    <!-- output -->          before ```console: run each line that starts with `$ anyaccel`, and write what it prints
+    <!-- output -->          before ```console: run each line that starts with `$ anyaccel` or `$ python FILE`, and write
+                             what it prints to stdout
     <!-- output -->          before ```text: write what the ```python block above prints
     <!-- output: only a b -->  the same, but keep only the lines that start with the word `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
     <!-- output: first 3 -->   the same, but keep only the first three lines
+    <!-- output: stderr -->    the same, but write what the command prints to stderr
     <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
     <!-- run: 512 as 64 -->  the same, with one number replaced: a tiny model needs a tiny image
     <!-- not run -->         before ```python: do not run it
-    <!-- file: NAME.py -->   before ```python: save it under that name, for the commands and blocks that follow
+    <!-- file: NAME -->      before any block: save it under that name, for the commands and blocks of the page
     <!-- virtual: NAME -->   anywhere on a page: run its ```python blocks with this virtual device
 
 The blocks of a page share one process, one set of variables and one temporary folder. A hub id in `MODELS` is a folder
@@ -25,6 +27,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import runpy
 import shlex
 import sys
 import tempfile
@@ -116,7 +119,13 @@ class Block:
     @property
     def prefixes(self) -> tuple[str, ...]:
         """The beginnings of the lines to keep, or `first` and a number; empty for all lines."""
-        return tuple(self.marker.removeprefix("output").lstrip(": ").removeprefix("only").split())
+        words = self.marker.removeprefix("output").lstrip(": ").removeprefix("stderr").lstrip()
+        return tuple(words.removeprefix("only").split())
+
+    @property
+    def shows_stderr(self) -> bool:
+        """Whether the block shows stderr instead of stdout."""
+        return self.marker.startswith("output: stderr")
 
 
 def list_pages() -> list[Path]:
@@ -150,6 +159,7 @@ def run_page(page: Path) -> str:
         printed = _run_python(page, blocks, Path(folder) / "python")
         console = Path(folder) / "console"
         _save_files(blocks, console)
+        _save_models("".join(block.text for block in blocks if block.marker.startswith("file:")), console)
         environment = _environment(Path(folder))
         new: list[tuple[Block, str]] = []
         for number, block in enumerate(blocks):
@@ -177,13 +187,27 @@ def _save_files(blocks: list[Block], folder: Path) -> None:
             (folder / block.marker.removeprefix("file:").strip()).write_text(block.text)
 
 
+def _save_models(code: str, folder: Path) -> None:
+    """Write the tiny models that the code names, in a fork: torch's thread pools do not survive a later fork."""
+
+    def work() -> None:
+        for name, save in MODELS.items():
+            if f'"{name}"' in code:
+                save(folder / name)
+
+    if any(f'"{name}"' in code for name in MODELS):
+        done = run_in_fork(work, ["models"], _environment(folder.parent), _LIMIT_S)
+        if done.returncode:
+            raise SystemExit(f"the tiny models cannot be written\n{done.stderr}")
+
+
 def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]:
     """Run the Python blocks of a page, and return what each prints, by its position."""
     chosen = [number for number, block in enumerate(blocks) if _runs(page, block)]
     if not chosen:
         return {}
     _save_files(blocks, folder)
-    code = "\n".join(blocks[number].text for number in chosen)
+    _save_models("\n".join(blocks[number].text for number in chosen), folder)
     virtual = _VIRTUAL.search(page.read_text())
 
     def work() -> None:
@@ -191,9 +215,6 @@ def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]
 
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        for name, save in MODELS.items():
-            if f'"{name}"' in code:
-                save(folder / name)
         variables: dict[str, object] = {"__name__": "__main__"}
         with activate(virtual[1]) if virtual else nullcontext():
             for number in chosen:
@@ -212,20 +233,29 @@ def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> It
     """Run each command of a console block, and give its line and its output."""
     from anyaccel.cli.main import main
 
-    def work() -> None:
+    def run_anyaccel() -> None:
         os.chdir(folder)
         sys.path.insert(0, "")
         main()
+
+    def run_script() -> None:
+        os.chdir(folder)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
     for line in block.text.splitlines():
         if not line.startswith("$ "):
             continue
         program, *arguments = shlex.split(line.removeprefix("$ "), comments=True)
-        if program != "anyaccel":
-            raise SystemExit(f"only anyaccel can be run, not {line!r}")
-        done = run_in_fork(work, ["anyaccel", *arguments], environment, _LIMIT_S)
-        # Progress and notes go to stderr: they are shown only where there is nothing else to show.
+        if program == "anyaccel":
+            done = run_in_fork(run_anyaccel, ["anyaccel", *arguments], environment, _LIMIT_S)
+        elif program == "python":
+            done = run_in_fork(run_script, arguments, environment, _LIMIT_S)
+        else:
+            raise SystemExit(f"only anyaccel and python can be run, not {line!r}")
+        # Progress goes to stderr: without the marker it is shown only if there is nothing else to show.
         output = done.stdout + (done.stderr if done.returncode and not done.stdout else "")
+        if block.shows_stderr:
+            output = done.stderr
         yield f"{line}\n{_select(_normalize(output, folder), block.prefixes)}"
 
 
@@ -261,7 +291,7 @@ def _normalize(text: str, folder: Path) -> str:
     """Replace what belongs to this machine, and trailing spaces."""
     import torch
 
-    text = text.replace(str(folder), ".").replace(torch.__version__, "2.13.0+cpu")
+    text = text.replace(f"{folder}/", "").replace(str(folder), ".").replace(torch.__version__, "2.13.0+cpu")
     text = text.replace(platform.python_version(), "3.12.4").replace(platform.machine(), "x86_64")
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
@@ -269,7 +299,10 @@ def _normalize(text: str, folder: Path) -> str:
 def import_libraries() -> None:
     """Import what the pages need once, before processes are forked for them."""
     import diffusers
+    import transformers
 
+    # Without torchvision, transformers warns about slower image processors.
+    transformers.logging.set_verbosity_error()
     for name in ("StableDiffusionPipeline", "AutoencoderKL", "UNet2DConditionModel"):
         getattr(diffusers, name)
 

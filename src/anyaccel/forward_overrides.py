@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 Forward: TypeAlias = Callable[..., Any]
+# Called with the forward beneath it and the arguments; returns the output.
 Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""Called with the forward beneath it and the arguments; returns the output."""
+# The attribute of a module that holds its overrides.
 OVERRIDES_KEY = "_anyaccel_overrides"
-"""The attribute of a module that holds its overrides."""
 
 
 class Slot(IntEnum):
@@ -59,7 +59,7 @@ class Slot(IntEnum):
     """Joins the calls of several requests into one batch."""
     CFG_SPLIT = 3
     """Splits the batch of classifier-free guidance over two ranks."""
-    STEP_REUSE = 4
+    STEP_SKIPPING = 4
     """Returns the output of an earlier step."""
     CAPTURE = 5
     """Captures and replays device graphs."""

@@ -30,15 +30,15 @@ __all__ = [
     "use_process_local_tqdm_lock",
 ]
 
+# Advice of diffusers 0.42 against casting modules, which `runtime/placement/place.py` follows.
 FLOAT32_ADVICE = ("diffusers.models.modeling_utils", "should be kept in float32")
-"""Advice of diffusers 0.42 against casting modules, which `runtime/placement/place.py` follows."""
+# Advice of diffusers 0.42 that the interface of `enable_parallelism` may change.
 EXPERIMENTAL_ADVICE = ("diffusers.models.modeling_utils", "experimental feature")
-"""Advice of diffusers 0.42 that the interface of `enable_parallelism` may change."""
 _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
+# Advice of diffusers 0.42 about pipelines without a safety checker.
 SAFETY_ADVICE = tuple((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint"))
-"""Advice of diffusers 0.42 about pipelines without a safety checker."""
+# Messages that commands drop. Other warnings of diffusers are shown, for example about truncated prompts.
 _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
-"""Messages that commands drop. Other warnings of diffusers are shown, for example about truncated prompts."""
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def test_contradicted_yes_is_shown_as_contradicted() -> None:
     sheet = merge(make_finding("dtypes.float32", "wrong", "contradicts"))
     assert isinstance(sheet.dtypes.float32, Yes)
     assert sheet.dtypes.float32.evidence == "documented"
-    rows = {row.matter: row for section in describe_sheet(sheet) for row in section.rows}
+    rows = {row.subject: row for section in describe_sheet(sheet) for row in section.rows}
     assert rows["float32"].says.endswith(" Contradicted on Trainium 2, torch 2.11.0, 2026-11-15: silently wrong.")
     assert rows["float32"].files == (FILE,)
 

@@ -24,7 +24,7 @@ from anyaccel.generation.generate import Result, generate
 from anyaccel.generation.image import generate_image
 from anyaccel.generation.image_format import read_metadata
 from anyaccel.generation.model_cache import load_model, release_model
-from anyaccel.generation.output_files import make_stem, read_destination, write_unique, write_whole
+from anyaccel.generation.output_files import make_stem, read_destination, write_output_file, write_unique
 from anyaccel.generation.request import make_request
 from anyaccel.progress import ProgressListener
 from anyaccel.recipes import recipes
@@ -358,7 +358,7 @@ def test_concurrent_writers_never_overwrite_each_other(tmp_path: Path) -> None:
 
     def write(content: bytes) -> None:
         try:
-            write_whole(tmp_path / "one.png", content)
+            write_output_file(tmp_path / "one.png", content)
         except FileExistsError:
             rejected.append(content)
         written.append(write_unique(tmp_path / "free.png", content))
@@ -380,9 +380,9 @@ def test_file_is_not_overwritten_without_hard_links(tmp_path: Path, monkeypatch:
         raise PermissionError(1, "Operation not permitted")  # as on FAT
 
     monkeypatch.setattr(os, "link", fail)
-    write_whole(tmp_path / "a.png", b"first")
+    write_output_file(tmp_path / "a.png", b"first")
     with pytest.raises(FileExistsError):
-        write_whole(tmp_path / "a.png", b"second")
+        write_output_file(tmp_path / "a.png", b"second")
     assert (tmp_path / "a.png").read_bytes() == b"first"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -394,7 +394,7 @@ def test_full_disk_leaves_no_file(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
     try:
         with pytest.raises(anyaccel.AnyaccelError, match=r"cannot write .*a\.png: File too large") as caught:
-            write_whole(tmp_path / "a.png", bytes(10_000), force=True)
+            write_output_file(tmp_path / "a.png", bytes(10_000), force=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)

@@ -99,7 +99,7 @@ class HangsAtFirstStart:
             raise EOFError
         return None
 
-    def has_room(self, busy: int, images: int) -> bool:
+    def has_capacity(self, busy: int, images: int) -> bool:
         return True
 
     def end(self) -> None:

@@ -9,10 +9,10 @@ import pytest
 from anyaccel.storage.cache_dir import (
     find_cache_folder,
     find_graphs_folder,
-    find_write_fault,
-    keep_fact,
+    find_write_error,
     read_fact,
-    tell_write_fault,
+    store_fact,
+    warn_not_cached,
 )
 
 
@@ -34,14 +34,14 @@ def test_environment_variable_overrides_the_user_cache_directory(
 def test_measurements_are_stored_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "cache"))
     assert read_fact("facts.json", "a") is None
-    keep_fact("facts.json", "a", 1.5)
-    keep_fact("facts.json", "b", [2])
+    store_fact("facts.json", "a", 1.5)
+    store_fact("facts.json", "b", [2])
     assert (read_fact("facts.json", "a"), read_fact("facts.json", "b")) == (1.5, [2])
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["facts.json"]
     for damaged in ("{", "[]"):
         (tmp_path / "cache" / "facts.json").write_text(damaged)
         assert read_fact("facts.json", "a") is None
-    keep_fact("facts.json", "a", 3)
+    store_fact("facts.json", "a", 3)
     assert json.loads((tmp_path / "cache" / "facts.json").read_text()) == {"a": 3}
 
 
@@ -50,12 +50,12 @@ def test_unwritable_directory_warns_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "file"))
-    keep_fact("facts.json", "a", 1)
+    store_fact("facts.json", "a", 1)
     assert read_fact("facts.json", "a") is None
-    assert find_write_fault(tmp_path / "new") == ""
+    assert find_write_error(tmp_path / "new") == ""
     assert (tmp_path / "new").is_dir()
-    assert str(tmp_path / "file") in find_write_fault(tmp_path / "file" / "below")
+    assert str(tmp_path / "file") in find_write_error(tmp_path / "file" / "below")
     with caplog.at_level(logging.WARNING, "anyaccel"):
-        tell_write_fault("the disk is full")
-        tell_write_fault("the disk is full")
+        warn_not_cached("the disk is full")
+        warn_not_cached("the disk is full")
     assert caplog.text.count("the disk is full") == 1

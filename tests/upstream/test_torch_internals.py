@@ -142,8 +142,8 @@ def test_allow_half_precision_attention() -> None:
 
 def test_dispatch_keys_and_device_types() -> None:
     assert internals.read_private_use_name() == "privateuseone"
-    assert int(internals.read_device_kind("PrivateUse1")) > int(internals.read_device_kind("XPU"))
-    assert internals.read_device_kind("NO_SUCH_DEVICE") is None
+    assert int(internals.read_device_type("PrivateUse1")) > int(internals.read_device_type("XPU"))
+    assert internals.read_device_type("NO_SUCH_DEVICE") is None
     assert internals.is_decomposed(torch.ops.aten.group_norm.default)
     assert not internals.is_decomposed(torch.ops.aten.add.Tensor)
     assert not internals.has_fallback("AutocastPrivateUse1")
@@ -154,18 +154,18 @@ def test_dispatch_keys_and_device_types() -> None:
 
 
 def test_guard_table_has_an_entry_for_the_cpu_only() -> None:
-    table = internals.find_guard_table(int(internals.read_device_kind("PrivateUse1")) + 1)
-    assert table[int(internals.read_device_kind("CPU"))] is not None
-    assert table[int(internals.read_device_kind("XPU"))] is None, "this torch was built for XPU"
+    table = internals.find_guard_table(int(internals.read_device_type("PrivateUse1")) + 1)
+    assert table[int(internals.read_device_type("CPU"))] is not None
+    assert table[int(internals.read_device_type("XPU"))] is None, "this torch was built for XPU"
 
 
 def register() -> tuple[str, bool, bool]:
     import types
 
-    device_type = internals.read_device_kind("XPU")
-    table = internals.find_guard_table(int(internals.read_device_kind("PrivateUse1")) + 1)
+    device_type = internals.read_device_type("XPU")
+    table = internals.find_guard_table(int(internals.read_device_type("PrivateUse1")) + 1)
     guard = internals.make_guard(device_type)
-    filled = guard is not None and table[int(internals.read_device_kind("PrivateUse1"))] is not None
+    filled = guard is not None and table[int(internals.read_device_type("PrivateUse1"))] is not None
     module = types.ModuleType("torch.upstream")
     internals.register_device_module("hpu", module)
     return str(guard.type_()), filled, torch.get_device_module("hpu") is module

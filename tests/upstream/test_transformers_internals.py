@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedModel, T5EncoderModel
 
-from anyaccel.upstream.transformers_internals import CAPTURE_MARK, is_transformers_model, read_float32_modules
+from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE, is_transformers_model, read_float32_modules
 
 
 def make_model() -> CLIPTextModel:
@@ -18,7 +18,7 @@ def make_model() -> CLIPTextModel:
 def test_capture_mark_is_set_on_models_with_hooks() -> None:
     model = make_model()
     model(torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)
-    marked = [module for module in model.modules() if CAPTURE_MARK in vars(module)]
+    marked = [module for module in model.modules() if OUTPUT_HOOKS_ATTRIBUTE in vars(module)]
     assert marked, (
         "transformers marks hooks in another attribute: copies of tracing/meta_clone.py would not register theirs"
     )

@@ -32,11 +32,11 @@ __all__ = [
     "read_version",
 ]
 
+# What a limit does: raise, return wrong results silently, narrow the dtype silently, cost time.
 Effect: TypeAlias = Literal["error", "wrong", "narrowed", "slow"]
-"""What a limit does: raise, return wrong results silently, narrow the dtype silently, cost time."""
 
+# How a claim is known: observed on the device, documented, or inferred from other facts.
 Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
-"""How a claim is known: observed on the device, documented, or inferred from other facts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,5 +191,5 @@ class Unknown:
     says: str
 
 
+# The answer to "does the device support it?".
 Answer: TypeAlias = Yes | Limit | Unknown
-"""The answer to "does the device support it?"."""

@@ -41,8 +41,8 @@ __all__ = [
 _DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
+# A larger device count is treated as a driver error.
 _MAX_DEVICES = 1024
-"""A larger device count is treated as a driver error."""
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 FORMAT = 1
+# The directory of the files in the repository.
 FOLDER = "src/anyaccel/backends/verified"
-"""The directory of the files in the repository."""
 _PACKAGED = Path(__file__).parent / "verified"
 _WRITE_AGAIN = "write a new one with anyaccel devices NAME --verify"
 
+# The result against the sheet; `new` if the sheet has no answer.
 Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
-"""The result against the sheet; `new` if the sheet has no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from anyaccel.errors import PluginError, UnknownDeviceError, nearest
 __all__ = ["GROUP", "Backend", "BrokenPlugin", "Registry", "load_registry"]
 
 GROUP = "anyaccel.backends"
+# The syntax of a device name.
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-"""The syntax of a device name."""
 BUILT_IN = "anyaccel"
 
 

@@ -59,15 +59,15 @@ _SECTIONS = {
 }
 
 _OBSERVED = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
+# Fields with names that users type, so underscores are kept.
 _IDENTIFIER_FIELDS = ("dtypes", "variables", "operations", "quirks")
-"""Fields with names that users type, so underscores are kept."""
 
 
 @dataclass(frozen=True)
 class SheetRow:
     """One claim as text."""
 
-    matter: str
+    subject: str
     verdict: str
     """`yes`, `error`, `narrowed → float32`, `not known`."""
     says: str
@@ -91,8 +91,8 @@ def describe_sheet(sheet: Sheet) -> list[SheetSection]:
     sections: dict[str, list[SheetRow]] = {}
     for name, claim in sheet.claims():
         field, _, entry = name.partition(".")
-        matter = entry if field in _IDENTIFIER_FIELDS else (entry or field).replace("_", " ")
-        sections.setdefault(_SECTIONS[field], []).append(_make_row(matter, claim))
+        subject = entry if field in _IDENTIFIER_FIELDS else (entry or field).replace("_", " ")
+        sections.setdefault(_SECTIONS[field], []).append(_make_row(subject, claim))
     return [SheetSection(title, tuple(rows)) for title, rows in sections.items()]
 
 
@@ -102,17 +102,17 @@ def sheet_as_json(sheet: Sheet) -> dict[str, Any]:
     return plain
 
 
-def _make_row(matter: str, claim: Claim | Unknown) -> SheetRow:
+def _make_row(subject: str, claim: Claim | Unknown) -> SheetRow:
     if isinstance(claim, Unknown):
-        return SheetRow(matter, "not known", claim.says, "", "")
+        return SheetRow(subject, "not known", claim.says, "", "")
     # Requirements have no names of their own, only indices.
     if isinstance(claim, Requirement):
-        matter = claim.requires
+        subject = claim.requires
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
     says = " ".join([says, *(_format_evidence(entry) for entry in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
     files = tuple(entry.file for entry in claim.seen_on)
-    return SheetRow(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
+    return SheetRow(subject, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
 
 
 def _format_evidence(entry: EvidenceEntry) -> str:

@@ -31,7 +31,7 @@ Workers = Annotated[
 RowsPerCall = Annotated[
     int | None,
     typer.Option(
-        "--rows-a-call",
+        "--rows-per-call",
         min=1,
         max=256,
         help="Maximum number of rows of the same shape per pipeline call. Default: chosen for the device.",
@@ -60,7 +60,7 @@ def generate_batch(
     from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_per_call)
+    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call)
     display = Display()
     display.start_phase("Starting")
     try:

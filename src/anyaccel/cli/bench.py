@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_models"]
 
+# The stock variants to measure for each value of `--against`.
 _BASELINES = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
-"""The stock variants to measure for each value of `--against`."""
 
 Models = Annotated[
     list[str] | None,
@@ -65,7 +65,7 @@ def bench_models(
     # torch and diffusers are imported after the options are checked, so mistakes are reported immediately.
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
-    from anyaccel.bench.text import describe_bench
+    from anyaccel.bench.text import format_bench
 
     width, height = parse_image_size(size) if size else (None, None)
     arguments: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
@@ -78,11 +78,13 @@ def bench_models(
         # One model at a time: concurrent processes would compete for the device and distort the timings.
         for case in cases:
             complete = replace(case, variants=(*_BASELINES[against], *ours))
-            rows.extend(run_together([complete], rounds=rounds, at_once=False, tell=display.start_phase))
+            rows.extend(
+                run_together([complete], rounds=rounds, concurrent_warmup=False, on_progress=display.start_phase)
+            )
     if as_json:
         print(json.dumps({"device": opened.driver.device_name(opened.index), "rows": rows}, indent=2))
     else:
-        print("\n".join(describe_bench(rows)))
+        print("\n".join(format_bench(rows)))
     if any("error" in row or "error" in row["variants"][name] for row in rows for name in ours):
         raise typer.Exit(1)
 

@@ -136,7 +136,7 @@ def _check_virtual(
 
     with cleanup_on_exit() as display:
         display.start_phase(f"Checking {target}")
-        report = check(target, names, **modes, told=show_progress, **call)
+        report = check(target, names, **modes, on_report=show_progress, **call)
     return report if known_failures is None else drop_known_failures(report, known_failures)
 
 
@@ -148,7 +148,7 @@ def _check_hardware(
         raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of the two")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
-    report = check_on_hardware(target, devices[0], dtype=dtype, say=Display().print_line, **call)
+    report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)
     print(report.to_json() if as_json else "\n".join(describe_hardware_report(report)))
     if not report.right:
         raise typer.Exit(1)

@@ -15,8 +15,8 @@ from anyaccel.processes.signals import TerminatedError, handling_signals, raisin
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Interruption", "cleanup_on_exit"]
 
+# Exit statuses after Ctrl-C and after SIGTERM, by the convention of shells.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""Exit statuses after Ctrl-C and after SIGTERM, by the convention of shells."""
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from anyaccel.errors import UsageError
 
 __all__ = ["CONTEXT", "run_program"]
 
+# Leaves the options after the script to the script.
 CONTEXT = {"allow_interspersed_args": False}
-"""Leaves the options after the script to the script."""
 _OPTION = "--device"
 
 

@@ -15,7 +15,7 @@ from anyaccel.cli.progress import Display
 from anyaccel.cli.shared_options import Dtype
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.speed.compile_cache import find_folder
+from anyaccel.runtime.speed.compile_cache import find_entries_dir
 
 __all__ = ["warm_model"]
 
@@ -62,7 +62,7 @@ def warm_model(
         raise UsageError("--images and --expected-images must be at least 1", hint="omit them to use the defaults")
     shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
     # Checked first: compiling can take many minutes.
-    check_cache_writable(find_folder())
+    check_cache_writable(find_entries_dir())
     with cleanup_on_exit() as display:
         display.start_phase(f"Loading {model}")
         from anyaccel.errors import NotMeasurableError
@@ -84,7 +84,7 @@ def warm_model(
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()
         for index, call in enumerate(calls):
-            seconds_left = policy.value.takes_s * (len(calls) - index)
+            seconds_left = policy.value.compile_s * (len(calls) - index)
             size = f"{call['width']} × {call['height']}" if call else "the model's size"
             display.start_phase(
                 f"Compiling for {size}, size {index + 1} of {len(calls)}; about {seconds_left:.0f} s left"
@@ -96,7 +96,7 @@ def warm_model(
     print(f"{size_count} ready in {time.perf_counter() - start:.0f} s: {_summarize_outcomes(outcomes)}")
     if outcomes["not written"]:
         # The folder was writable at the start; raise with the reason why it no longer is.
-        check_cache_writable(find_folder())
+        check_cache_writable(find_entries_dir())
 
 
 def _summarize_outcomes(outcomes: Counter[str]) -> str:

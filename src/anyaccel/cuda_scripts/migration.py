@@ -22,12 +22,12 @@ from anyaccel.planning.plan import Plan, make_plan
 
 __all__ = ["Migration", "ScriptLine", "is_device_aware_library", "read_site"]
 
+# Libraries that support several devices themselves: their calls to the CUDA module get the real answers.
 _DEVICE_AWARE = frozenset(
     {"torch", "torchvision", "torchaudio", "torchao", "diffusers", "transformers", "accelerate", "peft", "safetensors"}
     | {"huggingface_hub", "triton", "xformers", "bitsandbytes", "anyaccel"}
     | set(sys.stdlib_module_names)
 )
-"""Libraries that support several devices themselves: their calls to the CUDA module get the real answers."""
 
 
 @dataclass(frozen=True, order=True)

@@ -34,7 +34,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
     def __init__(self, migration: Migration, mode: PipelineFunctionMode) -> None:
         draws = noise.make_handlers(migration.device, {})
         on_device = {func: _draw_on_device(handler) for func, handler in mode.handlers.items() if func in draws}
-        super().__init__({**mode.handlers, **on_device}, mode.meeting)
+        super().__init__({**mode.handlers, **on_device}, mode.host_transfer)
         self.migration = migration
         self.translators: dict[Any, Callable[[Any, tuple[Any, ...], Kwargs], tuple[Any, tuple[Any, ...], Kwargs]]] = {
             Tensor.to: self._translate_to,

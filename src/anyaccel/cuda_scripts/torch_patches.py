@@ -14,8 +14,8 @@ from anyaccel.emulator.torch_patches import apply_patch, replace_class
 
 __all__ = ["install_torch_patches"]
 
+# Backends that a script uses without a specific device in mind; they are replaced by the device's own.
 _GENERIC_BACKENDS = ("inductor", "cudagraphs", None)
-"""Backends that a script uses without a specific device in mind; they are replaced by the device's own."""
 
 
 def install_torch_patches(migration: Migration) -> None:

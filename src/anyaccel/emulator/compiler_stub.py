@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CompileLog", "Graph", "GraphBreak", "install_compiler"]
 
+# Version in the artifacts; vendors' compilers reject artifacts of another version.
 COMPILER_VERSION = "1"
-"""Version in the artifacts; vendors' compilers reject artifacts of another version."""
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ _FACTS: dict[Any, OperationFacts] = {}
 _CPU = torch.device("cpu")
 _CPU_GENERATOR_LOCK = threading.Lock()
 _MOVES = {"copy_", "_to_copy"}
+# Operations that accept CPU tensors next to device tensors.
 _MAY_MIX = {*_MOVES, "index"}
-"""Operations that accept CPU tensors next to device tensors."""
+# Operations that accept indices on the CPU, but not values.
 _INDEX_PUT = {"index_put", "index_put_", "_index_put_impl_"}
-"""Operations that accept indices on the CPU, but not values."""
 _ATTENTION = "scaled_dot_product_attention"
 _SCORE_OPERATIONS = {"bmm", "baddbmm"}
 _ARITHMETIC = {"add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_"}

@@ -13,8 +13,8 @@ from anyaccel.upstream.torch_internals import PlainGenerator, read_address
 
 __all__ = ["find_generator_device", "install_generator"]
 
+# Device of each virtual generator by its C++ address; the dispatcher passes a plain generator, not the subclass.
 _DEVICES: dict[int, torch.device] = {}
-"""Device of each virtual generator by its C++ address; the dispatcher passes a plain generator, not the subclass."""
 
 
 class VirtualGenerator(PlainGenerator):

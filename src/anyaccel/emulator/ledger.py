@@ -23,8 +23,8 @@ from anyaccel.upstream.diffusers_internals import find_denoising_step
 
 __all__ = ["Ledger", "LedgerRow"]
 
+# File names of code from standard input or `python -c`.
 _INTERACTIVE_FILES = ("<stdin>", "<string>")
-"""File names of code from standard input or `python -c`."""
 # Packages of anyaccel that run between a program and the device. The others are treated as user code.
 _RUNTIME_PACKAGES = ("cuda_scripts", "emulator", "generation", "runtime", "upstream")
 _RUNTIME_FOLDERS = tuple(str(Path(__file__).parents[1] / package) + os.sep for package in _RUNTIME_PACKAGES)

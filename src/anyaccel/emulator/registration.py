@@ -26,19 +26,19 @@ from anyaccel.upstream.torch_internals import (
     has_fallback,
     is_decomposed,
     make_guard,
-    read_device_kind,
+    read_device_type,
     read_private_use_name,
     register_device_module,
 )
 
 __all__ = ["register_device"]
 
+# Name of the `PrivateUse1` device type before a package renames it.
 _UNCLAIMED = "privateuseone"
-"""Name of the `PrivateUse1` device type before a package renames it."""
+# Operations with device-specific code before dispatch: attention selects a kernel, group_norm a layout.
 _DEVICE_SPECIFIC = ("scaled_dot_product_attention", "group_norm")
-"""Operations with device-specific code before dispatch: attention selects a kernel, group_norm a layout."""
+# Objects that C++ uses without a reference; they must live as long as the process.
 _KEEP_ALIVE: list[object] = []
-"""Objects that C++ uses without a reference; they must live as long as the process."""
 
 
 def register_device(name: str, module: ModuleType, undecomposed: Iterable[str] = ()) -> None:
@@ -81,12 +81,12 @@ def _register_undecomposed(key: str, names: set[str]) -> torch.library.Library:
     return library
 
 
+# Operations that autocast runs in lower precision on other devices.
 _LOW_PRECISION = (
     "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "matmul.default", "linear.default",
     "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose1d.default", "conv_transpose2d.input",
     "conv_transpose3d.input", "scaled_dot_product_attention.default",
 )  # fmt: skip
-"""Operations that autocast runs in lower precision on other devices."""
 
 
 def _register_autocast(key: str) -> list[torch.library.Library]:
@@ -118,7 +118,7 @@ def _make_cast(func: Any, key: str) -> Any:
 
 def _is_builtin(name: str) -> bool:
     """Return whether this torch has a built-in device type of this name."""
-    return read_device_kind(name.upper()) is not None
+    return read_device_type(name.upper()) is not None
 
 
 def _claim_private_use(name: str, module: ModuleType) -> None:
@@ -151,8 +151,8 @@ def _make_importable(name: str, module: ModuleType) -> None:
 
 def _fill_guard_slot(name: str) -> None:
     """Put a guard written in Python into the device's slot: C++ reads that table before it accesses a device."""
-    kind = read_device_kind(name.upper())
-    slot, private_use = int(kind), int(read_device_kind("PrivateUse1"))
+    kind = read_device_type(name.upper())
+    slot, private_use = int(kind), int(read_device_type("PrivateUse1"))
     table = find_guard_table(private_use + 1)
     if table[slot] is not None:
         raise RealDeviceError(

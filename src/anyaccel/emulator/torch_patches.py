@@ -21,8 +21,8 @@ from anyaccel.errors import UpstreamError
 __all__ = ["PATCHES", "Patch", "apply_patch", "find_patch", "patched", "remove_patches", "replace_by", "replace_class"]
 
 Wrap = Callable[[Any], Any]
+# The torch releases with which every entry was tested.
 KNOWN_GOOD = ("2.13",)
-"""The torch releases with which every entry was tested."""
 _ABSENT = object()
 
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["install_package", "install_vendor_packages", "make_device_module"]
 
+# Functions of a vendor package that programs call by name.
 _KERNELS: dict[str, dict[str, Any]] = {"torch_npu": ASCEND_KERNELS}
-"""Functions of a vendor package that programs call by name."""
+# Vendor-specific functions of the device module, by package.
 _FUNCTIONS: dict[str, dict[str, Any]] = {
     # Graph capture has no effect on results: the module runs as is.
     "habana_frameworks.torch": {"wrap_in_hpu_graph": lambda module, *args, **kwargs: module}
 }
-"""Vendor-specific functions of the device module, by package."""
 
+# Reported capacity of a device without a configured one.
 UNLIMITED_BYTES = 64 * 2**30
-"""Reported capacity of a device without a configured one."""
 
 
 def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "LoadedModel", "load_model", "load_uncached", "release_model"]
 
+# Slowdown relative to float32 above which a virtual device does not use its preferred half precision.
 _SLOWDOWN_LIMIT = 4
-"""Slowdown relative to float32 above which a virtual device does not use its preferred half precision."""
+# Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
-"""Held while the cached model is replaced or generates images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class LoadedModel:
     """Seconds to load and place the model; 0 if it came from the cache."""
 
 
+# At most one entry: two models would often not fit into memory together.
 _CACHE: dict[tuple[object, ...], LoadedModel] = {}
-"""At most one entry: two models would often not fit into memory together."""
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = "num_images_per_prompt"
+# Arguments of pipelines that `generate` sets itself, with a hint.
 _UNSUPPORTED = {
     "generator": "use seed= with an integer, which is stored with the image",
     "output_type": "the result contains PIL images; call the pipeline directly for other types",
     "return_dict": "omit it: the result is always an object",
 }
-"""Arguments of pipelines that `generate` sets itself, with a hint."""
+# Bits of a random seed: short enough to type.
 _RANDOM_BITS = 32
-"""Bits of a random seed: short enough to type."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ __all__ = [
     "read_parallel",
 ]
 
+# The dtypes that a pipeline can run in, with their bytes per element.
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""The dtypes that a pipeline can run in, with their bytes per element."""
 RESIDENCES = ("resident", "component", "layer", "phase")
 
 SPEEDS = ("exact", "fast", "draft")

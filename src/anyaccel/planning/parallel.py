@@ -12,22 +12,23 @@ from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import PlacementOptions, read_parallel
 
 __all__ = [
-    "ALONE",
     "RANKS_MUST_AGREE",
+    "SINGLE_DEVICE",
     "Ranks",
     "Split",
     "SplitStrategy",
     "choose_parallel",
     "command_line",
-    "weigh_rank",
+    "count_rank_parameters",
 ]
 
+# What is split: the sequence, the weights, or the two branches of classifier-free guidance.
 SplitStrategy: TypeAlias = Literal["context", "tensor", "cfg"]
-"""What is split: the sequence, the weights, or the two branches of classifier-free guidance."""
 
 _CFG_RANKS = 2
 _PLAN_NAMES: dict[SplitStrategy, str] = {"context": "context-parallel", "tensor": "tensor-parallel", "cfg": "guidance"}
 _HEAD_MASKS = "its attention masks have a row per head, which diffusers 0.42 does not split"
+# Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail.
 _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     ("context", "LTXVideoTransformer3DModel"): _HEAD_MASKS,
     ("context", "LTX2VideoTransformer3DModel"): _HEAD_MASKS,
@@ -37,11 +38,10 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
         "Flux2KleinKVPipeline",
     ): "its model appends reference tokens internally, which diffusers 0.42 does not split",
 }
-"""Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail."""
+# The reason for decisions that are turned off with several ranks.
 RANKS_MUST_AGREE = (
     "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
 )
-"""The reason for decisions that are turned off with several ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Ranks:
     """The number of processes; None if nothing will run and any count may be planned."""
     tensor_types: tuple[str, ...] = ()
     """The torch device types on which diffusers supports tensor parallelism."""
-    fits_alone: bool | None = None
+    fits_one_device: bool | None = None
     """Whether the weights fit on one device; None if unknown."""
 
 
-ALONE: Decision[Split | None] = Decision(None, "one device; use parallel= for several")
+SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel= for several")
 
 
 def choose_parallel(
@@ -75,7 +75,7 @@ def choose_parallel(
 ) -> Decision[Split | None]:
     """Return how the denoisers are split, or None; raise if the requested split is not possible."""
     if options.parallel is None:
-        return ALONE
+        return SINGLE_DEVICE
     strategy, requested = read_parallel(options.parallel)
     # "auto" works in any number of processes, so the same script can run with and without torchrun.
     if strategy == "auto" and ranks.count == 1:
@@ -104,7 +104,7 @@ def command_line(count: int) -> str:
     return f"torchrun --nproc-per-node {count} program.py"
 
 
-def weigh_rank(component: ComponentFacts, split: Split | None) -> int:
+def count_rank_parameters(component: ComponentFacts, split: Split | None) -> int:
     """Return the number of a model's parameters that one rank holds."""
     # Only tensor parallelism splits weights, and only those of denoisers.
     if split is None or split.strategy != "tensor" or not component.denoises:
@@ -121,7 +121,7 @@ def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[
     count = ranks.count or _CFG_RANKS
     # Tensor parallelism is the only split that saves weight memory.
     order: list[SplitStrategy] = ["context", "tensor", "cfg"]
-    if ranks.fits_alone is False:
+    if ranks.fits_one_device is False:
         order = ["tensor", "context", "cfg"]
     rejected: list[str] = []
     for strategy in order:
@@ -202,7 +202,7 @@ def _format_gain(split: Split, facts: PipelineFacts) -> str:
         return f"each rank runs 1/{split.ranks} of the sequence; every rank holds all weights"
     models = [component for component in facts.components if component.denoises]
     shares = [
-        f"each rank holds {_format_count(weigh_rank(model, split))} of {_format_count(model.parameters)} "
+        f"each rank holds {_format_count(count_rank_parameters(model, split))} of {_format_count(model.parameters)} "
         f"parameters of {model.name}"
         for model in models
     ]

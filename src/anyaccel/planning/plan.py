@@ -18,7 +18,7 @@ from anyaccel.planning.images_per_call import choose_images_per_call
 from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
-from anyaccel.planning.parallel import ALONE, RANKS_MUST_AGREE, Ranks, Split, choose_parallel
+from anyaccel.planning.parallel import RANKS_MUST_AGREE, SINGLE_DEVICE, Ranks, Split, choose_parallel
 from anyaccel.planning.plan_text import describe_plan
 from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, choose_step_skipping
 from anyaccel.planning.run_report import RunReport
@@ -57,7 +57,7 @@ class Plan:
     scheduler: Decision[str]
     attention: Decision[AttentionRule]
     images_per_call: Decision[int | None]
-    parallel: Decision[Split | None] = ALONE
+    parallel: Decision[Split | None] = SINGLE_DEVICE
     memory: Decision[MemoryRule] = NO_MEMORY
     workarounds: Decision[tuple[str, ...]]
     bf16_attention: Decision[bool]

@@ -16,8 +16,8 @@ __all__ = ["SMALLEST_WEIGHT", "StepSkipping", "choose_quantization", "choose_ste
 
 QUALITY = "benchmarks/results/quality_cpu.json"
 # On one H200, 1280 x 1280 is slower in float8 (19 µs instead of 17), 1280 x 10240 is faster (50 instead of 84).
+# The number of elements from which a weight matrix is faster in float8; below, casting costs more than it saves.
 SMALLEST_WEIGHT = 3_000_000
-"""The number of elements from which a weight matrix is faster in float8; below, casting costs more than it saves."""
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,15 @@ __all__ = ["call_in_fork", "forking_threads"]
 
 T = TypeVar("T")
 
+# How long to wait for a child that closed its pipe to exit by itself.
 _END_S = 10.0
-"""How long to wait for a child that closed its pipe to exit by itself."""
+# Held while a child is started, from the creation of its pipe until only the child can write to it: a child that
+# another thread forks in between would have a copy of the writing end, and keep it open when the first child dies.
+# Also held while a child is killed and waited for: `multiprocessing` waits for other children when it starts one, and
+# `warnings.catch_warnings` is not safe in two threads.
 _fork_lock = threading.Lock()
-"""Held while a child is started, from the creation of its pipe until only the child can write to it: a child that
-another thread forks in between would have a copy of the writing end, and keep it open when the first child dies.
-
-Also held while a child is killed and waited for: `multiprocessing` waits for other children when it starts one, and
-`warnings.catch_warnings` is not safe in two threads.
-"""
+# `children` is the `_Children` of the pool that a thread belongs to.
 _thread = threading.local()
-"""`children` is the `_Children` of the pool that a thread belongs to."""
 
 
 class _Children:

@@ -21,10 +21,10 @@ _PER_PROMPT = (
     "num_audios_per_prompt",
 )
 # In this order: prompt_embeds may come with a prompt, and both have the same length then.
+# Arguments with one element per prompt.
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
-"""Arguments with one element per prompt."""
+# Arguments that are converted from NumPy integers to `int`, because they are counted and compared.
 _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_size")
-"""Arguments that are converted from NumPy integers to `int`, because they are counted and compared."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def bucket_of(request: CallRequest) -> str:
 
 # The text is part of the key of out-of-memory outcomes on disk: a change makes existing outcomes unreadable.
 def shape_of(request: CallRequest) -> str:
-    """Return all that determines tensor shapes in a call as text: `512 × 512, 4 images`."""
+    """Return everything that determines tensor shapes in a call, as text: `512 × 512, 4 images`."""
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
     if request.arguments.get("guidance_scale") is not None:  # guidance can double the batch

@@ -22,8 +22,8 @@ __all__ = ["atomic_write", "atomic_writer", "is_temporary_file", "remove_tempora
 
 _TEMPORARY_NAME = re.compile(r"\.anyaccel-[0-9a-f]{16}\.tmp")
 _DAY_S = 86400
+# Errors of `os.link` on file systems without hard links.
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-"""Errors of `os.link` on file systems without hard links."""
 
 
 def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mode: int = 0o666) -> None:

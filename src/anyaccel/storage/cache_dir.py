@@ -15,16 +15,16 @@ __all__ = [
     "CACHE_VARIABLE",
     "find_cache_folder",
     "find_graphs_folder",
-    "find_write_fault",
-    "keep_fact",
+    "find_write_error",
     "read_fact",
-    "tell_write_fault",
+    "store_fact",
+    "warn_not_cached",
 ]
 
 CACHE_VARIABLE = "ANYACCEL_CACHE"
 _LOG = logging.getLogger("anyaccel")
+# Cache directories with a logged warning.
 _WARNED: set[Path] = set()
-"""Cache directories with a logged warning."""
 
 
 def find_cache_folder() -> Path:
@@ -41,7 +41,7 @@ def find_graphs_folder() -> Path:
     return find_cache_folder() / "graphs"
 
 
-def find_write_fault(folder: Path) -> str:
+def find_write_error(folder: Path) -> str:
     """Create a directory if necessary; return why it cannot be written, or an empty string."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def find_write_fault(folder: Path) -> str:
         return f"{folder} cannot be written: {error.strerror or error}"
 
 
-def tell_write_fault(fault: str) -> None:
+def warn_not_cached(fault: str) -> None:
     """Warn, once per cache directory, that compiled code is not cached."""
     folder = find_cache_folder()
     if folder not in _WARNED:
@@ -69,7 +69,7 @@ def read_fact(file: str, key: str) -> Any:
     return _read(find_cache_folder() / file).get(key)
 
 
-def keep_fact(file: str, key: str, fact: Any) -> None:
+def store_fact(file: str, key: str, fact: Any) -> None:
     """Store a measurement. If the directory cannot be written, the next process measures again."""
     path = find_cache_folder() / file
     try:

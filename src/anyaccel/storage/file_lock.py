@@ -13,8 +13,8 @@ if sys.platform != "win32":
 
 __all__ = ["LOCKS_ARE_SUPPORTED", "lock_file", "try_lock_file"]
 
+# Whether locks work. If not, every attempt to lock a file succeeds.
 LOCKS_ARE_SUPPORTED = sys.platform != "win32"
-"""Whether locks work. If not, every attempt to lock a file succeeds."""
 
 
 def try_lock_file(path: Path) -> IO[bytes] | None:

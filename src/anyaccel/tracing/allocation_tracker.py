@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anyaccel.planning.attention import AS_IT_IS, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
@@ -23,7 +23,7 @@ class AllocationTracker(TorchDispatchMode):
     """Current and peak bytes of live storages, without the weights."""
 
     def __init__(
-        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = AS_IT_IS
+        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED_ATTENTION
     ) -> None:
         super().__init__()
         self.used = self.peak = 0
@@ -60,7 +60,7 @@ class AllocationTracker(TorchDispatchMode):
         if func is torch.ops.aten.convolution.default:
             images, weight, output = (tuple(tensor.shape) for tensor in (args[0], args[1], result))
             last = _is_channels_last(args[0])
-            self.count_transient(self.workspace.of_convolution(images, weight, output, result.element_size(), last))
+            self.count_transient(self.workspace.convolution_bytes(images, weight, output, result.element_size(), last))
         return result
 
     def _record_facts(self, func: Any, tensor: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class AllocationTracker(TorchDispatchMode):
         # The address of a dead storage can be reused.
         if entry is not None and entry[0]() is not None:
             return
-        size = self.workspace.of_block(storage.nbytes())
+        size = self.workspace.round_up_bytes(storage.nbytes())
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), size)
         self.used += size
         if not replaces_another:
@@ -150,27 +150,27 @@ class _AttentionMode(TorchFunctionMode):
         shapes = tuple(query.shape), tuple(key.shape), value.shape[-1]
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         facts, model = self.tracker.trace_facts, self.tracker.model
-        facts.most_scores = max(facts.most_scores, scores)
+        facts.max_scores = max(facts.max_scores, scores)
         facts.score_bytes = max(facts.score_bytes, scores * query.element_size())
         facts.sequences[model] = max(facts.sequences.get(model, 0), query.shape[-2])
         sliced = self.rule.slices(shapes[0], key.shape[-2])
         if sliced is None:
             output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
-            self.tracker.count_transient(workspace.of_attention(*shapes, plain_mask=plain))
+            self.tracker.count_transient(workspace.attention_bytes(*shapes, plain_mask=plain))
             return output
         # Allocate what sliced attention allocates: flattened inputs, the slices of the result, and the result.
         flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
         slices = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
         masks = 0 if mask is None and not named.get("is_causal") else 2 * sliced[0][0] * sliced[0][1] * sliced[1][1]
-        self.tracker.count_transient(workspace.of_attention(*sliced, plain_mask=plain) + masks)
+        self.tracker.count_transient(workspace.attention_bytes(*sliced, plain_mask=plain) + masks)
         output = torch.empty_like(slices)
         del flat, slices
         return output
 
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+# Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow.
 _RESULTS: dict[Any, _Layout] = {}
-"""Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow."""
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
@@ -267,6 +267,7 @@ def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
 _ATEN = torch.ops.aten
 _IMAGE_ELEMENTS = 2**20
 _POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
+# Operations that read values, or that meta kernels handle badly.
 _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: _return_one,
     _ATEN._to_copy.default: _copy,
@@ -275,4 +276,3 @@ _SUBSTITUTES: dict[Any, Callable[..., Any]] = {
     _ATEN.nonzero.default: _return_one_position,
     _ATEN.equal.default: lambda left, right: True,
 }
-"""Operations that read values, or that meta kernels handle badly."""

@@ -17,10 +17,10 @@ from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
 from anyaccel.upstream.torch_internals import read_parameter_table
 
-__all__ = ["Measurement", "set_parts", "supports_streaming"]
+__all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
 
+# Parameters from which a torch hook computes the weight before the forward that streaming wraps.
 _COMPUTED = {"weight_g", "weight_orig"}
-"""Parameters from which a torch hook computes the weight before the forward that streaming wraps."""
 _TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
@@ -43,8 +43,8 @@ class Measurement:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
         self.size = size
-        self.always_there = () if unified_memory else read_never_offloaded(pipe)
-        self.seen = TraceFacts()
+        self.never_offloaded = () if unified_memory else read_never_offloaded(pipe)
+        self.trace_facts = TraceFacts()
         """Facts of the first run."""
         self._footprints: dict[tuple[MemorySavings, int], Footprint] = {}
         models = {name: model for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
@@ -65,16 +65,16 @@ class Measurement:
         """Return a measurement of the same pipeline with other arguments."""
         # A shallow copy shares the trace, and with it the cached model calls.
         other = copy.copy(self)
-        other.arguments, other.size, other.seen, other._footprints = arguments, size, TraceFacts(), {}
+        other.arguments, other.size, other.trace_facts, other._footprints = arguments, size, TraceFacts(), {}
         return other
 
     def _measure(self, savings: MemorySavings, images: int) -> Footprint:
-        set_parts(self.pipe, savings.vae_in_parts)
+        set_vae_tiling(self.pipe, savings.vae_in_parts)
         first = not self._footprints
         attention = replace(self.attention, heads="max") if savings.sliced_attention else self.attention
         self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=savings.vae_in_parts)
         if first:
-            self.seen = self.traced.trace_facts
+            self.trace_facts = self.traced.trace_facts
         # diffusers' own order: "text_encoder->unet->vae".
         order = str(getattr(self.pipe, "model_cpu_offload_seq", None) or "").split("->")
         return Footprint(
@@ -83,9 +83,9 @@ class Measurement:
             size=self.size,
             images=images,
             models=self._models,
-            passings=self._read_model_calls(),
+            model_calls=self._read_model_calls(),
             offload_order=tuple(name for name in order if name),
-            always_there=self.always_there,
+            never_offloaded=self.never_offloaded,
             never_streamed=self._never_streamed,
             fixed_bytes=self.workspace.fixed_bytes,
         )
@@ -106,7 +106,7 @@ class Measurement:
         return tuple(calls)
 
 
-def set_parts(pipe: Any, on: bool) -> None:
+def set_vae_tiling(pipe: Any, on: bool) -> None:
     """Enable or disable slicing and tiling of the autoencoder."""
     for component in pipe.components.values():
         for enable, disable in _TILING_METHODS.items():
@@ -125,7 +125,7 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
     """Return the sizes of a model's weights; tied weights count once."""
 
     def sum_bytes(tensors: Any) -> int:
-        return sum(workspace.of_block(tensor.numel() * tensor.element_size()) for tensor in tensors)
+        return sum(workspace.round_up_bytes(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
     # Streaming moves parameters only; buffers stay on the device and count for every layer.
     buffers = sum_bytes(model.buffers())

@@ -12,12 +12,12 @@ from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES
 from anyaccel.upstream.diffusers_internals import HOOK_ATTRIBUTE, PIPELINE_HOOKS
 from anyaccel.upstream.torch_internals import MODULE_HOOKS, unwrap_compiled
-from anyaccel.upstream.transformers_internals import CAPTURE_MARK
+from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE
 
 __all__ = ["clone_pipeline"]
 
+# Attributes that offloading and `anyaccel.place` add to a model.
 _ADDED = (*HOOK_ATTRIBUTES, HOOK_ATTRIBUTE, "_anyaccel_overrides", "forward")
-"""Attributes that offloading and `anyaccel.place` add to a model."""
 
 
 def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:
@@ -48,6 +48,6 @@ def copy_without_weights(model: torch.nn.Module) -> torch.nn.Module:
         memo |= {id(vars(module)[name]): None for name in _ADDED if vars(module).get(name) is not None}
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
-        for name in (*_ADDED, CAPTURE_MARK):
+        for name in (*_ADDED, OUTPUT_HOOKS_ATTRIBUTE):
             vars(module).pop(name, None)
     return copied.eval()

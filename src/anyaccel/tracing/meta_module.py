@@ -11,16 +11,16 @@ import torch
 
 from anyaccel.forward_overrides import Slot, set_override
 
-__all__ = ["WATCHED_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
+__all__ = ["MAX_KEPT_OUTPUT_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
 
-WATCHED_BYTES = 2**20
-"""Largest model output that the check for NaN and Inf keeps until the end of a call."""
+# Largest model output that the check for NaN and Inf keeps until the end of a call.
+MAX_KEPT_OUTPUT_BYTES = 2**20
 
 _METHODS = ("encode", "decode")
+# Modules that an autoencoder calls once per tile.
 _TILED_MODULES = ("encoder", "decoder")
-"""Modules that an autoencoder calls once per tile."""
+# Methods with which an autoencoder blends two tiles, row by row.
 _BLENDS = ("blend_v", "blend_h", "blend_t")
-"""Methods with which an autoencoder blends two tiles, row by row."""
 
 
 class MetaRunner(Protocol):

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.attention import AS_IT_IS, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.allocation_tracker import AllocationTracker
-from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating, map_tensors, to_meta_module
+from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
 
@@ -56,7 +56,7 @@ class PipelineTrace:
         pipe: Any,
         arguments: Mapping[str, Any],
         workspace: Workspace,
-        attention: AttentionRule = AS_IT_IS,
+        attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
         """Call the pipeline once. `setting` is part of the cache key: options that change what the models do."""
@@ -93,7 +93,7 @@ class PipelineTrace:
 
     def _keep_output(self, name: str, tensor: torch.Tensor | None) -> None:
         """Keep a model's last output alive, as the check for NaN and Inf does in a real call."""
-        if tensor is not None and tensor.numel() * tensor.element_size() <= WATCHED_BYTES:
+        if tensor is not None and tensor.numel() * tensor.element_size() <= MAX_KEPT_OUTPUT_BYTES:
             self._outputs[name] = tensor
 
     def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = ["HOOK_ATTRIBUTES", "find_hook", "has_hook"]
 
+# The attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
-"""The attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py)."""
 
 
 def find_hook(module: Any) -> Any:

@@ -45,20 +45,20 @@ __all__ = [
     "use_progress_bars",
 ]
 
+# The attribute of a module with its `HookRegistry` (hooks/hooks.py).
 HOOK_ATTRIBUTE = "_diffusers_hook"
-"""The attribute of a module with its `HookRegistry` (hooks/hooks.py)."""
+# The name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).
 GROUP_OFFLOADING = "group_offloading"
-"""The name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py)."""
+# The hooks that record the order of layers in the first forward, for prefetching (hooks/group_offloading.py).
 PREFETCH_HOOKS = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
-"""The hooks that record the order of layers in the first forward, for prefetching (hooks/group_offloading.py)."""
+# The start of the warning about layers that the first forward did not run; these are loaded on demand.
 SKIPPED_LAYERS = "It seems like some layers were not executed"
-"""The start of the warning about layers that the first forward did not run; these are loaded on demand."""
+# The attribute of a pipeline with its offloading hooks (pipelines/pipeline_utils.py).
 PIPELINE_HOOKS = "_all_hooks"
-"""The attribute of a pipeline with its offloading hooks (pipelines/pipeline_utils.py)."""
+# The start of the progress-bar description of `from_pretrained` (pipelines/pipeline_utils.py).
 COMPONENTS_BAR = "Loading pipeline components"
-"""The start of the progress-bar description of `from_pretrained` (pipelines/pipeline_utils.py)."""
+# Part of the assertion message of `EquipartitionSharder.shard` (hooks/context_parallel.py).
 _NOT_DIVISIBLE = "must be divisible by mesh size"
-"""Part of the assertion message of `EquipartitionSharder.shard` (hooks/context_parallel.py)."""
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:

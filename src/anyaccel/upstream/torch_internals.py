@@ -71,7 +71,7 @@ __all__ = [
     "read_buffer_table",
     "read_child_table",
     "read_compile_times_s",
-    "read_device_kind",
+    "read_device_type",
     "read_function_modes",
     "read_global_hooks",
     "read_hook_tables",
@@ -102,6 +102,7 @@ __all__ = [
 #   read_function_modes, pop_function_mode, push_function_mode (overrides.py): this thread's stack of function modes;
 #   DeviceContext (utils/_device.py): the mode behind `with torch.device(…)` and `set_default_device`.
 
+# The attributes of a module with its forward hooks (nn/modules/module.py).
 MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -109,20 +110,19 @@ MODULE_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""The attributes of a module with its forward hooks (nn/modules/module.py)."""
+# The tables with the hooks themselves; the other tables contain flags per hook.
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-"""The tables with the hooks themselves; the other tables contain flags per hook."""
+# The attributes of a module with its own weights (nn/modules/module.py).
 WEIGHT_TABLES = ("_parameters", "_buffers")
-"""The attributes of a module with its own weights (nn/modules/module.py)."""
+# The method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py).
 CONVOLUTION_FORWARD = "_conv_forward"
-"""The method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py)."""
 _COMPUTING_HOOKS = ("WeightNorm", "SpectralNorm")
+# The symbol of `c10::impl::device_guard_impl_registry`.
 _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
-"""The symbol of `c10::impl::device_guard_impl_registry`."""
+# The logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py).
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
-"""The logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py)."""
+# The logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).
 CACHE_LOGGER = "torch.compiler._cache"
-"""The logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py)."""
 _BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
 _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
@@ -167,8 +167,8 @@ def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(left, right)
 
 
+# The function that a function mode receives for `torch.nn.utils.rnn.pad_sequence`.
 pad_sequence: Callable[..., torch.Tensor] = torch._C._nn.pad_sequence
-"""The function that a function mode receives for `torch.nn.utils.rnn.pad_sequence`."""
 
 
 def allow_half_precision_attention() -> None:
@@ -254,8 +254,8 @@ def can_decompose(func: Any) -> bool:
     return bool(func._can_decompose())
 
 
+# Creates a tensor subclass with shape and device but without storage (csrc/autograd/python_variable.cpp).
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-"""Creates a tensor subclass with shape and device but without storage (csrc/autograd/python_variable.cpp)."""
 
 
 def read_timeout(options: Any) -> Any:
@@ -265,10 +265,10 @@ def read_timeout(options: Any) -> Any:
 
 # For the emulator: device names, dispatch keys and pickling.
 
+# The original `torch.Generator`, also while the emulator replaces that name (csrc/Generator.cpp).
 PlainGenerator = torch._C.Generator
-"""The original `torch.Generator`, also while the emulator replaces that name (csrc/Generator.cpp)."""
+# The `__torch_function__` of a subclass that implements `__torch_dispatch__` only (documented under this name).
 disable_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a subclass that implements `__torch_dispatch__` only (documented under this name)."""
 
 
 def find_rebuild(is_parameter: bool) -> Callable[..., Any]:
@@ -391,7 +391,7 @@ def register_device_module(name: str, module: Any) -> None:
     torch._register_device_module(name, module)
 
 
-def read_device_kind(name: str) -> Any:
+def read_device_type(name: str) -> Any:
     """Return torch's `DeviceType` by name, or None (csrc/autograd/init.cpp)."""
     device_types: Any = torch._C._autograd.DeviceType
     return getattr(device_types, name, None)

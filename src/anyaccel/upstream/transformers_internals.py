@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CAPTURE_MARK", "is_transformers_model", "read_float32_modules"]
+__all__ = ["OUTPUT_HOOKS_ATTRIBUTE", "is_transformers_model", "read_float32_modules"]
 
-CAPTURE_MARK = "_output_capturing_hooks_installed"
-"""Set on a model that has registered its output hooks (utils/output_capturing.py).
-
-A copy without the hooks must not have this attribute, or transformers does not register them again.
-"""
+# Set on a model that has registered its output hooks (utils/output_capturing.py). A copy without the hooks must not
+# have this attribute, or transformers does not register them again.
+OUTPUT_HOOKS_ATTRIBUTE = "_output_capturing_hooks_installed"
 
 
 def is_transformers_model(model: Any) -> bool:

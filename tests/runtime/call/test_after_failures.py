@@ -202,7 +202,7 @@ def test_a_model_that_the_user_moved_runs_on_its_device() -> None:
         with torch.no_grad():
             return decoded, whole, vae.decode(latents).sample
 
-    decoded, whole, alone = on_virtual_hpu(use)
+    decoded, whole, after_deletion = on_virtual_hpu(use)
     assert torch.equal(decoded, expected)
-    assert torch.equal(alone, expected)
+    assert torch.equal(after_deletion, expected)
     assert numpy.abs(whole - image).max() < 1e-4

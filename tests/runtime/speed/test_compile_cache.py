@@ -85,7 +85,7 @@ def test_concurrent_writes_leave_one_valid_entry() -> None:
     for thread in threads:
         thread.join()
     assert compile_cache.load_payload(KEY) == b"x" * 10**6
-    assert [path.name for path in compile_cache.find_folder().iterdir()] == [compile_cache.find_path(KEY).name]
+    assert [path.name for path in compile_cache.find_entries_dir().iterdir()] == [compile_cache.find_path(KEY).name]
 
 
 def test_unwritable_directory_disables_the_cache(own_cache: Path) -> None:
@@ -184,7 +184,7 @@ def test_damaged_entries_are_listed_with_their_size() -> None:
 @pytest.mark.parametrize("remove_all", [True, False])
 def test_prune_keeps_foreign_files(own_cache: Path, remove_all: bool) -> None:
     compile_cache.save_payload({**KEY, "torch": "2.0"}, b"graph", 1.0)
-    root = compile_cache.find_folder()
+    root = compile_cache.find_entries_dir()
     (root / "README.txt").write_text("mine")
     (root / NAME).write_text("mine")
     foreign = [root / "myfolder" / "x", root / ("a" * 32) / "x", own_cache / "target"]
@@ -204,7 +204,7 @@ def test_prune_keeps_foreign_files(own_cache: Path, remove_all: bool) -> None:
 
 @pytest.mark.parametrize("remove_all", [True, False])
 def test_entries_of_version_0_1_are_not_loaded_and_are_pruned(remove_all: bool) -> None:
-    root = compile_cache.find_folder()
+    root = compile_cache.find_entries_dir()
     folders = [root / ("c" * 32), root / ".making-x"]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -232,7 +232,7 @@ def test_directory_named_like_an_entry_is_kept(caplog: pytest.LogCaptureFixture)
 
 def test_temporary_files_are_pruned_after_a_day() -> None:
     compile_cache.save_payload(KEY, b"graph", 1.0)
-    new, old = (compile_cache.find_folder() / f".anyaccel-{letter * 16}.tmp" for letter in "ab")
+    new, old = (compile_cache.find_entries_dir() / f".anyaccel-{letter * 16}.tmp" for letter in "ab")
     for path in (new, old):
         path.write_bytes(b"half")
     os.utime(old, (1e9, 1e9))

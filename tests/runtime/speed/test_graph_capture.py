@@ -145,12 +145,12 @@ def test_interrupted_capture_is_not_used(unet: Any) -> None:
         raise KeyboardInterrupt
 
     expected = unet(**make_inputs(0)).sample
-    override = capture(unet, interrupt, warm=1)
+    override = capture(unet, interrupt, warmup_runs=1)
     unet(**make_inputs(0))
     with pytest.raises(KeyboardInterrupt):
         unet(**make_inputs(0))
     assert not override.captured_shapes
-    override.recorder = Recorder(FakeGraphs(), warm=1)
+    override.recorder = Recorder(FakeGraphs(), warmup_runs=1)
     torch.testing.assert_close(unet(**make_inputs(0)).sample, expected)
 
 

@@ -63,7 +63,7 @@ def test_compiled_pipeline_slices_attention_as_planned(monkeypatch: pytest.Monke
 @pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("rule", [AttentionRule(most_scores=40), AttentionRule(heads="max"), AttentionRule(heads=2)])
+@pytest.mark.parametrize("rule", [AttentionRule(max_scores=40), AttentionRule(heads="max"), AttentionRule(heads=2)])
 def test_attention_in_a_graph_is_sliced(rule: AttentionRule, dynamic: bool) -> None:
     def attend(query: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(query, query, query, attn_mask=mask) + 1
@@ -120,7 +120,7 @@ def test_graph_workarounds_follow_the_device() -> None:
     assert mps.zero_empty
     assert mps.ignore_beta_zero
     assert mps.attention is not None
-    assert mps.attention.most_scores
+    assert mps.attention.max_scores
     assert read("rocm") == GraphWorkarounds("cpu", attention=AttentionRule(contiguous=True))
     assert read("neuron") == GraphWorkarounds("cpu", dtypes=(("float64", "float32"),))
     assert read("neuron")

@@ -47,7 +47,7 @@ def test_a_fast_pipeline_runs_fewer_steps() -> None:
     exact = call(pipe, "stable-diffusion").images
     assert counter.runs - before == len(pipe.scheduler.timesteps)
     assert numpy.abs(exact - fast).max() > 0, "skipping changes the image"
-    assert get_override(pipe.unet, Slot.STEP_REUSE) is None
+    assert get_override(pipe.unet, Slot.STEP_SKIPPING) is None
 
 
 @pytest.mark.parametrize("name", ["flux", "stable-diffusion-3", "pixart-alpha", "wan", "qwen-image"])
@@ -67,7 +67,7 @@ def test_exact_pipeline_has_no_override() -> None:
     recipe = recipes()["stable-diffusion"]
     pipe = place(recipe.make(), "cpu", dtype="float32", capture=False)
     run(recipe, pipe)
-    assert get_override(pipe.unet, Slot.STEP_REUSE) is None
+    assert get_override(pipe.unet, Slot.STEP_SKIPPING) is None
     assert pipe.plan.step_skipping.value is None
 
 

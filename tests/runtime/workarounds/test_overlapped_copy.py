@@ -18,7 +18,7 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import NotFiniteError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
-from anyaccel.runtime.placement_state import find_placement, keep_placement
+from anyaccel.runtime.placement_state import find_placement, set_placement
 from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
 from anyaccel.server.batching.shared_pipeline import light_copy
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("pipelines_imported")
 class RecordingDriver(Driver):
     """A driver of a virtual device with events, which records the calls it gets."""
 
-    marks = True
+    has_events = True
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver.sheet)
@@ -55,7 +55,7 @@ def make_pipe() -> tuple[Any, RecordingDriver]:
     placement = find_placement(pipe)
     assert placement is not None
     driver = RecordingDriver(placement.opened.driver)
-    keep_placement(pipe, replace(placement, opened=replace(placement.opened, driver=driver)))
+    set_placement(pipe, replace(placement, opened=replace(placement.opened, driver=driver)))
     return pipe, driver
 
 
@@ -138,6 +138,6 @@ def test_drivers_without_events_copy_directly() -> None:
         opened: OpenDevice = placement.opened
         copied = opened.driver.send(torch.ones(SIDE), opened.torch_device)
         with opened.driver.side_stream(opened.index):
-            return opened.driver.marks, copied.device.type, copied.cpu().sum().item()
+            return opened.driver.has_events, copied.device.type, copied.cpu().sum().item()
 
     assert run_forked(DEVICE, use) == (False, DEVICE, SIDE)

@@ -118,9 +118,9 @@ def test_sliced_attention_matches_unsliced_attention(
 
 def test_attention_within_the_limit_is_not_sliced() -> None:
     inputs = [torch.randn(2, 4, 8, 3) for _ in range(3)]
-    _, seen = attend(AttentionRule(most_scores=2 * 4 * 8 * 8), *inputs)
+    _, seen = attend(AttentionRule(max_scores=2 * 4 * 8 * 8), *inputs)
     assert seen.rows == [8]
-    _, seen = attend(AttentionRule(most_scores=2 * 4 * 8 * 8 - 1), *inputs)
+    _, seen = attend(AttentionRule(max_scores=2 * 4 * 8 * 8 - 1), *inputs)
     assert seen.rows == [7, 1]
 
 
@@ -138,7 +138,7 @@ def test_missing_heads_images_and_queries(shape: tuple[int, ...]) -> None:
     """No head dimension, an empty batch, and no queries."""
     query, other = torch.randn(shape), torch.randn(*shape[:-2], 6, 4)
     expected = scaled_dot_product_attention(query, other, other)
-    actual, _ = attend(AttentionRule(most_scores=3, heads=1), query, other, other)
+    actual, _ = attend(AttentionRule(max_scores=3, heads=1), query, other, other)
     torch.testing.assert_close(actual, expected)
 
 
@@ -149,7 +149,7 @@ def test_mask_and_causal_are_combined(float_mask: bool) -> None:
     mask = torch.tensor([[True] * 4, [True, False, True, True], [True, True, False, True], [True] * 4])
     mask_argument = torch.zeros(4, 4).masked_fill(~mask, float("-inf")) if float_mask else mask
     expected = scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], mask.tril())
-    actual, seen = attend(AttentionRule(most_scores=8), *inputs, mask_argument, is_causal=True)
+    actual, seen = attend(AttentionRule(max_scores=8), *inputs, mask_argument, is_causal=True)
     assert len(seen.rows) > 2
     torch.testing.assert_close(actual, expected)
 
@@ -160,7 +160,7 @@ def test_mps_plan_slices_more_than_2_32_scores(causal: bool) -> None:
     rule = choose_attention(
         anyaccel.sheet("mps").on(versions={"macos": "15.0", "torch": "2.13"}), PlacementOptions(), 2
     ).value
-    assert rule.most_scores == 2**30
+    assert rule.max_scores == 2**30
     for heads, length in ((1, 2**16 + 8), (8, 2**14 * 2)):
         inputs = [torch.empty(1, heads, length, 8, device="meta", dtype=torch.float16) for _ in range(3)]
         assert heads * length * length > 2**32

@@ -63,8 +63,8 @@ def run_single(folder: Path, seed: int = 7, **call: Any) -> Any:
 def test_supported_tasks_are_detected_and_run(model: ServedModel, folder: Path) -> None:
     facts = model.facts()
     assert facts.tasks == ("generate", "edit", "inpaint")
-    assert facts.at_once == 4
-    assert facts.joins["unet"]
+    assert facts.max_concurrent == 4
+    assert facts.batched["unet"]
     image, metadata = model.generate(make_job_spec(), 0, {}, StepObserver(ignore_step))
     assert abs(pixels(image) - run_single(folder)).max() <= 1
     assert (metadata.seed, metadata.steps, metadata.width) == (7, 4, SIZE)
@@ -123,7 +123,7 @@ def test_a_call_that_runs_out_of_memory_is_repeated_exclusively(model: ServedMod
     assert abs(pixels(images[0]) - run_single(folder)).max() <= 1
     assert abs(pixels(images[1]) - run_single(folder, 8)).max() <= 1
     assert model.shared is not None, "sharing resumes afterwards"
-    assert model.at_once == 4
+    assert model.max_concurrent == 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")

@@ -54,13 +54,13 @@ def test_images_equal_those_of_the_cpu(
         effects = {row.effect for row in accelerator.ledger.rows()}
         rows = () if model.shared is None else tuple(model.shared.forwards["unet"].batch_seconds)
         facts = model.facts()
-        return images, effects, model.shared is not None, rows, facts.at_once, facts.virtual, facts.fixed_sizes
+        return images, effects, model.shared is not None, rows, facts.max_concurrent, facts.virtual, facts.fixed_sizes
 
-    images, effects, shared, rows, at_once, virtual, fixed = run_forked(device, run)
+    images, effects, shared, rows, max_concurrent, virtual, fixed = run_forked(device, run)
     for image, wanted in zip(images, expected, strict=True):
         assert abs(image - wanted).max() <= 1
     assert not effects & {"error", "wrong"}
-    assert (shared, at_once, virtual) == (batched, 3 if batched else 1, True)
+    assert (shared, max_concurrent, virtual) == (batched, 3 if batched else 1, True)
     if padded:
         assert rows == (2, 4, 6), "batches are padded to prepared sizes"
         assert fixed

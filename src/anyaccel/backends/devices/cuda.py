@@ -425,7 +425,7 @@ ROCM = replace(
 class CudaDriver(Driver):
     """CUDA driver: supports CUDA graphs, events and side streams."""
 
-    marks = True
+    has_events = True
 
     def __init__(self, sheet: Sheet) -> None:
         super().__init__(sheet)

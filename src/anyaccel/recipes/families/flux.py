@@ -17,8 +17,8 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "call", "flow_scheduler", "parts", "transformer_shape"]
 
 SIZE = 16
+# Numbers in a patch of a latent: four channels, two by two.
 PATCH = 16
-"""Numbers in a patch of a latent: four channels, two by two."""
 
 recipe = functools.partial(make_recipe, family="flux")
 

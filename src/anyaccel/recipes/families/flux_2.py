@@ -16,8 +16,8 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "autoencoder_flux_2"]
 
 SIZE = 16
+# The hidden states of the language model that are read; the real ones are at 9, 18 and 27.
 LAYERS = (0, 1, 2)
-"""The hidden states of the language model that are read; the real ones are at 9, 18 and 27."""
 
 recipe = functools.partial(make_recipe, family="flux-2")
 

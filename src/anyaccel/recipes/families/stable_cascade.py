@@ -14,8 +14,8 @@ from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
 
+# The pipelines divide it by 42.67 for the prior's latent, and by 4 for the decoder's.
 SIZE = 128
-"""The pipelines divide it by 42.67 for the prior's latent, and by 4 for the decoder's."""
 EMBEDDING = (1, 4, 3, 3)
 
 recipe = functools.partial(make_recipe, family="stable-cascade")

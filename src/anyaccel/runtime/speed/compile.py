@@ -22,7 +22,7 @@ from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forw
 from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
-from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
+from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
 from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_ptxas_path
 
 __all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
@@ -188,9 +188,9 @@ def _find_default_cache(placement: Placement, variable: str) -> str | None:
 @functools.cache  # one warning per process
 def _can_write(folder: Path) -> bool:
     """Return whether the cache directory is writable; the compiler otherwise uses its own default."""
-    fault = find_write_fault(folder)
+    fault = find_write_error(folder)
     if fault:
-        tell_write_fault(fault)
+        warn_not_cached(fault)
     return not fault
 
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_writer, is_temporary_file
-from anyaccel.storage.cache_dir import find_cache_folder, find_graphs_folder, tell_write_fault
+from anyaccel.storage.cache_dir import find_cache_folder, find_graphs_folder, warn_not_cached
 
 __all__ = [
     "CacheEntry",
     "export_entries",
-    "find_folder",
+    "find_entries_dir",
     "find_path",
     "import_entries",
     "list_entries",
@@ -44,13 +44,13 @@ _MAGIC = b"anyaccel compile cache 1\n"
 _MEMBER = re.compile(r"[0-9a-f]{32}\.compiled")
 _MAX_IMPORT_BYTES = 4 * 2**30
 # Headers come from imported files too. Larger values would overflow when they are formatted as dates.
+# Seconds since 1970 at the start of the year 9999.
 _MAX_CREATED = 253_370_764_800
-"""Seconds since 1970 at the start of the year 9999."""
 _MAX_TOOK_S = 10**9
 _DAY_S = 86400
 _OLD_NAME = re.compile(r"[0-9a-f]{32}|\.making-.*")
+# The files in an entry of version 0.1, which was a directory. Such entries are pruned, never loaded.
 _OLD_FILES = ("entry.json", "payload.bin")
-"""The files in an entry of version 0.1, which was a directory. Such entries are pruned, never loaded."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class CacheEntry:
         return self.path.stem
 
 
-def find_folder() -> Path:
+def find_entries_dir() -> Path:
     """Return the directory that contains the entries."""
     return find_cache_folder() / "compiled"
 
@@ -83,7 +83,7 @@ def find_folder() -> Path:
 def find_path(key: dict[str, str]) -> Path:
     """Return the path of the entry for a key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    return find_folder() / f"{digest}.compiled"
+    return find_entries_dir() / f"{digest}.compiled"
 
 
 def load_payload(key: dict[str, str]) -> bytes | None:
@@ -117,7 +117,7 @@ def save_payload(key: dict[str, str], payload: bytes, took_s: float) -> bool:
             file.write(_MAGIC + json.dumps(header).encode() + b"\n")
             file.write(payload)
     except OSError as error:
-        tell_write_fault(f"cannot write {path}: {error.strerror or error}")
+        warn_not_cached(f"cannot write {path}: {error.strerror or error}")
         return False
     return True
 
@@ -129,7 +129,7 @@ def list_entries() -> list[CacheEntry]:
 
 
 def _list_paths() -> list[Path]:
-    root = find_folder()
+    root = find_entries_dir()
     return sorted(root.iterdir()) if root.is_dir() else []
 
 
@@ -204,7 +204,7 @@ def import_entries(path: Path) -> tuple[int, int, list[str]]:
         ) from error
     imported, existing, rejected = 0, 0, []
     for name, content in contents.items():
-        entry, payload = _parse(find_folder() / name, content)
+        entry, payload = _parse(find_entries_dir() / name, content)
         before = _read(entry.path)
         if entry.fault:
             rejected.append(f"{entry.name}: {entry.fault}")

@@ -17,8 +17,8 @@ __all__ = ["Float8Linear", "check_float8"]
 
 FLOAT8 = torch.float8_e4m3fn
 _MAX_FLOAT8 = torch.finfo(FLOAT8).max
+# Lower bound of a row's maximum, to avoid a division by zero for rows of zeros.
 _MIN_ROW_MAX = 1e-12
-"""Lower bound of a row's maximum, to avoid a division by zero for rows of zeros."""
 
 
 class Float8Linear(torch.nn.Module):

@@ -38,8 +38,8 @@ __all__ = ["GraphCapture"]
 _LOG = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
+# Shapes captured per module. Each holds its own buffers; a pipeline with many shapes runs the others eagerly.
 _MAX_SHAPES = 8
-"""Shapes captured per module. Each holds its own buffers; a pipeline with many shapes runs the others eagerly."""
 _PLAIN_TYPES = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
@@ -133,9 +133,9 @@ class GraphCapture:
                 return forward(*args, **kwargs)
         # The first runs are eager: libraries choose kernels and allocate workspaces in them, which a capture cannot.
         shape.runs += 1
-        if shape.runs < self.recorder.warm:
+        if shape.runs < self.recorder.warmup_runs:
             return forward(*args, **kwargs)
-        if shape.runs == self.recorder.warm:
+        if shape.runs == self.recorder.warmup_runs:
             return self._time(shape, forward, args, kwargs)
         return self._capture(shape, forward, leaves, spec)
 

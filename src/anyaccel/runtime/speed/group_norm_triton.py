@@ -20,16 +20,16 @@ __all__ = ["normalize_groups"]
 # https://github.com/pytorch/pytorch/issues/111824 (torch 2.13; a kernel for channels last was added later in
 # https://github.com/pytorch/pytorch/pull/191945).
 
+# Elements that one program holds at a time.
 _TILE = 8192
-"""Elements that one program holds at a time."""
+# Programs per batch in the first pass: a few per multiprocessor.
 _PROGRAMS = 512
-"""Programs per batch in the first pass: a few per multiprocessor."""
+# The maximum number of parts of a small image; the second pass combines this many in one load.
 _PARTS = 128
-"""The maximum number of parts of a small image; the second pass combines this many in one load."""
+# The maximum number of pixels of a small image.
 _SMALL = 128 * 128
-"""The maximum number of pixels of a small image."""
+# The maximum number of pixels of an image that is normalized by one program per group.
 _SINGLE_PASS = 16 * 16
-"""The maximum number of pixels of an image that is normalized by one program per group."""
 
 
 @triton.jit

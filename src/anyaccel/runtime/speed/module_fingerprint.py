@@ -33,8 +33,8 @@ __all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
 _ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
+# Libraries with layers and processors that do the same work at every call.
 _TRUSTED_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
-"""Libraries with layers and processors that do the same work at every call."""
 
 
 class LayerHooks:

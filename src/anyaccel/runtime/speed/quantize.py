@@ -19,10 +19,10 @@ __all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]
 
 _LOG = logging.getLogger("anyaccel")
 _QUANTIZED_ATTRIBUTE = "_anyaccel_quantized"
+# `torch._scaled_mm` requires dimensions that are multiples of this.
 _SIZE_MULTIPLE = 16
-"""`torch._scaled_mm` requires dimensions that are multiples of this."""
+# Parts of the names of layers that are applied to the timestep embedding: one row per image.
 _FEW_ROWS = ("norm", "embed", "modulation")
-"""Parts of the names of layers that are applied to the timestep embedding: one row per image."""
 
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:

@@ -14,8 +14,8 @@ from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
 __all__ = ["CopyFunction", "HostTransfer", "copy_or_fill"]
 
 CopyFunction = Callable[[torch.Tensor, torch.device], torch.Tensor]
+# Larger tensors are copied without checking whether all elements are equal.
 _MAX_FILL_ELEMENTS = 64
-"""Larger tensors are copied without checking whether all elements are equal."""
 
 
 class HostTransfer:

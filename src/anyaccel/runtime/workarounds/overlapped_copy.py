@@ -25,7 +25,7 @@ _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
 
 def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
     """Return the copier for a device that several calls share; None for a single call or a device without events."""
-    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.marks else None
+    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.has_events else None
 
 
 class OverlappedCopy:
