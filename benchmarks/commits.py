@@ -1,9 +1,9 @@
-"""Two source trees of anyaccel side by side on a real device, in turns.
+"""Compare the speed of two checkouts of anyaccel on a real device, in turns.
 
-    python -m benchmarks.commits cuda OLD_SRC NEW_SRC --cases sd15 sdxl klein
+    python -m benchmarks.commits cuda OLD NEW --cases sd15 sdxl klein
 
-OLD_SRC and NEW_SRC are `src` folders. Each tree has one process per case; all warm up, then images are made in turns.
-Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
+OLD and NEW are checkouts with `src` and `benchmarks`. Each checkout has one process per case; all of them warm up, then
+images are generated in turns. Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
 """
 
 import argparse
@@ -56,16 +56,20 @@ def serve(case: str, device: str, image: str) -> None:
         print(json.dumps(make()[1]), file=answers, flush=True)
 
 
-def start(case: str, source: Path, image: Path, device: str) -> Any:
-    """Start the process of one case with one source tree."""
+def start(case: str, checkout: Path, image: Path, device: str) -> Any:
+    """Start the process of one case with one checkout."""
     command = [sys.executable, "-m", "benchmarks.commits", device, "-", "-", "--serve", case, "--image", str(image)]
-    path = os.pathsep.join([str(source.resolve()), str(Path.cwd())])
+    root = checkout.resolve()
+    # Each checkout brings its own benchmarks: options and module paths differ between versions.
+    path = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def compare(processes: dict[str, Any], images: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Make images with both trees, in turns."""
+    """Generate images with both checkouts, in turns."""
     import numpy
 
     times: dict[str, list[float]] = {name: [] for name in processes}
@@ -116,9 +120,9 @@ def main() -> None:
     trees = {"old": options.old, "new": options.new}
     with tempfile.TemporaryDirectory() as folder:
         images = {case: {name: Path(folder) / f"{case}-{name}.npy" for name in trees} for case in options.cases}
-        # All warm up at once, since compiling takes most of the time, and are measured one after another.
+        # All warm up concurrently, because compilation takes most of the time; they are measured one after another.
         processes = {
-            case: {name: start(case, source, images[case][name], options.device) for name, source in trees.items()}
+            case: {name: start(case, checkout, images[case][name], options.device) for name, checkout in trees.items()}
             for case in options.cases
         }
         for each in processes.values():

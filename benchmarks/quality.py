@@ -18,7 +18,7 @@ import diffusers
 import numpy as np
 from PIL import Image
 
-from anyaccel.embedded.judge import open_judge
+from anyaccel.embedded.judge import load_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.planning.options import SPEEDS
@@ -52,7 +52,7 @@ def generate_image(pipe: Any, prompt: str, steps: int) -> tuple[Any, float]:
 
 def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[str, Any]]:
     """All levels with one number of steps, in turns."""
-    judge = open_judge()
+    judge = load_judge()
     found: dict[str, dict[str, list[float]]] = {name: {"psnr": [], "right": [], "seconds": []} for name in pipes}
     for pipe in pipes.values():
         generate_image(pipe, scenes[0].caption, steps)
@@ -61,7 +61,7 @@ def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[s
         for name, pipe in pipes.items():
             made, seconds = generate_image(pipe, scene.caption, steps)
             exact = made if exact is None else exact
-            seen = judge.look(Image.fromarray((made * 255).round().astype(np.uint8)))
+            seen = judge.classify(Image.fromarray((made * 255).round().astype(np.uint8)))
             found[name]["right"].append(float(seen.groups[:1] == (judge.groups[scene.objects[0].thing],)))
             likeness = measure_psnr(made, exact)
             found[name]["psnr"].append(MOST_DB if likeness is None else min(MOST_DB, likeness))

@@ -37,7 +37,7 @@ from anyaccel.bench.case import OURS, BenchCase
 from anyaccel.bench.pipelines import make_call, make_pipeline
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
 from anyaccel.server.batching.step_batcher import BatchStats
-from anyaccel.server.settings import count_in_hand
+from anyaccel.server.settings import compute_max_in_flight
 from benchmarks.provenance import describe_run, read_commit
 from benchmarks.speed import CASES
 
@@ -127,20 +127,20 @@ def whole_requests(shared: SharedPipeline, call: dict[str, Any], most: int = MOS
 @contextmanager
 def steps_of_all(shared: SharedPipeline, call: dict[str, Any]) -> Iterator[Submit]:
     """Each request a call of its own, which meets the others at every step."""
-    seen = shared.meetings["unet"].seen = BatchStats()
-    with ThreadPoolExecutor(count_in_hand(MOST)) as threads:
+    stats = shared.forwards["unet"].stats = BatchStats()
+    with ThreadPoolExecutor(compute_max_in_flight(MOST)) as threads:
         yield lambda seed: threads.submit(lambda: fetch(shared.run({**call, "seed": seed})))
-    print(json.dumps({"rounds": seen.sizes}), file=sys.stderr)
+    print(json.dumps({"rounds": stats.sizes}), file=sys.stderr)
 
 
 @contextmanager
 def running_ahead(shared: SharedPipeline) -> Iterator[None]:
     """While the block runs nobody waits for the device at each step: there is one call at a time, and none to join."""
-    mark, shared.rendezvous.mark = shared.rendezvous.mark, None
+    mark, shared.batcher.mark = shared.batcher.mark, None
     try:
         yield
     finally:
-        shared.rendezvous.mark = mark
+        shared.batcher.mark = mark
 
 
 WAYS: dict[str, Callable[[SharedPipeline, dict[str, Any]], AbstractContextManager[Submit]]] = {
@@ -180,12 +180,12 @@ def make_shared(work: BenchCase, sizes: Sequence[int]) -> tuple[SharedPipeline, 
     with torch.no_grad():
         torch.compiler.set_stance("force_eager")
         pipe(**short, seed=0)
-        shared = SharedPipeline(pipe, most_calls=MOST)
+        shared = SharedPipeline(pipe, max_calls=MOST)
         joins = shared.warm_up({**short, "seed": 0}, {**short, "seed": 1})
         assert joins["unet"], joins
         torch.compiler.set_stance("default")
-    shared.allow({name: name == "unet" for name in joins})
-    shared.meetings["unet"].prepare_rows(sizes)
+    shared.enable({name: name == "unet" for name in joins})
+    shared.forwards["unet"].prepare_batch_sizes(sizes)
     shared.run({**short, "seed": 0})  # the decoder's graph
     return shared, call
 

@@ -94,7 +94,7 @@ def explain_rows(kept: Path, device: str) -> None:
     kept.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def tell(words: str) -> None:
+def on_progress(words: str) -> None:
     """Say where the run is, with the time of the day: some first pictures take minutes."""
     print(f"{datetime.now():%H:%M:%S} {words}", file=sys.stderr, flush=True)
 
@@ -124,7 +124,9 @@ def main() -> None:
     }  # fmt: skip
     works = list(list_works(options.cases, options.device, options.options))
     for group in [works] if options.together else [[work] for work in works]:
-        for row in run_together(group, rounds=options.rounds, at_once=options.together, tell=tell):
+        for row in run_together(
+            group, rounds=options.rounds, concurrent_warmup=options.together, on_progress=on_progress
+        ):
             report["rows"].append(row)
             shown = ("title", "error", "hint", "against stock compiled", "fast against exact", "fast_psnr_db")
             print({key: row.get(key) for key in shown}, flush=True)

@@ -23,14 +23,14 @@ from anyaccel.bench.bench import run_together
 from anyaccel.bench.case import OURS, BenchCase
 from anyaccel.storage.cache_dir import CACHE_VARIABLE
 from benchmarks.provenance import read_commit
-from benchmarks.speed import CASES, list_works, tell
+from benchmarks.speed import CASES, list_works, on_progress
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def measure(works: list[BenchCase]) -> dict[str, Any]:
     """The first picture's seconds of each work and of the compiler in it, or why there is none."""
-    rows = run_together(works, rounds=1, tell=tell)
+    rows = run_together(works, rounds=1, on_progress=on_progress)
     return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 

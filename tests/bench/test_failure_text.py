@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from anyaccel.bench.bench import liken_files, run_bench, run_together
 from anyaccel.bench.case import VARIANTS, BenchCase
 from anyaccel.bench.failure_text import describe_failure
-from anyaccel.bench.text import describe_bench
+from anyaccel.bench.text import format_bench
 from anyaccel.cli.main import app
 from anyaccel.errors import NotMeasurableError, UsageError
 
@@ -102,7 +102,7 @@ def test_a_stock_picture_that_is_not_finite_is_said(monkeypatch: pytest.MonkeyPa
     assert row["variants"]["anyaccel"]["not_compared"] == "stock eager's picture is not finite"
     assert "psnr_db" not in row["variants"]["anyaccel"]
     assert row["fast_psnr_db"] is None
-    lines = list(describe_bench([row]))
+    lines = list(format_bench([row]))
     [ours] = [line for line in lines if line.startswith("  anyaccel  ")]
     assert "stock eager's picture is not finite" in ours
     assert "the same picture" not in ours
@@ -111,7 +111,7 @@ def test_a_stock_picture_that_is_not_finite_is_said(monkeypatch: pytest.MonkeyPa
 def test_an_exact_picture_that_is_not_finite_is_said_of_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     row = run(monkeypatch, {"anyaccel": {"picture": "nan"}})
     assert row["fast_not_compared"] == "anyaccel's picture is not finite"
-    assert "as exact, and anyaccel's picture is not finite" in "\n".join(describe_bench([row]))
+    assert "as exact, and anyaccel's picture is not finite" in "\n".join(format_bench([row]))
 
 
 @pytest.mark.parametrize("word", ["warm", "go", "finish"])
@@ -132,7 +132,7 @@ def test_the_others_are_measured(monkeypatch: pytest.MonkeyPatch, word: str, way
     assert "against stock eager" not in row
     assert row["against stock compiled"] == 1.0
     assert row["fast against exact"] == 1.0
-    text = "\n".join(describe_bench([row]))
+    text = "\n".join(format_bench([row]))
     assert f"  stock eager failed: {cause}\n    hint: " in text
     assert "anyaccel is 1.00 times as fast as stock compiled" in text
 
@@ -142,7 +142,7 @@ def test_where_all_fail_the_row_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["error"] == "anyaccel failed: ValueError: 7"
     assert row["failed"]["stock compiled"]["details"] == ["Traceback", "7"]
     assert "variants" not in row
-    assert "stock compiled failed: ValueError: 7" in "\n".join(describe_bench([row]))
+    assert "stock compiled failed: ValueError: 7" in "\n".join(format_bench([row]))
 
 
 def test_one_row_alone_is_an_error_where_a_variant_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_the_end_that_another_process_asks_for_leaves_nothing(worker: Path, tmp_
         said = process.communicate()[1]
         late.cancel()
     assert process.returncode == 143
-    assert said.endswith("ended\n")
+    assert said.endswith("terminated\n")
     assert list(folder.glob("anyaccel-bench-*")) == []
 
 

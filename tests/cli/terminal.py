@@ -1,4 +1,4 @@
-"""Running the command line on a terminal: a pseudo-terminal of a forked process, so that nothing is imported anew."""
+"""Run the command line on a pseudo-terminal, in a fork of this process to avoid repeated imports."""
 
 import fcntl
 import os
@@ -19,19 +19,19 @@ from anyaccel.cli.main import main
 __all__ = ["Screen", "run_command", "run_on_terminal"]
 
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-_QUESTION = b"\x1b[c"
+_ATTRIBUTES_QUERY = b"\x1b[c"
 
 
 @dataclass(frozen=True)
 class Screen:
-    """What was written to a terminal, and how the process ended."""
+    """Output on the terminal and exit status of the process."""
 
     output: bytes
     status: int
 
     @property
     def text(self) -> str:
-        """The same without colours and moves of the cursor."""
+        """Output without colors and cursor movements."""
         return _ESCAPES.sub(b"", self.output).decode(errors="replace")
 
 
@@ -41,35 +41,35 @@ def run_on_terminal(
     environment: dict[str, str] | None = None,
     columns: int = 80,
     lines: int = 40,
-    answer: bytes = b"",
+    reply: bytes = b"",
     press: tuple[bytes, bytes] | None = None,
     timeout_s: float = 300.0,
 ) -> Screen:
-    """Run `anyaccel` with these arguments; `answer` is the terminal's to a question about itself.
+    """Run `anyaccel` with these arguments.
 
-    `press` is a text to wait for, and the keys that are pressed then.
+    `reply` is the reply to a device attributes query. `press` is a text to wait for, and the keys to press then.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, of which none is torch's
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads; none of them is torch's
         process, terminal = pty.fork()
     if process == 0:
-        while not os.get_terminal_size(0).columns:  # until the other side has set it
+        while not os.get_terminal_size(0).columns:  # the parent sets the size after the fork
             time.sleep(0.005)
         run_command(arguments, environment or {})
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    output, end = b"", time.monotonic() + timeout_s
-    while time.monotonic() < end:
+    output, deadline = b"", time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         if not select.select([terminal], [], [], 0.1)[0]:
             continue
         try:
-            part = os.read(terminal, 65536)
-        except OSError:  # Linux says so when the other side is closed
+            data = os.read(terminal, 65536)
+        except OSError:  # Linux raises EIO once the child has closed its end
             break
-        if not part:
+        if not data:
             break
-        output += part
-        if answer and _QUESTION in part:
-            os.write(terminal, answer)
+        output += data
+        if reply and _ATTRIBUTES_QUERY in data:
+            os.write(terminal, reply)
         if press and press[0] in output:
             os.write(terminal, press[1])
             press = None
@@ -78,7 +78,7 @@ def run_on_terminal(
 
 
 def run_command(arguments: Sequence[str], environment: dict[str, str]) -> NoReturn:
-    """What a forked process does: its streams are those of its own, and nothing of pytest's is run at its end."""
+    """Run a command in a forked process with its own streams, and exit without pytest's cleanup."""
     status = 3
     try:
         for name in ("NO_COLOR", "COLORTERM", "TMUX", "STY", "TERM_PROGRAM", "LC_TERMINAL", "KITTY_WINDOW_ID"):
@@ -88,8 +88,8 @@ def run_command(arguments: Sequence[str], environment: dict[str, str]) -> NoRetu
         sys.argv = ["anyaccel", *arguments]
         warnings.resetwarnings()
         main()
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 3
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 3
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The end that another process asks for: what is under way clears up, and is not disturbed at it."""
+"""SIGTERM: commands clean up, and a second signal does not disturb the cleanup."""
 
 import os
 import signal
@@ -14,28 +14,28 @@ import typer
 from anyaccel.cli.interrupts import cleanup_on_exit
 
 
-def end_this_process() -> None:
+def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_end_is_said_and_has_its_status(capsys: pytest.CaptureFixture[str]) -> None:
-    before, cleared = signal.getsignal(signal.SIGTERM), []
+def test_termination_is_reported_with_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    handler, cleaned_up = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
         with cleanup_on_exit() as display:
-            display.begin("working")
+            display.start_phase("Working")
             try:
-                end_this_process()
+                send_sigterm()
             finally:
-                end_this_process()  # a second time, while it clears up
-                cleared.append(True)
+                send_sigterm()  # again, during the cleanup
+                cleaned_up.append(True)
 
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(typer.Exit) as caught:
         work()
-    assert ended.value.exit_code == 143
-    assert cleared == [True]
-    assert "ended" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert caught.value.exit_code == 143
+    assert cleaned_up == [True]
+    assert "terminated" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == handler
 
 
 HANGING = """
@@ -44,19 +44,19 @@ from anyaccel.checking.chart import chart
 from anyaccel.checking import run
 from anyaccel.processes.forked_call import call_in_fork
 
-def hang(*arguments):
+def hang(*args):
     def sleep():
         print(os.getpid(), flush=True)
         time.sleep(60)
     return call_in_fork(sleep)
 
-run.run_on_host = lambda recipes: {}
+run.run_on_cpu = lambda recipes: {}
 run.run_on_device = chart._run_group = hang
 sys.argv[0] = "anyaccel"
 from anyaccel.cli.main import main
 main()
 """
-"""The command line, with children that hang instead of running pipelines."""
+"""The command line with child processes that hang instead of running pipelines."""
 
 
 @pytest.mark.long
@@ -74,6 +74,6 @@ def test_sigterm_ends_the_children_of_a_command(command: str, tmp_path: Path) ->
         _, errors = process.communicate(timeout=50)
     assert time.monotonic() - started < 30
     assert process.returncode == 143, errors
-    assert errors.splitlines()[-1] == "ended"
-    assert ("0 pipelines are kept in kept" in errors) == ("--keep" in command)
+    assert errors.splitlines()[-1] == "terminated"
+    assert ("saved 0 pipelines to kept" in errors) == ("--keep" in command)
     assert not psutil.pid_exists(child)

@@ -1,4 +1,4 @@
-"""The model that ships: how large it is, what diffusers makes of it, and whether it draws what it is asked for."""
+"""The embedded model: its size, loading with plain diffusers, and whether it draws what the prompt says."""
 
 import json
 import random
@@ -12,20 +12,20 @@ from PIL import Image
 from safetensors import safe_open
 
 import anyaccel
-from anyaccel.embedded.judge import open_judge
+from anyaccel.embedded.judge import load_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
 from anyaccel.embedded.vocabulary import find_unknown_words
 from training.captions import draw_scene
 from training.prepare import load_things
 
-diffusers: Any = plain  # without types
+diffusers: Any = plain  # diffusers has no complete type annotations
 FOLDER = find_embedded_model()
-MOST_BYTES = 40_000_000
+MAX_BYTES = 40_000_000
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    """As plain diffusers loads it, without a word of ours."""
+    """The model as plain diffusers loads it, without anyaccel."""
     loaded = diffusers.DiffusionPipeline.from_pretrained(FOLDER)
     loaded.set_progress_bar_config(disable=True)
     return loaded
@@ -33,48 +33,48 @@ def pipe() -> Any:
 
 def draw(pipe: Any, prompts: list[str]) -> list[Image.Image]:
     generators = [torch.Generator().manual_seed(7) for _ in prompts]
-    made: list[Image.Image] = pipe(prompts, generator=generators, **CALL_DEFAULTS).images
-    return made
+    images: list[Image.Image] = pipe(prompts, generator=generators, **CALL_DEFAULTS).images
+    return images
 
 
-def test_it_is_small_and_in_half_precision() -> None:
+def test_model_is_small_and_in_half_precision() -> None:
     files = [path for path in FOLDER.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= MOST_BYTES
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
     weights = [path for path in files if path.suffix == ".safetensors"]
     assert len(weights) == 3
     for path in weights:
-        with safe_open(path, "pt") as kept:
-            assert {kept.get_slice(name).get_dtype() for name in kept.keys()} <= {"F16", "I64"}  # noqa: SIM118
+        with safe_open(path, "pt") as tensors:
+            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} <= {"F16", "I64"}  # noqa: SIM118
 
 
-def test_it_says_nothing_of_where_it_was_made() -> None:
+def test_configs_contain_no_local_paths() -> None:
     for path in FOLDER.rglob("*.json"):
         assert "_name_or_path" not in json.loads(path.read_text())
 
 
-def test_plain_diffusers_draws_what_is_asked_for(pipe: Any) -> None:
+def test_plain_diffusers_draws_the_prompt(pipe: Any) -> None:
     assert type(pipe) is diffusers.StableDiffusionPipeline
-    judge = open_judge()
+    judge = load_judge()
     apple, rocket, both = draw(pipe, ["a red apple", "a rocket on a dark blue background", "a cat and a pizza"])
     assert apple.size == (128, 128)
-    assert judge.look(apple).names[0] == "red apple"
+    assert judge.classify(apple).names[0] == "red apple"
     assert judge.background(apple) == "white"
-    assert judge.look(rocket).names[0] == "rocket"
+    assert judge.classify(rocket).names[0] == "rocket"
     assert judge.background(rocket) == "dark blue"
-    assert [judge.look(both, side).names[0] for side in ("left", "right")] == ["cat", "pizza"]
+    assert [judge.classify(both, side).names[0] for side in ("left", "right")] == ["cat", "pizza"]
 
 
-def test_what_it_does_not_know_is_still_a_picture(pipe: Any) -> None:
-    odd = draw(pipe, ["", "Ünïcødé 漢字 🍎 99!"])
-    assert [picture.size for picture in odd] == [(128, 128)] * 2
+def test_unknown_prompts_still_give_an_image(pipe: Any) -> None:
+    images = draw(pipe, ["", "Ünïcødé 漢字 🍎 99!"])
+    assert [image.size for image in images] == [(128, 128)] * 2
 
 
-def test_its_words_are_not_lost_in_saving(pipe: Any, tmp_path: Path) -> None:
+def test_tokenizer_survives_saving(pipe: Any, tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path)
-    again = anyaccel.DiffusionPipeline.from_pretrained(tmp_path)
-    words = "three small stars on a light green background"
-    assert again.tokenizer(words).input_ids == pipe.tokenizer(words).input_ids
-    assert pipe.tokenizer.unk_token_id not in pipe.tokenizer(words).input_ids[1:-1]
+    reloaded = anyaccel.DiffusionPipeline.from_pretrained(tmp_path)
+    text = "three small stars on a light green background"
+    assert reloaded.tokenizer(text).input_ids == pipe.tokenizer(text).input_ids
+    assert pipe.tokenizer.unk_token_id not in pipe.tokenizer(text).input_ids[1:-1]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_its_words_are_not_lost_in_saving(pipe: Any, tmp_path: Path) -> None:
         ("", []),
     ],
 )
-def test_words_that_it_was_not_taught_are_known(prompt: str, unknown: list[str]) -> None:
+def test_unknown_words_are_found(prompt: str, unknown: list[str]) -> None:
     assert find_unknown_words(prompt) == unknown
 
 
-def test_every_caption_is_made_of_known_words() -> None:
-    chance, things = random.Random(3), load_things()
-    captions = [draw_scene(things, chance).caption for _ in range(2000)]
+def test_captions_contain_only_known_words() -> None:
+    generator, things = random.Random(3), load_things()
+    captions = [draw_scene(things, generator).caption for _ in range(2000)]
     unknown = {word for caption in captions for word in find_unknown_words(caption)}
     assert unknown == set()

@@ -1,4 +1,4 @@
-"""Where a picture comes from: the record in its file, written and read back in every format, and damaged on purpose."""
+"""Generation metadata: written and read back in every file format, old formats, and damaged files."""
 
 import io
 import json
@@ -25,8 +25,8 @@ from anyaccel.generation.metadata import (
 )
 from anyaccel.generation.model_name import digest_folder, resolve_model
 
-HELD, _ = record_call({"original_size": (64, 64), "sigmas": [1.0, 0.5], "clip_skip": 1})
-ORIGIN = ImageMetadata(
+RECORDED_CALL, _ = record_call({"original_size": (64, 64), "sigmas": [1.0, 0.5], "clip_skip": 1})
+METADATA = ImageMetadata(
     model="org/name",
     revision="0123456789abcdef0123456789abcdef01234567",
     pipeline="StableDiffusionPipeline",
@@ -43,119 +43,139 @@ ORIGIN = ImageMetadata(
     scheduler="DDIMScheduler",
     scheduler_config={"beta_start": 0.00085, "trained_betas": None},
     versions={"anyaccel": "0.1.0", "torch": "2.13.0"},
-    call=HELD,
+    call=RECORDED_CALL,
 )
 
 
-def picture(mode: str = "RGB") -> Image.Image:
-    image = Image.new(mode, (ORIGIN.width, ORIGIN.height))
+def make_image(mode: str = "RGB") -> Image.Image:
+    image = Image.new(mode, (METADATA.width, METADATA.height))
     image.putpixel((1, 2), 200 if mode == "L" else (10, 200, 30) if mode == "RGB" else (10, 200, 30, 40))
     return image
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".jpeg", ".webp", ".PNG"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-def test_every_format_keeps_the_whole_recipe(tmp_path: Path, suffix: str, mode: str) -> None:
-    path = tmp_path / f"picture{suffix}"
-    path.write_bytes(encode_image(picture(mode), suffix, [ORIGIN]))
-    assert read_metadata(path) == (ORIGIN,)
+def test_every_format_stores_the_metadata(tmp_path: Path, suffix: str, mode: str) -> None:
+    path = tmp_path / f"image{suffix}"
+    path.write_bytes(encode_image(make_image(mode), suffix, [METADATA]))
+    assert read_metadata(path) == (METADATA,)
     with Image.open(path) as image:
         assert image.size == (8, 16)
         if suffix.lower() == ".png":
-            assert image.tobytes() == picture(mode).tobytes()
+            assert image.tobytes() == make_image(mode).tobytes()
 
 
 @settings(max_examples=60, deadline=None)
 @given(prompt=st.text(), negative=st.none() | st.text(), seed=st.integers(0, 2**64 - 1))
-def test_any_text_comes_back(prompt: str, negative: str | None, seed: int) -> None:
-    origin = replace(ORIGIN, prompt=prompt, negative_prompt=negative, seed=seed)
-    assert read_document(write_document([origin])) == (origin,)
+def test_any_text_round_trips(prompt: str, negative: str | None, seed: int) -> None:
+    metadata = replace(METADATA, prompt=prompt, negative_prompt=negative, seed=seed)
+    assert read_document(write_document([metadata])) == (metadata,)
     for suffix in (".png", ".jpg"):
-        encoded = io.BytesIO(encode_image(picture(), suffix, [origin]))
+        encoded = io.BytesIO(encode_image(make_image(), suffix, [metadata]))
         with Image.open(encoded) as image:
             assert image.format is not None
 
 
-def test_the_same_picture_is_the_same_file() -> None:
-    assert encode_image(picture(), ".png", [ORIGIN]) == encode_image(picture(), ".png", [ORIGIN])
+def test_same_image_gives_the_same_file() -> None:
+    assert encode_image(make_image(), ".png", [METADATA]) == encode_image(make_image(), ".png", [METADATA])
 
 
-def test_people_and_other_programs_can_read_it(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    path.write_bytes(encode_image(picture(), ".png", [ORIGIN]))
+def test_parameters_text_is_readable_by_other_tools(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(encode_image(make_image(), ".png", [METADATA]))
     with Image.open(path) as image:
-        words = image.info["parameters"]
+        parameters = image.info["parameters"]
         assert image.info["Software"] == "anyaccel 0.1.0"
-    assert words == describe_metadata(ORIGIN)
-    assert words.startswith(
-        ORIGIN.prompt + "\nNegative prompt: Schnee\nSteps: 16, Sampler: DDIMScheduler, CFG scale: 2.5"
+    assert parameters == describe_metadata(METADATA)
+    assert parameters.startswith(
+        METADATA.prompt + "\nNegative prompt: Schnee\nSteps: 16, Sampler: DDIMScheduler, CFG scale: 2.5"
     )
-    assert "Device: neuron:0 (virtual)" in words
+    assert "Device: neuron:0 (virtual)" in parameters
 
 
-def test_a_sheet_lists_every_picture_and_says_once_what_they_share(tmp_path: Path) -> None:
-    origins = tuple(replace(ORIGIN, prompt=f"thing {number}", seed=number) for number in range(200))
+def test_contact_sheet_lists_every_image_and_stores_shared_values_once(tmp_path: Path) -> None:
+    items = tuple(replace(METADATA, prompt=f"thing {number}", seed=number) for number in range(200))
     for suffix in (".png", ".jpg"):
         path = tmp_path / f"sheet{suffix}"
-        path.write_bytes(encode_image(picture(), suffix, origins[:100]))
-        assert read_metadata(path) == origins[:100]
-    assert write_document(origins).count("scheduler_config") == 1
+        path.write_bytes(encode_image(make_image(), suffix, items[:100]))
+        assert read_metadata(path) == items[:100]
+    assert write_document(items).count("scheduler_config") == 1
 
 
-def test_a_record_that_is_too_long_for_a_jpeg_says_so() -> None:
+def test_metadata_too_long_for_a_jpeg_is_rejected() -> None:
     with pytest.raises(UsageError, match="64 KiB") as caught:
-        encode_image(picture(), ".jpg", [replace(ORIGIN, prompt="x" * 70_000)])
+        encode_image(make_image(), ".jpg", [replace(METADATA, prompt="x" * 70_000)])
     assert "png" in caught.value.hint
 
 
 def damage(**changed: Any) -> str:
-    document = json.loads(write_document([ORIGIN])) | changed
+    document = json.loads(write_document([METADATA])) | changed
     return json.dumps({name: value for name, value in document.items() if value != "gone"})
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ("[]", "not a record"),
-        ("{}", "not a record"),
+        ("[]", "not a metadata document"),
+        ("{}", "not a metadata document"),
         ("[" * 100_000, "recursion"),
-        (damage(format=2), "of format 2"),
-        (damage(format="1"), "not a record"),
-        (damage(seed="gone"), "it has no seed"),
-        (damage(seed=-1), "its seed is -1"),
-        (damage(seed=2**64), "its seed is"),
-        (damage(seed=True), "its seed is True"),
-        (damage(seed="7"), "its seed is '7'"),
-        (damage(prompt=None), "its prompt is None"),
-        (damage(steps=1.5), "its steps is 1.5"),
-        (damage(virtual=0), "its virtual is 0"),
-        (damage(call=[]), r"its call is \[\]"),
-        (damage(pictures=[]), "list of pictures"),
-        (damage(pictures={"seed": 1}), "list of pictures"),
-        (damage(pictures=[1]), "list of pictures"),
-        (damage(pictures=[{"seed": "x"}]), "its seed is 'x'"),
+        (damage(format=3), "format 3 is newer than the supported format 2"),
+        (damage(format="1"), "not a metadata document"),
+        (damage(seed="gone"), "seed is missing"),
+        (damage(seed=-1), "invalid seed -1"),
+        (damage(seed=2**64), "invalid seed"),
+        (damage(seed=True), "invalid seed True"),
+        (damage(seed="7"), "invalid seed '7'"),
+        (damage(prompt=None), "invalid prompt None"),
+        (damage(steps=1.5), "invalid steps 1.5"),
+        (damage(virtual=0), "invalid virtual 0"),
+        (damage(call=[]), r"invalid call \[\]"),
+        (damage(images=[]), "list of images"),
+        (damage(images={"seed": 1}), "list of images"),
+        (damage(images=[1]), "list of images"),
+        (damage(images=[{"seed": "x"}]), "invalid seed 'x'"),
+        (damage(pictures=[]), "list of images"),
+        (damage(pictures={"seed": 1}), "list of images"),
+        (damage(pictures=[1]), "list of images"),
+        (damage(pictures=[{"seed": "x"}]), "invalid seed 'x'"),
     ],
 )
-def test_a_damaged_record_is_a_clear_error(tmp_path: Path, text: str, words: str) -> None:
+def test_damaged_metadata_is_a_clear_error(tmp_path: Path, text: str, message: str) -> None:
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
     info.add_itxt("anyaccel", text)
     path = tmp_path / "damaged.png"
-    picture().save(path, pnginfo=info)
-    with pytest.raises(UsageError, match=f"(?s)damaged.png.*{words}") as caught:
+    make_image().save(path, pnginfo=info)
+    with pytest.raises(UsageError, match=f"(?s)damaged.png.*{message}") as caught:
         read_metadata(path)
     assert caught.value.hint
 
 
-def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert read_document(damage(weather="rain")) == (ORIGIN,)
+def test_contact_sheets_of_version_0_1_are_readable() -> None:
+    """Version 0.1 listed the images of a contact sheet under `pictures`."""
+    items = tuple(replace(METADATA, seed=seed) for seed in (1, 2))
+    document = json.loads(write_document(items))
+    document["pictures"] = document.pop("images")
+    assert read_document(json.dumps(document | {"format": 1})) == items
 
 
-def test_pictures_that_are_not_ours(tmp_path: Path) -> None:
-    whole = encode_image(picture(), ".png", [ORIGIN])
+def test_format_number_tells_version_0_1_what_it_can_read() -> None:
+    """Version 0.1 reads format 1. It would misread a contact sheet, because it ignores `images`."""
+    single, sheet = json.loads(write_document([METADATA])), json.loads(write_document([METADATA, METADATA]))
+    assert (single["format"], "images" in single) == (1, False)
+    assert (sheet["format"], sheet["images"]) == (2, [{}, {}])
+    assert "pictures" not in sheet
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert read_document(damage(weather="rain")) == (METADATA,)
+
+
+def test_files_without_readable_metadata_are_rejected(tmp_path: Path) -> None:
+    whole = encode_image(make_image(), ".png", [METADATA])
     files = {
         "plain.png": encode_plain("PNG"),
         "plain.jpg": encode_plain("JPEG"),
@@ -164,8 +184,8 @@ def test_pictures_that_are_not_ours(tmp_path: Path) -> None:
         "empty.png": b"",
         "text.png": b"hello",
         "cut.png": whole[:40],
-        "torn.png": whole.replace(b'"seed"', b'"sead"'),  # the checksum is wrong then
-        "bomb.png": bomb(),
+        "torn.png": whole.replace(b'"seed"', b'"sead"'),  # invalidates the checksum
+        "bomb.png": decompression_bomb(),
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -173,18 +193,18 @@ def test_pictures_that_are_not_ours(tmp_path: Path) -> None:
             read_metadata(tmp_path / name)
         assert caught.value.hint
     for name in ("missing.png", "."):
-        with pytest.raises(UsageError, match="cannot be read"):
+        with pytest.raises(UsageError, match="cannot read"):
             read_metadata(tmp_path / name)
 
 
 def encode_plain(kind: str) -> bytes:
     stream = io.BytesIO()
-    picture().save(stream, kind)
+    make_image().save(stream, kind)
     return stream.getvalue()
 
 
-def bomb() -> bytes:
-    """A record that unpacks to far more than it weighs."""
+def decompression_bomb() -> bytes:
+    """Return a PNG with a small text chunk that decompresses to 100 MB."""
     content = b"anyaccel\0\1\0\0\0" + zlib.compress(b" " * 100_000_000)
     chunk = b"iTXt" + content
     packed = len(content).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big")
@@ -192,17 +212,17 @@ def bomb() -> bytes:
     return plain[:33] + packed + plain[33:]
 
 
-def test_a_picture_that_is_cut_off_behind_its_record_still_says_how_it_was_made(tmp_path: Path) -> None:
-    whole = encode_image(picture(), ".png", [ORIGIN])
+def test_file_truncated_after_its_metadata_is_readable(tmp_path: Path) -> None:
+    whole = encode_image(make_image(), ".png", [METADATA])
     (tmp_path / "cut.png").write_bytes(whole[:-20])
-    assert read_metadata(tmp_path / "cut.png") == (ORIGIN,)
+    assert read_metadata(tmp_path / "cut.png") == (METADATA,)
 
 
-def test_the_arguments_are_those_of_generate() -> None:
-    assert ORIGIN.arguments() == {
-        "prompt": ORIGIN.prompt,
+def test_arguments_are_those_of_generate() -> None:
+    assert METADATA.arguments() == {
+        "prompt": METADATA.prompt,
         "model": "org/name",
-        "revision": ORIGIN.revision,
+        "revision": METADATA.revision,
         "device": "virtual:neuron",
         "seed": 2**64 - 1,
         "dtype": "bfloat16",
@@ -213,22 +233,24 @@ def test_the_arguments_are_those_of_generate() -> None:
         "sigmas": [1.0, 0.5],
         "clip_skip": 1,
     }
-    folder = replace(ORIGIN, model="~/models/mine", revision="sha256:12", virtual=False, device="cuda:3")
+    folder = replace(METADATA, model="~/models/mine", revision="sha256:12", virtual=False, device="cuda:3")
     assert folder.arguments()["revision"] is None
     assert folder.arguments()["device"] == "cuda"
 
 
-def test_what_no_text_can_hold_is_named() -> None:
-    held, left_out = record_call({"image": picture(), "eta": float("nan"), "height": 8, "num_inference_steps": 4})
-    assert (held, left_out) == ({"height": 8}, ("image", "eta"))
-    with pytest.raises(UsageError, match="made with image, eta"):
-        replace(ORIGIN, unrecorded=left_out).arguments()
+def test_arguments_that_cannot_be_stored_are_named() -> None:
+    recorded, unrecorded = record_call(
+        {"image": make_image(), "eta": float("nan"), "height": 8, "num_inference_steps": 4}
+    )
+    assert (recorded, unrecorded) == ({"height": 8}, ("image", "eta"))
+    with pytest.raises(UsageError, match="generated with image, eta"):
+        replace(METADATA, unrecorded=unrecorded).arguments()
 
 
 def test_differences_are_named() -> None:
-    assert find_differences(ORIGIN, ORIGIN) == []
+    assert find_differences(METADATA, METADATA) == []
     now = replace(
-        ORIGIN,
+        METADATA,
         device="cpu:0",
         virtual=False,
         revision=None,
@@ -236,12 +258,12 @@ def test_differences_are_named() -> None:
         versions={"anyaccel": "0.1.0", "torch": "2.14.0"},
         scheduler_config={"beta_start": 0.1},
     )
-    assert find_differences(ORIGIN, now) == [
-        "torch was 2.13.0, and is 2.14.0",
-        f"the revision was {ORIGIN.revision}, and is not known",
-        "the dtype was bfloat16, and is float32",
-        "the settings of DDIMScheduler were others",
-        "the device was virtual:neuron, and is cpu",
+    assert find_differences(METADATA, now) == [
+        "torch was 2.13.0 and is now 2.14.0",
+        f"the revision was {METADATA.revision} and is now unknown",
+        "the dtype was bfloat16 and is now float32",
+        "the config of DDIMScheduler has changed",
+        "the device was virtual:neuron and is now cpu",
     ]
 
 
@@ -255,13 +277,13 @@ def folder(tmp_path: Path) -> Path:
     return model
 
 
-def test_a_digest_follows_the_model_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+def test_digest_depends_only_on_the_model_files(folder: Path, tmp_path: Path) -> None:
     before = digest_folder(folder)
-    (folder / "picture.png").write_bytes(b"made today")
+    (folder / "image.png").write_bytes(b"not part of the model")
     (folder / "unet" / ".lock").write_bytes(b"")
     assert digest_folder(folder) == before
     assert digest_folder(Path(shutil.copytree(folder, tmp_path / "copy"))) == before
-    assert digest_folder(folder, whole=True) != before  # it reads more, and is another digest
+    assert digest_folder(folder, whole=True) != before  # a digest of more data
 
     weights = bytearray(3 * 2**20)
     weights[-1] = 1
@@ -271,7 +293,7 @@ def test_a_digest_follows_the_model_and_nothing_else(folder: Path, tmp_path: Pat
     assert len({before, trained, digest_folder(folder)}) == 3
 
 
-def test_a_folder_is_named_without_its_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_name_does_not_contain_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     monkeypatch.chdir(folder.parent)
     assert resolve_model("model").name == "~/model"
@@ -279,5 +301,5 @@ def test_a_folder_is_named_without_its_user(folder: Path, monkeypatch: pytest.Mo
     assert resolve_model("org/name").kind == "hub"
     with pytest.raises(UsageError, match="has no revisions"):
         resolve_model("~/model", revision="main")
-    with pytest.raises(UsageError, match="is no model"):
+    with pytest.raises(UsageError, match="is not a valid model"):
         resolve_model(3)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.recipes.parts.calls import picture
+from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from tests.conftest import NEEDS_RECIPES
@@ -127,7 +127,7 @@ def test_a_shared_input_image_is_repeated_per_seed() -> None:
         request = CallRequest({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
         return split_request(request, None)[0].arguments["image"]
 
-    first, second = picture(8, seed=1), picture(8, seed=2)
+    first, second = make_image(8, seed=1), make_image(8, seed=2)
     assert repeat(first, 2, 1) == [first, first]
     assert repeat([first], 2, 1) == [first, first]
     assert repeat([first, second], 2, 2) == [first, first, second, second]
@@ -143,7 +143,7 @@ def test_a_shared_input_image_is_repeated_per_seed() -> None:
 
 
 def test_results_of_every_kind_are_joined() -> None:
-    images = [picture(4, seed=seed) for seed in range(3)]
+    images = [make_image(4, seed=seed) for seed in range(3)]
     outputs = [
         StableDiffusionPipelineOutput(images=[image], nsfw_content_detected=[flag])
         for image, flag in zip(images, (False, True, False), strict=True)
@@ -202,7 +202,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "negative prompts": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"]}),
     "images per prompt": (TEXT_TO_IMAGE, {"prompt": PROMPTS[0], "num_images_per_prompt": 3}),
     "both": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"], "num_images_per_prompt": 2}),
-    "input images": (IMAGE_TO_IMAGE, {"prompt": PROMPTS[:2], "image": [picture(32, seed=1), picture(32, seed=2)]}),
+    "input images": (
+        IMAGE_TO_IMAGE,
+        {"prompt": PROMPTS[:2], "image": [make_image(32, seed=1), make_image(32, seed=2)]},
+    ),
 }
 
 
@@ -344,7 +347,7 @@ def test_pipelines_without_a_prompt_are_split_by_their_inputs(name: str) -> None
         if name == "dit":
             inputs: tuple[str, list[Any]] = ("class_labels", [1, 2])
         else:
-            inputs = ("image", [picture(call["image"].size[0], seed=seed) for seed in (1, 2)])
+            inputs = ("image", [make_image(call["image"].size[0], seed=seed) for seed in (1, 2)])
         both = pipe(**call | {inputs[0]: inputs[1]}, seed=[5, 9]).to_tuple()[0]
         second = pipe(**call | {inputs[0]: [inputs[1][1]]}, seed=9).to_tuple()[0]
         return float(numpy.abs(numpy.asarray(both[1]) - numpy.asarray(second[0])).max()), len(both)

@@ -18,8 +18,8 @@ from anyaccel.processes.json_line_worker import JsonLineWorker
 __all__ = ["liken_files", "run_bench", "run_together"]
 
 Tell = Callable[[str], None]
+# Pictures before any is measured: the first compiles, the next are recorded.
 _WARM = 3
-"""Pictures before any is measured: the first compiles, the next are recorded."""
 
 
 class _Variant:
@@ -53,12 +53,12 @@ class _Variant:
         return "error" in self.row
 
 
-def run_bench(work: BenchCase, *, rounds: int = 5, tell: Tell = lambda words: None) -> dict[str, Any]:
+def run_bench(work: BenchCase, *, rounds: int = 5, on_progress: Tell = lambda words: None) -> dict[str, Any]:
     """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times.
 
     An error where one of them fails; `run_together` measures the others.
     """
-    [row] = run_together([work], rounds=rounds, at_once=False, tell=tell)
+    [row] = run_together([work], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
     for one in (row, *row.get("variants", {}).values()):
         if "error" in one:
             raise NotMeasurableError(one["error"], hint=one["hint"])
@@ -66,7 +66,11 @@ def run_bench(work: BenchCase, *, rounds: int = 5, tell: Tell = lambda words: No
 
 
 def run_together(
-    works: Sequence[BenchCase], *, rounds: int = 5, at_once: bool = True, tell: Tell = lambda words: None
+    works: Sequence[BenchCase],
+    *,
+    rounds: int = 5,
+    concurrent_warmup: bool = True,
+    on_progress: Tell = lambda words: None,
 ) -> Iterator[dict[str, Any]]:
     """Rows for several works: all warm up at once, or undisturbed by each other, and are measured one after another.
 
@@ -87,32 +91,32 @@ def run_together(
                 stack.callback(variant.worker.kill)
                 variant.worker.send("warm")
                 made.append(variant)
-                if not at_once:
-                    _hear(variant, work, tell)
+                if not concurrent_warmup:
+                    _hear(variant, work, on_progress)
             started.append((work, made, own))
-        if at_once:
+        if concurrent_warmup:
             for work, made, _ in started:
                 for variant in made:
-                    _hear(variant, work, tell)
+                    _hear(variant, work, on_progress)
         for work, made, own in started:
-            yield _measure(work, made, own, rounds, tell)
+            yield _measure(work, made, own, rounds, on_progress)
             for variant in made:
                 variant.worker.kill()
 
 
-def _hear(variant: _Variant, work: BenchCase, tell: Tell) -> None:
-    tell(f"{work.title or work.model}: {variant.name}, first pictures")
+def _hear(variant: _Variant, work: BenchCase, on_progress: Tell) -> None:
+    on_progress(f"{work.title or work.model}: {variant.name}, first pictures")
     variant.row |= variant.hear()
 
 
-def _measure(work: BenchCase, variants: list[_Variant], folder: Path, rounds: int, tell: Tell) -> dict[str, Any]:
+def _measure(work: BenchCase, variants: list[_Variant], folder: Path, rounds: int, on_progress: Tell) -> dict[str, Any]:
     head = {"title": work.title or work.model, "model": work.model, "call": work.call, "dtype": work.dtype,
             "random_weights": work.random, "rounds": rounds, "floor_s": work.floor_s}  # fmt: skip
     reference = next((variant.name for variant in variants if not variant.failed), "")
     for turn in range(rounds):
         going = [variant for variant in variants if not variant.failed]
         if going:
-            tell(f"{head['title']}: round {turn + 1} of {rounds}")
+            on_progress(f"{head['title']}: round {turn + 1} of {rounds}")
         first = turn % max(1, len(going))
         for variant in going[first:] + going[:first]:
             answer = variant.ask("go")

@@ -20,8 +20,8 @@ from anyaccel.tracing.meta_pipeline import build_components
 __all__ = ["KINDS", "drawing_alike", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
+# The models of a pipeline that are measured: its denoiser and its autoencoder.
 KINDS = ("unet", "transformer", "vae")
-"""The models of a pipeline that are measured: its denoiser and its autoencoder."""
 
 
 def make_pipeline(work: BenchCase, variant: str) -> Any:

@@ -1,4 +1,4 @@
-"""`anyaccel batch INPUT.jsonl --out DIR`: a picture of every row, over all devices, and on again where it stopped."""
+"""`anyaccel batch INPUT.jsonl --out DIR`: one image per row, on all devices, resumable."""
 
 from __future__ import annotations
 
@@ -11,54 +11,76 @@ from typing import Annotated
 
 import typer
 
-from anyaccel.cli.interrupts import ENDED, INTERRUPTED
+from anyaccel.cli.interrupts import INTERRUPTED, TERMINATED
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import Dtype, Model, RayAddress, Speed
 from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
 
-__all__ = ["make_batch"]
+__all__ = ["generate_batch"]
 
-Text = str | None
+Source = Annotated[
+    str, typer.Argument(metavar="INPUT.jsonl", help="File with one JSON object per line; - reads stdin.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the images and manifest.jsonl.")]
+BatchDevice = Annotated[
+    str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron,count=2.")
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, help="Number of worker processes. Default: one per device.")
+]
+RowsPerCall = Annotated[
+    int | None,
+    typer.Option(
+        "--rows-per-call",
+        min=1,
+        max=256,
+        help="Maximum number of rows of the same shape per pipeline call. Default: chosen for the device.",
+    ),
+]
 
 
-def make_batch(
-    source: Annotated[str, typer.Argument(metavar="INPUT.jsonl", help="A row a line; - is stdin.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="For pictures and the manifest.")],
-    model: Annotated[Text, typer.Option("--model", "-m", help="A hub id or a folder; else the embedded one.")] = None,
-    device: Annotated[str, typer.Option("--device", "-d", help="auto, NAME, hpu:3, virtual:neuron,count=2.")] = "auto",
-    workers: Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Else one a device.")] = None,
-    ray: Annotated[Text, typer.Option("--ray", metavar="ADDRESS|auto", help="Let Ray's machines work.")] = None,
-    dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
-    speed: Annotated[str, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = "exact",
-    rows_a_call: Annotated[
-        int | None, typer.Option("--rows-a-call", min=1, max=256, help="Rows of one shape made at once; else decided.")
-    ] = None,
+def generate_batch(
+    source: Source,
+    out: Out,
+    model: Model = None,
+    device: BatchDevice = "auto",
+    workers: Workers = None,
+    ray: RayAddress = None,
+    dtype: Dtype = None,
+    speed: Speed = "exact",
+    rows_per_call: RowsPerCall = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Make a picture of every row: {"prompt": "a red apple", "seed": 7, "num_inference_steps": 8}.
+    """Generate an image for every row of a JSONL file.
 
-    The same command goes on where it was stopped. Ends with 0 if every row has its picture, with 1 if rows failed.
+    A row looks like {"prompt": "a red apple", "seed": 7, "num_inference_steps": 8}. Run the same command again to
+    resume an interrupted batch. The exit status is 0 if every row has its image and 1 if rows failed.
     """
     from anyaccel.cluster.batch.image_worker import WorkerSettings
     from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_a_call=rows_a_call)
+    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call)
     display = Display()
-    display.begin("starting")
+    display.start_phase("Starting")
     try:
-        with raising_on_sigterm(), redirect_stdout(sys.stderr):  # stdout is for the summary, and Ray tells of workers
+        # Ray prints the output of its workers to stdout, which is reserved for the summary.
+        with raising_on_sigterm(), redirect_stdout(sys.stderr):
             job = BatchJob(source=source, out=out.expanduser(), settings=settings, workers=workers, ray=ray)
             summary = run_batch(job, display)
             if ray is not None:
                 leave()
     except (KeyboardInterrupt, TerminatedError) as error:
-        told = (
-            f": {display.done} of {display.total} rows are over; the same command goes on from there"
+        # Before the input is read, the total is 0 and there is nothing to resume.
+        progress = (
+            f": {display.done} of {display.total} rows are finished; run the same command again to resume"
             if display.total
             else ""
         )
-        word, status = ("ended", ENDED) if isinstance(error, TerminatedError) else ("interrupted", INTERRUPTED)
-        display.say(f"{word}{told}")
+        outcome, status = (
+            ("terminated", TERMINATED) if isinstance(error, TerminatedError) else ("interrupted", INTERRUPTED)
+        )
+        display.print_line(f"{outcome}{progress}")
         raise typer.Exit(status) from None
     finally:
         display.clear()
@@ -67,7 +89,7 @@ def make_batch(
         print(json.dumps({**asdict(summary), "manifest": str(manifest)}, indent=2))
     else:
         failed = f", {summary.failed} failed" if summary.failed else ""
-        earlier = f" ({summary.done - summary.made} of them before)" if summary.done > summary.made else ""
-        print(f"{summary.done} of {summary.rows} pictures{earlier}{failed}: {manifest}")
+        earlier = f" ({summary.done - summary.made} from an earlier run)" if summary.done > summary.made else ""
+        print(f"{summary.done} of {summary.rows} images{earlier}{failed}: {manifest}")
     if summary.failed:
         raise typer.Exit(1)

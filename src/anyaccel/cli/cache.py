@@ -1,4 +1,4 @@
-"""`anyaccel cache`: what was compiled on this machine, passed on to others of its kind, and thrown away."""
+"""`anyaccel cache`: list, export, import and prune the compile cache."""
 
 from __future__ import annotations
 
@@ -11,121 +11,142 @@ import typer
 
 from anyaccel.errors import UsageError
 
-__all__ = ["cache_app", "refuse_unwritable"]
+__all__ = ["cache_app", "check_cache_writable"]
 
-cache_app = typer.Typer(no_args_is_help=True, help="What was compiled, and is kept under ANYACCEL_CACHE.")
+cache_app = typer.Typer(
+    no_args_is_help=True,
+    help="Manage the compile cache.\n\nThe variable ANYACCEL_CACHE sets its folder. Default: ~/.cache/anyaccel.",
+)
 
 
 @cache_app.command("list")
-def list_cache(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
-    """List what is kept: for which pipeline, size, type, device and versions."""
-    from anyaccel.runtime.speed.compile_cache import find_folder, list_entries, measure_graphs
+def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the cached graphs with pipeline, size, dtype and device."""
+    from anyaccel.runtime.speed.compile_cache import find_entries_dir, list_entries, measure_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.storage.cache_dir import find_graphs_folder
     from anyaccel.units import readable
 
-    entries, here, graphs = list_entries(), find_versions(), measure_graphs()
-    states = {one.name: _state(not one.fault, {n: one.key.get(n, "") for n in here} == here) for one in entries}
+    entries, installed, compiler_bytes = list_entries(), find_versions(), measure_graphs()
+    states = {
+        entry.name: _entry_state(not entry.fault, {name: entry.key.get(name, "") for name in installed} == installed)
+        for entry in entries
+    }
     if as_json:
         rows = [
             {
-                "name": one.name,
-                "key": one.key,
-                "bytes": one.payload_bytes,
-                "took_s": one.took_s,
-                "state": states[one.name],
+                "name": entry.name,
+                "key": entry.key,
+                "bytes": entry.payload_bytes,
+                "took_s": entry.took_s,
+                "state": states[entry.name],
             }
-            for one in entries
+            for entry in entries
         ]
-        print(json.dumps({"folder": str(find_folder()), "entries": rows, "compiler_bytes": graphs}, indent=2))
-        return
-    for one in entries:
-        size = readable(one.payload_bytes)
-        if not one.key:
-            print(f"{one.name[:12]}  what it is for cannot be read; {size}: damaged")
-            continue
-        made = datetime.fromtimestamp(one.created).strftime("%Y-%m-%d %H:%M")
         print(
-            f"{one.name[:12]}  {one.key.get('pipeline', '?')}, {one.key.get('shape', '?')}, {one.key.get('dtype', '?')}"
+            json.dumps({"folder": str(find_entries_dir()), "entries": rows, "compiler_bytes": compiler_bytes}, indent=2)
         )
-        where = f"on {one.key.get('device', '?')}, torch {one.key.get('torch', '?')}"
-        print(f"              {where}; {size}, took {one.took_s:.0f} s, {made}: {states[one.name]}")
+        return
+    for entry in entries:
+        size = readable(entry.payload_bytes)
+        if not entry.key:
+            print(f"{entry.name[:12]}  unreadable entry; {size}: damaged")
+            continue
+        key = entry.key
+        created = datetime.fromtimestamp(entry.created).strftime("%Y-%m-%d %H:%M")
+        print(f"{entry.name[:12]}  {key.get('pipeline', '?')}, {key.get('shape', '?')}, {key.get('dtype', '?')}")
+        compiled_on = f"on {key.get('device', '?')}, torch {key.get('torch', '?')}"
+        print(f"              {compiled_on}; {size}, took {entry.took_s:.0f} s, {created}: {states[entry.name]}")
     damaged = list(states.values()).count("damaged")
-    print(f"{len(entries)} kept in {find_folder()}{f', {damaged} of them damaged' if damaged else ''}")
-    if graphs:
-        print(f"{readable(graphs)} that compilers keep themselves in {find_graphs_folder()}")
+    print(f"{_count_entries(len(entries))} in {find_entries_dir()}{f', {damaged} damaged' if damaged else ''}")
+    if compiler_bytes:
+        print(f"{readable(compiler_bytes)} of compilers' own caches in {find_graphs_folder()}")
 
 
-def _state(sound: bool, current: bool) -> str:
-    if not sound:
+def _entry_state(readable: bool, current: bool) -> str:
+    if not readable:
         return "damaged"
     return "ready" if current else "of other versions"
 
 
 @cache_app.command("export")
-def export_cache(file: Annotated[Path, typer.Argument(help="The file to write: graphs.tar.gz.")]) -> None:
-    """Write all that is kept into one file, for another machine of the same kind."""
+def export_cache(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, for example graphs.tar.gz.")],
+) -> None:
+    """Export the cache to a file for other machines of the same kind."""
     from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
 
     if file.is_dir():
-        raise UsageError(f"{file} is a folder", hint=f"name the file to write: {file / 'graphs.tar.gz'}")
+        raise UsageError(f"{file} is a folder", hint=f"give the name of a file: {file / 'graphs.tar.gz'}")
     entries = [entry for entry in list_entries() if not entry.fault]
     if not entries:
-        raise UsageError("nothing is kept that could be exported", hint="anyaccel warm MODEL --size 512x512 fills it")
+        raise UsageError(
+            "the cache is empty, there is nothing to export", hint="fill it with anyaccel warm MODEL --size 512x512"
+        )
     if not file.parent.is_dir():
-        raise UsageError(f"there is no folder {file.parent}", hint="make it first")
-    print(f"{_count(export_entries(file, entries))} in {file}")
+        raise UsageError(f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}")
+    print(f"exported {_count_entries(export_entries(file, entries))} to {file}")
 
 
 @cache_app.command("import")
-def import_cache(file: Annotated[Path, typer.Argument(help="A file that `anyaccel cache export` wrote.")]) -> None:
-    """Take in what another machine compiled. It is code that will run: take it from machines that you trust alone."""
-    from anyaccel.runtime.speed.compile_cache import find_folder, import_entries
+def import_cache(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by `anyaccel cache export`.")],
+) -> None:
+    """Import graphs that were compiled on another machine.
+
+    The file contains code that anyaccel runs later. Import only files from machines that you trust.
+    """
+    from anyaccel.runtime.speed.compile_cache import find_entries_dir, import_entries
 
     if not file.is_file():
-        raise UsageError(f"there is no file {file}", hint="give a file that `anyaccel cache export` wrote")
-    refuse_unwritable(find_folder())
-    taken, here, refused = import_entries(file)
-    for words in refused:
-        print(f"left out: {words}")
-    if not taken and not here:
-        raise UsageError(f"nothing of {file} was taken in", hint="export it again with `anyaccel cache export`")
-    print(f"{_count(taken)} taken in{f', {here} here already' if here else ''}")
+        raise UsageError(f"the file {file} does not exist", hint="give a file written by `anyaccel cache export`")
+    check_cache_writable(find_entries_dir())
+    imported, existing, rejected = import_entries(file)
+    for reason in rejected:
+        print(f"skipped: {reason}")
+    if not imported and not existing:
+        raise UsageError(
+            f"no entry of {file} could be imported", hint="export the file again with `anyaccel cache export`"
+        )
+    print(f"imported {_count_entries(imported)}{f', {existing} already cached' if existing else ''}")
 
 
-def _count(entries: int) -> str:
+def _count_entries(entries: int) -> str:
     return "1 entry" if entries == 1 else f"{entries} entries"
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Raise if nothing can be kept."""
-    from anyaccel.storage.cache_dir import CACHE_VARIABLE, find_write_fault
+def check_cache_writable(folder: Path) -> None:
+    """Raise if the cache folder cannot be written."""
+    from anyaccel.storage.cache_dir import CACHE_VARIABLE, find_write_error
 
-    fault = find_write_fault(folder)
+    fault = find_write_error(folder)
     if fault:
-        raise UsageError(f"nothing can be kept: {fault}", hint=f"set {CACHE_VARIABLE} to a folder that can be written")
+        raise UsageError(f"the cache is not writable: {fault}", hint=f"set {CACHE_VARIABLE} to a writable folder")
 
 
 @cache_app.command("prune")
 def prune_cache(
     older: Annotated[
-        float | None, typer.Option("--older", metavar="DAYS", help="Also what is older than that.")
+        float | None,
+        typer.Option("--older", metavar="DAYS", help="Also remove entries older than this. Default: no age limit."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all, and what compilers keep themselves.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove all entries and the compilers' own caches.")
+    ] = False,
 ) -> None:
-    """Remove what is damaged or of other versions than are installed."""
+    """Remove damaged entries and entries of other versions."""
     from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable
 
-    if older is not None and not older >= 0:  # nan is none either
-        raise UsageError(f"an age is a number of days from 0 up, not {older:g}", hint="--older 30")
+    if older is not None and not older >= 0:  # `older < 0` would accept NaN
+        raise UsageError(f"--older must be a number of days of at least 0, not {older:g}", hint="--older 30")
     removed, freed_bytes, foreign = (
         prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
     )
-    graphs, others = remove_graphs() if everything else (0, [])
-    for path in (*foreign, *others):
-        print(f"left alone, since anyaccel did not write it: {path}")
-    print(f"{removed} removed, {readable(freed_bytes)}")
-    if graphs:
-        print(f"what compilers kept themselves removed, {readable(graphs)}")
+    compiler_bytes, foreign_graphs = remove_graphs() if everything else (0, [])
+    for path in (*foreign, *foreign_graphs):
+        print(f"not removed, not written by anyaccel: {path}")
+    print(f"removed {_count_entries(removed)}, {readable(freed_bytes)}")
+    if compiler_bytes:
+        print(f"removed the compilers' own caches, {readable(compiler_bytes)}")

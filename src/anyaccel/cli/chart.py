@@ -1,4 +1,4 @@
-"""`anyaccel chart`: every tiny pipeline on every virtual device, plain and placed, as a table, a page or data."""
+"""`anyaccel chart`: results of every tiny pipeline on every virtual device, as a table, a page or JSON."""
 
 from __future__ import annotations
 
@@ -24,107 +24,132 @@ if TYPE_CHECKING:
     from anyaccel.checking.chart.chart import Chart, ChartRow
     from anyaccel.recipes import Recipe
 
-__all__ = ["describe_making", "show_chart"]
+__all__ = ["describe_environment", "show_chart"]
 
 
 def show_chart(
     family: Annotated[
-        list[str] | None, typer.Option("--family", help="A family or a recipe; give it several times for several.")
+        list[str] | None,
+        typer.Option("--family", help="Family or recipe to run; repeat for several. Default: all."),
     ] = None,
-    device: Annotated[list[str] | None, typer.Option("--device", "-d", help="A device; all without it.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write one self-contained page.")] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", "-d", help="Virtual device to run on; repeat for several. Default: all."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="PATH", help="Also write a self-contained HTML page.")
+    ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="PATH", help="Write a page of Markdown, and badges beside it.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    keep: Annotated[
         Path | None,
-        typer.Option("--keep", metavar="FILE", help="Keep each pipeline here as it is done, and go on from there."),
+        typer.Option("--markdown", metavar="PATH", help="Also write a Markdown page, with badges next to it."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option("--jobs", help="How many processes; as many as cores without it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep", metavar="FILE", help="Save each finished pipeline to this file, and resume from it if it exists."
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", help="Number of processes. Default: the number of CPU cores.")
+    ] = None,
 ) -> None:
-    """Run every tiny pipeline on every virtual device, in plain diffusers and placed: about a quarter of an hour.
+    """Run every tiny pipeline on every virtual device.
 
-    Exit status 1 where a pipeline does not work placed and nobody knows why.
+    Each pipeline runs in plain diffusers and placed by anyaccel. All of them take about 15 minutes. The exit status is
+    1 if a placed pipeline fails for an unknown reason.
     """
     if jobs is not None and jobs < 1:
-        raise UsageError(f"at least one process is needed, not {jobs}", hint="for example --jobs 2")
-    for path in (html, markdown, keep):
+        raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
+    for path in (html, markdown, checkpoint):
         if path and not path.absolute().parent.is_dir():
-            raise UsageError(f"there is no folder {path.absolute().parent}", hint="make it first")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process has one core
+            folder = path.absolute().parent
+            raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+    # Each process runs on its own core. torch reads the variable at import, so set it before the imports below.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.chart.chart import find_families
     from anyaccel.checking.check import find_devices
     from anyaccel.recipes import recipes
 
-    chosen = find_families(family or [], recipes().values())
-    with cleanup_on_exit() as display, _holding(keep):
-        chart = _run(chosen, find_devices(device or "all"), keep, jobs or os.cpu_count() or 1, display)
+    selected = find_families(family or [], recipes().values())
+    with cleanup_on_exit() as display, _lock_checkpoint(checkpoint):
+        chart = _run(selected, find_devices(device or "all"), checkpoint, jobs or os.cpu_count() or 1, display)
     _write_pages(chart, html, markdown)
     if as_json:
         print(json.dumps(_as_document(chart), separators=(",", ":")))
     else:
-        print("\n".join(_describe(chart)))
-    if any(_is_unexplained(line) for line in chart.lines):
+        print("\n".join(_format_table(chart)))
+    if any(_has_unknown_failure(row) for row in chart.lines):
         raise typer.Exit(1)
 
 
-def _run(chosen: list[Recipe], devices: list[str], keep: Path | None, jobs: int, display: Display) -> Chart:
-    """The chart, from what was kept and what is still to be run; what is kept of other pipelines stays there."""
+def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jobs: int, display: Display) -> Chart:
+    """Return the chart of the selected recipes, from the checkpoint and from new runs.
+
+    Rows of other recipes stay in the checkpoint.
+    """
     from anyaccel.checking.chart.chart import Chart, make_chart
     from anyaccel.checking.chart.chart_file import write_chart
 
-    made = describe_making()
-    kept, before = _read_kept(keep, made, devices)
-    lines = {line.recipe: line for line in kept}
-    left = [recipe for recipe in chosen if recipe.name not in lines]
-    begun = time.monotonic()
+    environment = describe_environment()
+    saved_rows, saved_seconds = _read_checkpoint(checkpoint, environment, devices)
+    rows = {row.recipe: row for row in saved_rows}
+    remaining = [recipe for recipe in selected if recipe.name not in rows]
+    start = time.monotonic()
 
-    def make(names: Iterable[str]) -> Chart:
-        found = tuple(lines[name] for name in names if name in lines)
-        return Chart(tuple(devices), found, round(before + time.monotonic() - begun, 1), made)
+    def collect(names: Iterable[str]) -> Chart:
+        finished = tuple(rows[name] for name in names if name in rows)
+        return Chart(tuple(devices), finished, round(saved_seconds + time.monotonic() - start, 1), environment)
 
     from anyaccel.recipes import recipes
 
-    display.begin(f"{len(left)} pipelines on {len(devices)} devices")
+    display.start_phase(f"Running {len(remaining)} pipelines on {len(devices)} devices")
     try:
-        with closing(make_chart(left, devices, jobs=jobs, told=display.count)) as new_lines:
-            for line in new_lines:
-                lines[line.recipe] = line
-                if keep:
-                    write_chart(make(recipes()), keep)
+        # Closing the generator ends its worker processes, also after Ctrl-C.
+        with closing(make_chart(remaining, devices, jobs=jobs, on_progress=display.update_count)) as new_rows:
+            for row in new_rows:
+                rows[row.recipe] = row
+                if checkpoint:
+                    write_chart(collect(recipes()), checkpoint)
     except (KeyboardInterrupt, TerminatedError):
-        if keep:
-            display.say(f"{len(lines)} pipelines are kept in {keep}; the same command goes on from there")
+        if checkpoint:
+            display.print_line(f"saved {len(rows)} pipelines to {checkpoint}; run the same command again to resume")
         raise
-    return make(recipe.name for recipe in chosen)
+    return collect(recipe.name for recipe in selected)
 
 
-def _read_kept(keep: Path | None, made: dict[str, Any], devices: list[str]) -> tuple[tuple[ChartRow, ...], float]:
+def _read_checkpoint(
+    checkpoint: Path | None, environment: dict[str, Any], devices: list[str]
+) -> tuple[tuple[ChartRow, ...], float]:
+    """Return the saved rows and the seconds that they took."""
     from anyaccel.checking.chart.chart_file import read_chart
 
-    if keep is None or not keep.exists():
+    if checkpoint is None or not checkpoint.exists():
         return (), 0.0
-    kept = read_chart(keep)
-    if kept.made.get("versions") != made["versions"] or kept.devices != tuple(devices):
-        raise UsageError(f"{keep} is of other versions or devices", hint="delete it, or keep the chart elsewhere")
-    return kept.lines, kept.seconds
+    saved = read_chart(checkpoint)
+    # Results of different versions are not comparable, so they must not be mixed in one chart.
+    if saved.environment.get("versions") != environment["versions"] or saved.devices != tuple(devices):
+        raise UsageError(
+            f"{checkpoint} was saved with other package versions or devices",
+            hint="delete it, or give another file to --keep",
+        )
+    return saved.lines, saved.seconds
 
 
-def _holding(keep: Path | None) -> AbstractContextManager[object]:
-    """Let no other chart write to the same file meanwhile."""
-    if keep is None:
+def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
+    """Prevent another process from writing the same checkpoint during the block."""
+    if checkpoint is None:
         return nullcontext()
-    # The lock file stays: if it were removed, a process that has just opened it would lock a file without a name.
+    # Never remove the lock file: a process that has just opened it would then lock a file without a name.
     return lock_file(
-        keep.with_name(f".{keep.name}.lock"),
-        f"another chart is being kept in {keep}",
-        "wait for it, or use another FILE",
+        checkpoint.with_name(f".{checkpoint.name}.lock"),
+        f"another chart is being saved to {checkpoint}",
+        "wait until it has finished, or give another file to --keep",
     )
 
 
-def describe_making() -> dict[str, Any]:
-    """The date, the versions and the machine, for a page that says how it was made."""
+def describe_environment() -> dict[str, Any]:
+    """Return the date, system and package versions that a page reports."""
     import anyaccel
     from anyaccel.backends.device import this_machine
 
@@ -162,22 +187,22 @@ def _write_pages(chart: Chart, html: Path | None, markdown: Path | None) -> None
                 atomic_write(badges / f"{device}.svg", make_badge(device, "works (virtual)", "works"))
 
 
-def _describe(chart: Chart) -> list[str]:
+def _format_table(chart: Chart) -> list[str]:
     from anyaccel.checking.chart.known_failures import find_reason
 
-    lines = [f"{'device':10}{'pipelines':>10}{'plain diffusers':>18}{'placed':>9}     (how many work; virtual)"]
+    lines = [f"{'device':10}{'pipelines':>10}{'plain diffusers':>18}{'placed':>9}     (working; virtual devices)"]
     for device in chart.devices:
         plain, placed = chart.count(device, "plain", "works"), chart.count(device, "placed", "works")
         lines.append(f"{device:10}{len(chart.lines):10}{plain:18}{placed:9}")
-    for line in chart.lines:
-        for cell in line.cells:
+    for row in chart.lines:
+        for cell in row.cells:
             if cell.placed.state != "works":
-                why = find_reason(line.recipe) or cell.placed.error or "nobody knows why yet"
-                lines.append(f"{line.recipe} on {cell.device} {cell.placed.state}: {why}")
+                reason = find_reason(row.recipe) or cell.placed.error or "unknown reason"
+                lines.append(f"{row.recipe} on {cell.device} {cell.placed.state}: {reason}")
     return lines
 
 
-def _is_unexplained(line: ChartRow) -> bool:
+def _has_unknown_failure(row: ChartRow) -> bool:
     from anyaccel.checking.chart.known_failures import find_reason
 
-    return any(cell.placed.state != "works" and not find_reason(line.recipe) for cell in line.cells)
+    return any(cell.placed.state != "works" and not find_reason(row.recipe) for cell in row.cells)

@@ -1,4 +1,4 @@
-"""`anyaccel check`: whether a pipeline is portable, on virtual devices, and which lines keep it from being so."""
+"""`anyaccel check`: whether a pipeline is portable, and which source lines prevent it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
-from anyaccel.cli.chart import describe_making
+from anyaccel.cli.chart import describe_environment
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
 from anyaccel.errors import UsageError, nearest
@@ -23,106 +23,145 @@ __all__ = ["check_pipeline"]
 _FORMATS = ("text", "json", "github", "sarif")
 
 
-def check_pipeline(
-    subject: Annotated[
-        str,
-        typer.Argument(metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION", help="What to check."),
-    ],
-    device: Annotated[
-        list[str] | None, typer.Option("--device", "-d", help="A device; give it several times for several.")
-    ] = None,
-    all_devices: Annotated[bool, typer.Option("--all", help="Every device that can be virtual.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Stop where the device would.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Check diffusers alone, without anyaccel.")] = False,
-    steps: Annotated[int | None, typer.Option("--steps", help="How many steps.")] = None,
-    size: Annotated[str | None, typer.Option("--size", metavar="WxH", help="In pixels.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile, and count the graphs.")] = False,
-    baseline: Annotated[
-        str | None, typer.Option("--baseline", metavar="FILE", help="An earlier --json: only what is new is told.")
-    ] = None,
-    form: Annotated[str, typer.Option("--format", help=f"{', '.join(_FORMATS)}.")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write a page as well.")] = None,
-    real: Annotated[
-        bool, typer.Option("--real", help="Your model with its weights on your device, against the CPU.")
-    ] = False,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="With --real: the type to run in there.")] = None,
-) -> None:
-    """Check a pipeline on virtual devices: does it run, is the picture right, and which lines are to be mended.
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION",
+        help="Pipeline to check: a hub id, a folder, a recipe, or a function that returns a pipeline.",
+    ),
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option("--device", "-d", help="Virtual device to check on; repeat for several. Default: all."),
+]
+AllDevices = Annotated[
+    bool, typer.Option("--all", help="Check on every device that has a virtual version (the default).")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Raise at the first operation that the real device rejects.")]
+CheckSteps = Annotated[
+    int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the recipe, otherwise 2.")
+]
+CheckSize = Annotated[
+    str | None,
+    typer.Option(
+        "--size",
+        metavar="WxH",
+        help="Image size in pixels: 640x480, or 512 for a square. Default: set by the recipe or model.",
+    ),
+]
+Compiled = Annotated[bool, typer.Option("--compile", help="Compile the models and count the compiled graphs.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline", metavar="FILE", help="Earlier --json output: report only new failures. Default: report all."
+    ),
+]
+OnHardware = Annotated[
+    bool,
+    typer.Option(
+        "--real", help="Run the model with its weights on the device of this machine and compare with the CPU."
+    ),
+]
+HardwareDtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="With --real: dtype on the device. Default: the preferred dtype of the device."),
+]
 
-    Exit status 1 where the answer is no for a device. Virtual devices enforce documented limits; they are no hardware.
-    `--real` asks your own device instead, by component and by step: is it silently wrong here?
+
+def check_pipeline(
+    target: Target,
+    device: Devices = None,
+    all_devices: AllDevices = False,
+    strict: Strict = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Check plain diffusers, without anyaccel.")] = False,
+    steps: CheckSteps = None,
+    size: CheckSize = None,
+    compiled: Compiled = False,
+    baseline: Baseline = None,
+    output_format: Annotated[str, typer.Option("--format", help=f"Output format: {', '.join(_FORMATS)}.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Also write an HTML page.")] = None,
+    real: OnHardware = False,
+    dtype: HardwareDtype = None,
+) -> None:
+    """Check whether a pipeline is portable to other devices.
+
+    Runs the pipeline on virtual devices, compares the image with the CPU, and lists the source lines to fix. Virtual
+    devices enforce documented limits; they do not replace a test on hardware. --real checks the device of this machine
+    instead, per component and per step. The exit status is 1 if the pipeline fails on a device.
     """
     if real:
         others: dict[str, Any] = {"--all": all_devices, "--strict": strict, "--plain": plain, "--compile": compiled}
-        others |= {"--baseline": baseline, "--html": html, "--format": form != "text"}
-        _check_real(subject, device or ["auto"], dtype, _read_call(steps, size), as_json, others)
+        others |= {"--baseline": baseline, "--html": html, "--format": output_format != "text"}
+        _check_hardware(target, device or ["auto"], dtype, _read_call(steps, size), as_json, others)
         return
     if dtype is not None:
-        raise UsageError("--dtype goes with --real", hint="a virtual device is checked in float32")
+        raise UsageError("--dtype requires --real", hint="omit it: virtual devices are checked in float32")
     if device and all_devices:
-        raise UsageError("--device and --all are both given", hint="leave one of the two out")
-    form = "json" if as_json else form
-    if form not in _FORMATS:
-        raise UsageError(f"there is no format {form!r}", hint=nearest(form, _FORMATS))
+        raise UsageError("--device and --all cannot be combined", hint="omit one of them")
+    output_format = "json" if as_json else output_format
+    if output_format not in _FORMATS:
+        raise UsageError(f"unknown format {output_format!r}", hint=nearest(output_format, _FORMATS))
     if html and not html.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {html.absolute().parent}", hint="make it first")
-    ways = {"plain": plain, "strict": strict, "compile": compiled}
-    report = _check_virtual(subject, device or ["all"], baseline, ways, _read_call(steps, size))
-    print(_write(report, form))
+        folder = html.absolute().parent
+        raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+    modes = {"plain": plain, "strict": strict, "compile": compiled}
+    report = _check_virtual(target, device or ["all"], baseline, modes, _read_call(steps, size))
+    print(_format_report(report, output_format))
     if html:
         from anyaccel.checking.chart.report_page import write_report_page
 
-        atomic_write(html, write_report_page(report, describe_making()))
+        atomic_write(html, write_report_page(report, describe_environment()))
     if not report.passes:
         raise typer.Exit(1)
 
 
 def _check_virtual(
-    subject: str, devices: list[str], baseline: str | None, ways: dict[str, bool], call: dict[str, Any]
+    target: str, devices: list[str], baseline: str | None, modes: dict[str, bool], call: dict[str, Any]
 ) -> Report:
-    # Each device has a process, and each process one core.
+    # Each device has its own process on one core. torch reads the variable at import, so set it before the imports.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.baseline import drop_known_failures, read_baseline
     from anyaccel.checking.check import check, find_devices
 
-    known = read_baseline(baseline) if baseline else None
-    wanted = find_devices(devices)
+    # Read first: a missing baseline file is reported before minutes are spent on the check.
+    known_failures = read_baseline(baseline) if baseline else None
+    names = find_devices(devices)
     done = 0
 
-    def tell(one: DeviceReport) -> None:
+    def show_progress(device_report: DeviceReport) -> None:
         nonlocal done
         done += 1
-        display.count(done, len(wanted), one.device)
+        display.update_count(done, len(names), device_report.device)
 
     with cleanup_on_exit() as display:
-        display.begin(f"checking {subject}")
-        report = check(subject, wanted, **ways, told=tell, **call)
-    return report if known is None else drop_known_failures(report, known)
+        display.start_phase(f"Checking {target}")
+        report = check(target, names, **modes, on_report=show_progress, **call)
+    return report if known_failures is None else drop_known_failures(report, known_failures)
 
 
-def _check_real(
-    subject: str, devices: list[str], dtype: str | None, call: dict[str, Any], as_json: bool, others: dict[str, Any]
+def _check_hardware(
+    target: str, devices: list[str], dtype: str | None, call: dict[str, Any], as_json: bool, others: dict[str, Any]
 ) -> None:
-    unfit = next((name for name, value in others.items() if value), None)
-    if unfit or len(devices) > 1:
-        raise UsageError(f"--real does not go with {unfit or 'several devices'}", hint="leave one of the two out")
+    conflict = next((name for name, value in others.items() if value), None)
+    if conflict or len(devices) > 1:
+        raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of the two")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
-    report = check_on_hardware(subject, devices[0], dtype=dtype, say=Display().say, **call)
+    report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)
     print(report.to_json() if as_json else "\n".join(describe_hardware_report(report)))
     if not report.right:
         raise typer.Exit(1)
 
 
-def _write(report: Report, form: str) -> str:
+def _format_report(report: Report, output_format: str) -> str:
     from anyaccel.checking.ci_formats import as_github, as_sarif
 
-    if form == "github":
+    if output_format == "github":
         return "\n".join(as_github(report))
-    if form == "sarif":
+    if output_format == "sarif":
         return as_sarif(report)
-    return report.to_json() if form == "json" else str(report)
+    return report.to_json() if output_format == "json" else str(report)
 
 
 def _read_call(steps: int | None, size: str | None) -> dict[str, Any]:

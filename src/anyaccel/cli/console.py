@@ -1,4 +1,4 @@
-"""The console that tables are printed on."""
+"""Console for tables."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["colour_verdict", "make_console"]
+__all__ = ["color_verdict", "make_console"]
 
 
 def make_console() -> Console:
-    """Lines are left whole: a terminal wraps them itself, and an address can be copied."""
+    """Return a console that does not wrap lines.
+
+    A terminal wraps long lines itself, and links can then be copied as a whole.
+    """
+    # Off a terminal rich assumes 80 columns, even with soft_wrap.
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 
-def colour_verdict(verdict: str) -> str:
-    """A verdict in the colour of how well it bodes: `[red]error in bmm[/red]`."""
+def color_verdict(verdict: str) -> str:
+    """Return a verdict with rich markup for its severity: `[red]error in bmm[/red]`."""
     first = verdict.split(maxsplit=1)[0].rstrip(",") if verdict else ""
-    colours = {"yes": "green", "error": "red", "wrong": "red", "narrowed": "yellow", "slow": "yellow", "not": "dim"}
-    colour = colours.get(first)
-    return f"[{colour}]{escape(verdict)}[/{colour}]" if colour else escape(verdict)
+    colors = {"yes": "green", "error": "red", "wrong": "red", "narrowed": "yellow", "slow": "yellow", "not": "dim"}
+    color = colors.get(first)
+    return f"[{color}]{escape(verdict)}[/{color}]" if color else escape(verdict)

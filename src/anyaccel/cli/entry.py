@@ -1,4 +1,4 @@
-"""Where the command begins: before anything is imported, so that Ctrl-C is heard from the first moment on."""
+"""Entry point of the `anyaccel` command."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _INTERRUPTED = 130
 def main() -> NoReturn:
     """Run the command line."""
     try:
+        # Imported here: Ctrl-C during the imports must not print a traceback.
         from anyaccel.cli.main import main as run
 
         run()

@@ -1,4 +1,4 @@
-"""Ctrl-C and the end of a process: at the next step, or at once where no step is to come; never in half a file."""
+"""Handling of Ctrl-C and SIGTERM: stop at the next denoising step, and never in the middle of writing a file."""
 
 from __future__ import annotations
 
@@ -13,80 +13,82 @@ import typer
 from anyaccel.cli.progress import Display
 from anyaccel.processes.signals import TerminatedError, handling_signals, raising_on_sigterm
 
-__all__ = ["ENDED", "INTERRUPTED", "Interruption", "cleanup_on_exit"]
+__all__ = ["INTERRUPTED", "TERMINATED", "Interruption", "cleanup_on_exit"]
 
-INTERRUPTED, ENDED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""What a process that Ctrl-C or another process ended exits with."""
+# Exit statuses after Ctrl-C and after SIGTERM, by the convention of shells.
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 @contextmanager
 def cleanup_on_exit() -> Iterator[Display]:
-    """A display while the block runs. SIGTERM ends the block as Ctrl-C does: its processes and its files go."""
+    """Provide a display for the block. SIGTERM unwinds the block as Ctrl-C does, so processes and files are removed."""
     display = Display()
     try:
         with raising_on_sigterm():
             yield display
     except TerminatedError:
-        display.say("ended")
-        raise typer.Exit(ENDED) from None
+        display.print_line("terminated")
+        raise typer.Exit(TERMINATED) from None
     finally:
         display.clear()
 
 
 class Interruption:
-    """Ends the work where it can be ended.
+    """Signal handling that stops the work at a safe point.
 
-    An exception in the middle of a step would leave torch's and a vendor's library half way: the first Ctrl-C waits for
-    the next step. A second one, and the end that another process asks for, wait for nothing but a file that is just
-    being written: the process ends there and then.
+    An exception in the middle of a step could leave torch or a vendor library in an undefined state. The first Ctrl-C
+    therefore waits for the next step. A second Ctrl-C and SIGTERM end the process immediately, except that they wait
+    for a file that is being written.
     """
 
     def __init__(self, *, on_wait: Callable[[], None], on_end: Callable[[], None]) -> None:
-        self.asked = False
-        """Whether the user asked for the end."""
+        self.requested = False
+        """Whether the user pressed Ctrl-C."""
         self._on_wait, self._on_end = on_wait, on_end
-        self._in_picture = False
-        self._in_file = False
-        self._held_back: int | None = None
+        self._between_steps = False
+        self._writing_file = False
+        self._deferred_signal: int | None = None
 
     def handling(self) -> AbstractContextManager[None]:
-        """Handle the signals while the block runs."""
+        """Handle SIGINT and SIGTERM during the block."""
         return handling_signals(self._on_signal, signal.SIGINT, signal.SIGTERM)
 
     @contextmanager
     def at_steps(self) -> Iterator[None]:
-        """While the block runs, a first Ctrl-C waits for `check`; at the block's end it is raised at the latest."""
-        self._in_picture = True
+        """Defer the first Ctrl-C during the block to the next `check`, at the latest to the end of the block."""
+        self._between_steps = True
         try:
             yield
         finally:
-            self._in_picture = False
+            self._between_steps = False
         self.check()
 
     def check(self) -> None:
-        """Raise if the user asked for the end."""
-        if self.asked:
+        """Raise KeyboardInterrupt if the user pressed Ctrl-C."""
+        if self.requested:
             raise KeyboardInterrupt
 
     @contextmanager
     def after_file(self) -> Iterator[None]:
-        """While the block writes a file, a signal waits for its end."""
-        self._in_file = True
+        """Defer signals to the end of a block that writes a file."""
+        self._writing_file = True
         try:
             yield
         finally:
-            self._in_file = False
-            if self._held_back is not None:
-                self._on_signal(self._held_back, None)
+            self._writing_file = False
+            if self._deferred_signal is not None:
+                self._on_signal(self._deferred_signal, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._in_file:
-            self._held_back = number
-        elif number != signal.SIGINT or self.asked:
+        # Stopping here would leave a temporary file behind; after_file delivers the signal afterwards.
+        if self._writing_file:
+            self._deferred_signal = number
+        elif number != signal.SIGINT or self.requested:
             self._on_end()
+            # Not sys.exit: unwinding would have to wait for the step that is running.
             os._exit(128 + number)
         else:
-            self.asked = True
-            if not self._in_picture:
+            self.requested = True
+            if not self._between_steps:
                 raise KeyboardInterrupt
             self._on_wait()

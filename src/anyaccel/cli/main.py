@@ -1,7 +1,7 @@
-"""The command `anyaccel`: its commands, and how errors end it.
+"""The `anyaccel` command: its subcommands and its error handling.
 
-Results go to stdout; progress, logs and errors to stderr. Exit status: 0 fine, 1 the answer is no, 2 the call was
-wrong, 3 something broke, 130 interrupted.
+Results go to stdout; progress, logs and errors go to stderr. Exit statuses: 0 success, 1 negative result, 2 usage
+error, 3 failure, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from anyaccel.cli.batch import make_batch
+from anyaccel.cli.batch import generate_batch
 from anyaccel.cli.bench import bench_models
 from anyaccel.cli.cache import cache_app
 from anyaccel.cli.chart import show_chart
 from anyaccel.cli.check import check_pipeline
 from anyaccel.cli.devices import show_devices
 from anyaccel.cli.explain import explain_model
-from anyaccel.cli.generate.command import generate_pictures
+from anyaccel.cli.generate.command import run_generate
 from anyaccel.cli.run import CONTEXT, run_program
 from anyaccel.cli.serve import serve_models
 from anyaccel.cli.warm import warm_model
@@ -36,21 +36,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("batch")(make_batch)
+app.command("batch")(generate_batch)
 app.command("bench")(bench_models)
 app.add_typer(cache_app, name="cache")
 app.command("chart")(show_chart)
 app.command("check")(check_pipeline)
 app.command("devices")(show_devices)
 app.command("explain")(explain_model)
-app.command("generate")(generate_pictures)
+app.command("generate")(run_generate)
 app.command("run", context_settings=CONTEXT)(run_program)
 app.command("serve")(serve_models)
 app.command("warm")(warm_model)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         import anyaccel
 
         typer.echo(f"anyaccel {anyaccel.__version__}")
@@ -61,59 +61,61 @@ def _show_version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and end.", callback=_show_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Any diffusion pipeline, any accelerator, the same picture."""
-    if context.invoked_subcommand != "run":  # whose script is the user's, and so are its warnings
+    """Any diffusion pipeline, any accelerator, the same image."""
+    # `anyaccel run` runs the user's own script, which decides about its warnings itself.
+    if context.invoked_subcommand != "run":
         context.with_resource(quiet_libraries())
 
 
 def main() -> NoReturn:
-    """Run the command line and turn every error into a message and an exit status."""
+    """Run the command line; turn every error into a message and an exit status."""
     _prepare_output()
     try:
         app()
     except KeyboardInterrupt:
-        _end("interrupted", 130)
+        _exit("interrupted", 130)
     except SystemExit as end:
         if _was_interrupted(end):
             print("interrupted", file=sys.stderr)
         raise
     except AnyaccelError as error:
-        _end(f"error: {error}", error.exit_status)
+        _exit(f"error: {error}", error.exit_status)
     except OSError as error:
         if os.environ.get("ANYACCEL_TRACEBACK"):
             raise
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
-        _end(f"error: the system refuses: {what}\nhint: is there space left, and may it be used?", 3)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+        _exit(f"error: system error: {reason}\nhint: check the free disk space and the permissions", 3)
     except Exception as error:
         if os.environ.get("ANYACCEL_TRACEBACK"):
             raise
-        _end(
+        _exit(
             f"error: {type(error).__name__}: {error}\n"
-            "hint: this is a fault of anyaccel's; ANYACCEL_TRACEBACK=1 shows where, and "
-            "`anyaccel devices --report` prints what an issue needs",
+            "hint: this is a bug in anyaccel; set ANYACCEL_TRACEBACK=1 to see the traceback, and attach the output of "
+            "`anyaccel devices --report` to an issue",
             3,
         )
     sys.exit(0)
 
 
 def _was_interrupted(end: SystemExit) -> bool:
-    """Whether typer turned Ctrl-C into an exit, which says nothing; a command that ended by itself has said it."""
+    """Whether typer turned Ctrl-C into a silent exit; commands that handle Ctrl-C print their own message."""
     return isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt)
 
 
 def _prepare_output() -> None:
-    """A terminal that cannot show a character shows a ? instead, and a closed output swallows what is written."""
+    """Replace characters that the terminal cannot encode by `?`, and a closed stream by the null device."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        # Python sets a stream to None if its file descriptor is closed, as after `>&-` in a shell.
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lasts as long as the process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until the process exits
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
 
-def _end(message: str, status: int) -> NoReturn:
+def _exit(message: str, status: int) -> NoReturn:
     print(message, file=sys.stderr)
     sys.exit(status)

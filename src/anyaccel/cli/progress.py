@@ -1,4 +1,4 @@
-"""What is seen while something long goes on: a bar on stderr, on a terminal alone; elsewhere a line now and then."""
+"""Progress display on stderr: a bar on a terminal, otherwise a line for every tenth of the work."""
 
 from __future__ import annotations
 
@@ -12,99 +12,106 @@ __all__ = ["Display"]
 
 
 class Display(ProgressListener):
-    """Shows how far the work is."""
+    """Shows the progress of a command."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self._bars: Any = None
+        """Whether stderr is a terminal that can redraw a bar."""
+        self._bar: Any = None
         self._task: Any = None
-        self._words = ""
+        self._phase = ""
         self._tenths = 0
         self.done = self.total = 0
-        """The rows of a batch."""
+        """Finished and total rows of a batch."""
 
-    def say(self, text: str) -> None:
-        """A line on stderr, with no bar in its way."""
+    def print_line(self, text: str) -> None:
+        """Remove the bar and print a line to stderr."""
         self.clear()
         print(text, file=sys.stderr, flush=True)
 
-    def begin(self, words: str) -> None:
-        """Something new begins; how long it takes is not known yet."""
+    def start_phase(self, text: str) -> None:
+        """Show a new phase with an indeterminate bar."""
         self.clear()
-        self._words = words
+        self._phase = text
         if self.live:
-            self._start()
+            self._start_bar()
 
     def on_phase(self, text: str) -> None:
-        """Show the phase until something is counted."""
-        self.begin(text)
+        """Show the phase."""
+        self.start_phase(text)
 
     def on_message(self, text: str) -> None:
         """Print a line."""
-        self.say(text)
+        self.print_line(text)
 
     def on_warning(self, text: str) -> None:
         """Print a line that begins with `warning:`."""
-        self.say(f"warning: {text}")
+        self.print_line(f"warning: {text}")
 
     def on_start(self, done: int, total: int) -> None:
-        """Print the number of rows."""
+        """Print the number of rows, and how many of them an earlier run finished."""
         self.done, self.total = done, total
-        self.say(f"{total} row{'s' * (total > 1)}{f', {done} of them over' if done else ''}")
+        self.print_line(f"{total} row{'s' * (total > 1)}{f', {done} already finished' if done else ''}")
 
     def on_row(self, done: int, total: int, text: str) -> None:
-        """Show the rows that are done."""
+        """Show the number of finished rows."""
         self.done = done
-        self.count(done, total, text, joint="")
+        self.update_count(done, total, text, prefix="")
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        """So many components of a model are loaded."""
-        self._update(f"{self._words}: {name}" if name else self._words, done, total)
+        """Show the number of loaded components and the name of the next one."""
+        self._update_bar(f"{self._phase}: {name}" if name else self._phase, done, total)
 
     def on_step(self, done: int, total: int | None) -> None:
-        """So many steps are done."""
-        self._update(self._words, done, total)
+        """Show the number of finished denoising steps."""
+        self._update_bar(self._phase, done, total, unit="step ")
 
-    def count(self, done: int, total: int, words: str, *, joint: str = "the last: ") -> None:
-        """So much of something long is done; where there is no bar, every tenth of it is a line."""
+    def update_count(self, done: int, total: int, text: str, *, prefix: str = "last: ") -> None:
+        """Show the number of finished items; without a bar, print a line after every tenth of the work."""
         if not self.live and done * 10 // total > self._tenths:
             self._tenths = done * 10 // total
-            print(f"{done} of {total} done, {joint}{words}", file=sys.stderr, flush=True)
-        self._update(f"{self._words}: {words}", done, total)
+            print(f"{done} of {total} done, {prefix}{text}", file=sys.stderr, flush=True)
+        self._update_bar(f"{self._phase}: {text}", done, total)
 
-    def warn_of_end(self) -> None:
-        """Say that the next step is the last; called while a signal is handled, where nothing may be printed."""
-        if self._bars is not None:
-            self._bars.update(self._task, description="stopping after this step; Ctrl-C again stops at once")
+    def show_stopping(self) -> None:
+        """Announce that the work stops after this step.
 
-    def abandon(self) -> None:
-        """Give the terminal its cursor back; the process ends at once, and nothing else may be done."""
-        if self._bars is not None:
+        Called from a signal handler, where printing could re-enter a stream that is being written.
+        """
+        if self._bar is not None:
+            self._bar.update(self._task, description="Stopping after this step; press Ctrl-C again to stop immediately")
+
+    def restore_cursor(self) -> None:
+        """Make the cursor visible again before the process ends without cleanup."""
+        if self._bar is not None:
+            # os.write is safe in a signal handler, and the escape sequence shows the cursor that rich has hidden.
             os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
     def clear(self) -> None:
-        """Take the bar away."""
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
-    def _update(self, words: str, done: int, total: int | None) -> None:
+    def _update_bar(self, text: str, done: int, total: int | None, *, unit: str = "") -> None:
         if not self.live:
             return
-        if self._bars is None:
-            self._start()
-        self._bars.update(self._task, description=words, completed=done, total=total)
+        if self._bar is None:
+            self._start_bar()
+        count = f"{unit}{done}/?" if total is None else f"{unit}{done:{len(str(total))}}/{total}"
+        self._bar.update(self._task, description=text, completed=done, total=total, count=count)
 
-    def _start(self) -> None:
+    def _start_bar(self) -> None:
+        # Imported here to keep the start of commands without a bar fast.
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", markup=False),
             TimeRemainingColumn(compact=True),
         )
-        self._bars = Progress(*columns, console=Console(stderr=True, highlight=False), transient=True)
-        self._task = self._bars.add_task(self._words, total=None)
-        self._bars.start()
+        self._bar = Progress(*columns, console=Console(stderr=True, highlight=False), transient=True)
+        self._task = self._bar.add_task(self._phase, total=None, count="")
+        self._bar.start()

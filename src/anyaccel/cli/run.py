@@ -1,4 +1,4 @@
-"""`anyaccel run SCRIPT.py`: a script that was written for CUDA, on the device that is here."""
+"""`anyaccel run SCRIPT.py`: run a CUDA script unmodified on another device."""
 
 from __future__ import annotations
 
@@ -10,45 +10,52 @@ from anyaccel.errors import UsageError
 
 __all__ = ["CONTEXT", "run_program"]
 
+# Leaves the options after the script to the script.
 CONTEXT = {"allow_interspersed_args": False}
-"""What stands behind the script is the script's."""
 _OPTION = "--device"
 
 
 def run_program(
-    script: Annotated[str, typer.Argument(help="A Python script that was written for CUDA.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script written for CUDA.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None,
     device: Annotated[
-        str | None, typer.Option(_OPTION, help="What 'cuda' means: auto, a name, hpu:3, virtual:neuron.")
+        str | None,
+        typer.Option(_OPTION, help="Device that replaces 'cuda': auto, mps, hpu:3, virtual:neuron. Default: auto."),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say line by line what was mapped.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="List the mapped CUDA calls with their line numbers.")
+    ] = False,
 ) -> None:
-    """Run a script that was written for CUDA, unedited, on the device that is here.
+    """Run a CUDA script unmodified on the device of this machine.
 
-    --device may also stand behind the script's own arguments. If the script has an option of that name, give ours
-    before the script, or the script's behind --.
+    --device is also recognized after the arguments of the script. If the script has an option of that name, put
+    anyaccel's --device before the script, or put the script's --device after --.
     """
-    given = list(arguments or [])
+    script_arguments = list(arguments or [])
     if device is None:
-        device, given = split_device(given)
+        device, script_arguments = split_device(script_arguments)
     from anyaccel.cuda_scripts.run_script import run_script
 
-    raise SystemExit(run_script(script, given, device or "auto", verbose))
+    raise SystemExit(run_script(script, script_arguments, device or "auto", verbose))
 
 
 def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Our `--device` among a script's arguments, up to a `--`, and the arguments without it."""
+    """Remove anyaccel's `--device` from the arguments of a script; return the device and the other arguments.
+
+    Only arguments before a `--` are searched.
+    """
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    ours, rest = arguments[:end], arguments[end + 1 :]
-    device, kept = None, []
-    words = iter(ours)
-    for word in words:
-        if word == _OPTION:
-            device = next(words, "")
-        elif word.startswith(f"{_OPTION}="):
-            device = word.partition("=")[2]
+    searched, after_separator = arguments[:end], arguments[end + 1 :]
+    device, others = None, []
+    # An iterator, because the option consumes the argument after it.
+    remaining = iter(searched)
+    for argument in remaining:
+        if argument == _OPTION:
+            device = next(remaining, "")
+        elif argument.startswith(f"{_OPTION}="):
+            device = argument.partition("=")[2]
         else:
-            kept.append(word)
+            others.append(argument)
     if device == "":
-        raise UsageError(f"{_OPTION} names no device", hint=f"anyaccel run SCRIPT.py {_OPTION} virtual:neuron")
-    return device, kept + rest
+        raise UsageError(f"{_OPTION} requires a device", hint=f"anyaccel run SCRIPT.py {_OPTION} virtual:neuron")
+    return device, others + after_separator

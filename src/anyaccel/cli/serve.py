@@ -1,4 +1,4 @@
-"""`anyaccel serve [MODEL…]`: OpenAI-compatible pictures from any pipeline on any accelerator."""
+"""`anyaccel serve [MODEL…]`: an OpenAI-compatible image server for any pipeline."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import parse_image_size
+from anyaccel.cli.shared_options import Dtype, RayAddress, Speed, Text
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,66 +18,111 @@ if TYPE_CHECKING:
 
 __all__ = ["serve_models"]
 
-Text = str | None
-Devices = Annotated[
-    list[str] | None, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron; several on Ray.")
-]
-RayAddress = Annotated[Text, typer.Option("--ray", metavar="ADDRESS|auto", help="Make the pictures in a Ray cluster.")]
-Replicas = Annotated[
-    Text, typer.Option("--replicas", metavar="N|auto", help="On Ray, of each kind of device; else one a device.")
-]
-Sizes = Annotated[Text, typer.Option("--sizes", metavar="WxH,…", help="Sizes to make ready; else the model's own.")]
 _KEYS = "ANYACCEL_API_KEYS"
+_INSTALL = "pip install 'anyaccel[serve]'"
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device",
+        "-d",
+        help="Device to use: auto, cuda, hpu:3, virtual:neuron; with --ray, repeat for several. Default: auto.",
+    ),
+]
+Replicas = Annotated[
+    Text,
+    typer.Option(
+        "--replicas",
+        metavar="N|auto",
+        help="With --ray: replicas per kind of device; auto scales with the load. Default: one per device.",
+    ),
+]
+Sizes = Annotated[
+    Text,
+    typer.Option("--sizes", metavar="WxH,…", help="Image sizes to prepare at startup. Default: set by the model."),
+]
 
 
-def _read_folder(text: str) -> Path:
-    if not text:  # as of a variable of the shell that is not set
-        raise typer.BadParameter("it is empty: name a folder, or leave it out")
+def _parse_data_folder(text: str) -> Path:
+    if not text:  # for example --data "$UNSET_VARIABLE", which would otherwise mean the current folder
+        raise typer.BadParameter("the value is empty; give a folder or omit the option")
     return Path(text)
 
 
-Folder = Annotated[
+DataFolder = Annotated[
     Path | None,
-    typer.Option("--data", metavar="DIR", help="Where jobs and pictures are kept.", parser=_read_folder),
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        help="Folder for jobs and images. Default: serve/ in the cache folder.",
+        parser=_parse_data_folder,
+    ),
+]
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL", help="Hub ids or folders, optionally as NAME=MODEL. Default: the embedded model."),
+]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 selects a free port.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option("--api-key", help=f"API key to accept; repeat for several, or set {_KEYS} (comma-separated)."),
+]
+NoKey = Annotated[bool, typer.Option("--no-key", help="Accept requests without a key, also from other machines.")]
+MaxBatch = Annotated[
+    int, typer.Option("--max-batch", min=1, max=256, help="Maximum number of images computed together.")
+]
+MaxQueue = Annotated[
+    int, typer.Option("--max-queue", min=1, help="Maximum number of waiting requests; more get status 429.")
+]
+MaxModels = Annotated[
+    int | None,
+    typer.Option("--max-models", min=1, help="Maximum number of models in memory. Default: as many as fit."),
+]
+Loras = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="NAME=PATH", help="LoRA adapter to serve under NAME; repeat for several."),
+]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit", metavar="NAME=NUMBER", help="Override a request limit, such as max_steps=50; repeat for several."
+    ),
+]
+Otlp = Annotated[
+    Text,
+    typer.Option("--otlp", envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="OTLP endpoint for traces. Default: no traces."),
 ]
 
 
 def serve_models(
-    models: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL", help="Hub ids or folders, NAME=MODEL; else the embedded one.")
-    ] = None,
-    host: Annotated[str, typer.Option("--host", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    models: Models = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Port = 8000,
     device: Devices = None,
-    dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
-    speed: Annotated[str, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = "exact",
-    api_key: Annotated[
-        list[str] | None, typer.Option("--api-key", help=f"Who may ask; also {_KEYS}, with commas.")
-    ] = None,
-    no_key: Annotated[bool, typer.Option("--no-key", help="Let everybody ask, from other machines too.")] = False,
-    max_batch: Annotated[int, typer.Option("--max-batch", min=1, max=256, help="Pictures made at once.")] = 8,
-    max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="Requests that may wait; then 429.")] = 64,
-    max_models: Annotated[int | None, typer.Option("--max-models", min=1, help="In memory; else what fits.")] = None,
+    dtype: Dtype = None,
+    speed: Speed = "exact",
+    api_key: ApiKeys = None,
+    no_key: NoKey = False,
+    max_batch: MaxBatch = 8,
+    max_queue: MaxQueue = 64,
+    max_models: MaxModels = None,
     sizes: Sizes = None,
-    lora: Annotated[list[str] | None, typer.Option("--lora", metavar="NAME=PATH", help="An adapter to serve.")] = None,
-    data: Folder = None,
-    limit: Annotated[
-        list[str] | None, typer.Option("--limit", metavar="NAME=NUMBER", help="Such as max_steps=50 or deadline_s=60.")
-    ] = None,
+    lora: Loras = None,
+    data: DataFolder = None,
+    limit: Limits = None,
     ray: RayAddress = None,
     replicas: Replicas = None,
-    otlp: Annotated[
-        Text, typer.Option("--otlp", envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="A collector of traces.")
-    ] = None,
+    otlp: Otlp = None,
 ) -> None:
-    """Serve models over HTTP, with OpenAI's API for pictures, jobs that survive a crash, and a page to try it.
+    """Serve models over an OpenAI-compatible HTTP API.
 
-    Requests of several clients are made together, step by step, and each gets the picture that it would get alone.
+    The server has a job queue that survives a crash and a web page to try the models. It batches requests of
+    different clients step by step; every client gets the same image as without batching.
     """
     try:
         from anyaccel.server.run_server import check_address
     except ImportError as error:
-        raise UsageError(f"the service needs {error.name}, which is not installed", hint=_INSTALL) from error
+        raise UsageError(f"anyaccel serve requires {error.name}, which is not installed", hint=_INSTALL) from error
     devices = _check_devices(device, ray, replicas)
     from anyaccel.server.settings import ServerSettings, read_limits, read_lora, read_served_names
 
@@ -84,7 +130,7 @@ def serve_models(
     check_address(host, keys, without_key=no_key)
     settings = ServerSettings(
         models=read_served_names(models or ["embedded"]),
-        data=(data or _find_data()).expanduser().absolute(),
+        data=(data or _default_data_folder()).expanduser().absolute(),
         device=devices[0],
         dtype=dtype,
         speed=speed,
@@ -104,33 +150,34 @@ def serve_models(
 def _check_devices(device: list[str] | None, ray: str | None, replicas: str | None) -> tuple[str, ...]:
     devices = tuple(device or ("auto",))
     if ray is None and (replicas is not None or len(devices) > 1):
-        raise UsageError("several devices or replicas are served on Ray", hint="--ray auto starts it on this machine")
+        raise UsageError(
+            "several devices or --replicas require Ray", hint="add --ray auto to start Ray on this machine"
+        )
     return devices
 
 
 def _serve(settings: ServerSettings, ray: str | None, devices: tuple[str, ...], replicas: str | None) -> None:
-    def tell_ready(address: str) -> None:
-        _tell(f"ready: {address}")
+    def report_ready(address: str) -> None:
+        # Scripts wait for this line to learn the port, so its format must not change.
+        _print_line(f"ready: {address}")
 
+    # Ray is imported only if it is used: it is an optional dependency.
     if ray is None:
         from anyaccel.server.run_server import serve
 
-        serve(settings, _tell, tell_ready)
+        serve(settings, _print_line, report_ready)
     else:
         from anyaccel.cluster.serve.applications import read_replicas
         from anyaccel.cluster.serve.start import serve_on_ray
 
-        serve_on_ray(settings, ray, devices, read_replicas(replicas), _tell, tell_ready)
+        serve_on_ray(settings, ray, devices, read_replicas(replicas), _print_line, report_ready)
 
 
-_INSTALL = "pip install 'anyaccel[serve]'"
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _tell(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
-
-
-def _find_data() -> Path:
+def _default_data_folder() -> Path:
     from anyaccel.storage.cache_dir import find_cache_folder
 
     return find_cache_folder() / "serve"

@@ -1,4 +1,4 @@
-"""`anyaccel devices NAME --verify`: the sheet held against the device, in a table and in a file."""
+"""`anyaccel devices NAME --verify`: compare a device with its sheet; print a table and write an evidence file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rich.markup import escape
 
 from anyaccel.backends.device import read_device
 from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
-from anyaccel.cli.console import colour_verdict, make_console
+from anyaccel.cli.console import color_verdict, make_console
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Wanted", "verify_device"]
+__all__ = ["VerifyOptions", "verify_device"]
 
-_COLOURS = {"agrees": "green", "contradicts": "red", "new": "cyan", "not tried": "dim"}
-_MOST_LINES = 12
-"""With more pipelines than this, only those that are not right have a line."""
+_COLORS = {"agrees": "green", "contradicts": "red", "new": "cyan", "not tried": "dim"}
+# With more pipelines than this, only failing ones are listed.
+_MAX_PIPELINE_LINES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """How a verification is made."""
+class VerifyOptions:
+    """Options of a verification."""
 
     pipelines: str = "few"
     quick: bool = False
@@ -41,79 +41,84 @@ class Wanted:
     signed_off_by: str = ""
 
 
-def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, force: bool, as_json: bool) -> None:
-    """Verify one device, print what was seen and write the file; exit status 1 where something does not hold."""
+def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
+    """Verify one device, print the result and write the file; exit with status 1 if a claim does not hold."""
     if name is None:
-        raise UsageError("--verify takes the name of one device", hint="anyaccel devices cuda --verify")
+        raise UsageError("--verify requires the name of a device", hint="anyaccel devices cuda --verify")
     if read_device(name).virtual:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: a virtual device has a forked process
+        # A virtual device runs in a forked process, and torch's threads do not survive a fork.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     file = _choose_file(name, output, force)
-    verification = _verify(name, wanted)
+    verification = _verify(name, options)
     atomic_write(file, verification.to_json())
     if as_json:
         print(verification.to_json(), end="")
     else:
         _print_verification(verification)
-    print("\n".join(_advise(verification, file)), file=sys.stderr if as_json else sys.stdout)
+    print("\n".join(_summarize(verification, file)), file=sys.stderr if as_json else sys.stdout)
     if not verification.holds:
         raise typer.Exit(1)
 
 
-def _verify(name: str, wanted: Wanted) -> Verification:
+def _verify(name: str, options: VerifyOptions) -> Verification:
     from anyaccel.verification.verify import verify
 
-    asked = [] if wanted.pipelines == "none" else wanted.pipelines
-    if isinstance(asked, str) and asked not in ("few", "all"):
-        asked = asked.split(",")
+    pipelines = [] if options.pipelines == "none" else options.pipelines
+    if isinstance(pipelines, str) and pipelines not in ("few", "all"):
+        pipelines = pipelines.split(",")
     return verify(
         name,
-        pipelines=asked,
-        quick=wanted.quick,
-        jobs=wanted.jobs,
-        signed_off_by=wanted.signed_off_by.strip(),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        pipelines=pipelines,
+        quick=options.quick,
+        jobs=options.jobs,
+        signed_off_by=options.signed_off_by.strip(),
+        on_message=lambda line: print(line, file=sys.stderr, flush=True),
     )
 
 
 def _choose_file(name: str, output: Path | None, force: bool) -> Path:
-    """Where the file goes, before minutes are spent on it."""
-    file = output or Path(_suggest_name(name))
+    """Return the path of the evidence file; raise if it cannot be written, before minutes are spent on it."""
+    file = output or Path(_default_file_name(name))
     if file.exists() and not force:
-        raise UsageError(f"{file} is there already", hint="name another one with --output, or add --force")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {file.parent}", hint="make it first, or name another file with --output")
-    with tempfile.TemporaryFile(dir=file.absolute().parent):  # a folder that cannot be written to is told of now
+        raise UsageError(f"{file} already exists", hint="give another file with --output, or add --force")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(
+            f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}, or give another file to --output"
+        )
+    # Permission bits do not tell whether a folder is writable (ACLs, read-only mounts): create a file to find out.
+    with tempfile.TemporaryFile(dir=folder):
         return file
 
 
-def _suggest_name(name: str) -> str:
-    """A name for the file: `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
+def _default_file_name(name: str) -> str:
+    """Return a file name such as `anyaccel-evidence-cuda-h200-2026-11-15.json`."""
     from anyaccel.verification.probe_worker import make_probe_context
 
     spec = read_device(name)
     device = ["virtual"] * spec.virtual + [spec.product or spec.name] + [str(spec.index)] * (spec.index is not None)
-    which = [] if spec.virtual else [make_probe_context(name, quick=True).product or platform.machine()]
+    product = [] if spec.virtual else [make_probe_context(name, quick=True).product or platform.machine()]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return "-".join(["anyaccel-evidence", *device, *which, today]) + ".json"
+    return "-".join(["anyaccel-evidence", *device, *product, today]) + ".json"
 
 
 def _print_verification(verification: Verification) -> None:
     console = make_console()
     console.print(f"\n[bold]{escape(verification.device)}[/bold]  {escape(verification.where)}")
     width = max((len(finding.claim) for finding in verification.findings), default=5)
-    console.print(f"  {'claim':{width}}  {'sheet says':10}  {'seen':10}  verdict", style="dim")
+    console.print(f"  {'claim':{width}}  {'sheet':10}  {'device':10}  verdict", style="dim")
     for finding in verification.findings:
-        console.print(_describe_finding(finding, width))
+        console.print(_format_finding(finding, width))
     _print_pipelines(console, verification.pipelines)
 
 
-def _describe_finding(finding: Finding, width: int) -> str:
-    colour = _COLOURS[finding.verdict]
+def _format_finding(finding: Finding, width: int) -> str:
+    color = _COLORS[finding.verdict]
     seen = f"{finding.seen or '-':10}"
     return (
         f"  [bold]{finding.claim:{width}}[/bold]  {finding.expected:10}  "
-        f"{colour_verdict(seen) if finding.seen else seen}  "
-        f"[{colour}]{finding.verdict:11}[/{colour}]  [dim]{escape(finding.detail)}[/dim]"
+        f"{color_verdict(seen) if finding.seen else seen}  "
+        f"[{color}]{finding.verdict:11}[/{color}]  [dim]{escape(finding.detail)}[/dim]"
     )
 
 
@@ -122,25 +127,28 @@ def _print_pipelines(console: Console, pipelines: tuple[PipelineFinding, ...]) -
 
     if not pipelines:
         return
-    compared = [(one.max_difference, one) for one in pipelines if one.max_difference is not None]
-    right = sum(one.right is True for one in pipelines)
-    console.print(f"\n[bold]Pipelines[/bold]: {right} of {len(pipelines)} give the CPU's picture in float32")
+    compared = [(finding.max_difference, finding) for finding in pipelines if finding.max_difference is not None]
+    correct = sum(finding.right is True for finding in pipelines)
+    console.print(f"\n[bold]Pipelines[/bold]: {correct} of {len(pipelines)} match the CPU image in float32")
     if compared:
-        difference, one = max(compared, key=lambda pair: pair[0] / pair[1].tolerance)
-        console.print(f"  nearest to its bound: {one.recipe} differs by {difference:.1e}, {one.tolerance:.1e} allowed")
-    for one in pipelines:
-        if len(pipelines) <= _MOST_LINES or one.right is not True:
-            colour = {True: "green", False: "red", None: "dim"}[one.right]
-            console.print(f"  [{colour}]{escape(describe_pipeline(one))}[/{colour}]")
+        # Relative to its tolerance: recipes have different tolerances.
+        difference, closest = max(compared, key=lambda pair: pair[0] / pair[1].tolerance)
+        console.print(
+            f"  closest to its tolerance: {closest.recipe} differs by {difference:.1e} of {closest.tolerance:.1e}"
+        )
+    for finding in pipelines:
+        if len(pipelines) <= _MAX_PIPELINE_LINES or finding.right is not True:
+            color = {True: "green", False: "red", None: "dim"}[finding.right]
+            console.print(f"  [{color}]{escape(describe_pipeline(finding))}[/{color}]")
 
 
-def _advise(verification: Verification, file: Path) -> list[str]:
-    """What was found in one line, where the file is, and what to do with it."""
-    counted = Counter(finding.verdict for finding in verification.findings)
-    lines = ["", ", ".join(f"{verdict}: {count}" for verdict, count in counted.items())]
+def _summarize(verification: Verification, file: Path) -> list[str]:
+    """Return the number of each verdict, the path of the file and the next step."""
+    counts = Counter(finding.verdict for finding in verification.findings)
+    lines = ["", ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())]
     lines.append(f"written: {file}")
     if verification.virtual:
-        return [*lines, "virtual: this says what the emulator enforces and nothing of hardware; it is never taken in"]
+        return [*lines, "virtual device: the file shows what the emulator enforces; it is never accepted as evidence"]
     if not verification.signed_off_by:
-        return [*lines, "nobody signed it off: with --signed-off-by NAME it could be taken in"]
-    return [*lines, f"to have it taken in, open a pull request that adds it under {FOLDER}/ (see CONTRIBUTING.md)"]
+        return [*lines, "not signed off: add --signed-off-by NAME if you want to contribute the file"]
+    return [*lines, f"to contribute the file, open a pull request that adds it to {FOLDER}/ (see CONTRIBUTING.md)"]

@@ -1,4 +1,4 @@
-"""`anyaccel warm`: compile a model ahead of time, so that the first picture comes as soon as the later ones."""
+"""`anyaccel warm`: compile a model ahead of time, so the first image takes no longer than later ones."""
 
 from __future__ import annotations
 
@@ -9,79 +9,101 @@ from typing import Annotated
 import typer
 
 from anyaccel.call_limits import parse_image_size
-from anyaccel.cli.cache import refuse_unwritable
+from anyaccel.cli.cache import check_cache_writable
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import Dtype
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.speed.compile_cache import find_folder
+from anyaccel.runtime.speed.compile_cache import find_entries_dir
 
 __all__ = ["warm_model"]
 
 
-class _Loading(ProgressListener):
-    """Tells the terminal what is loaded."""
+class _LoadingProgress(ProgressListener):
+    """Shows which component is loading."""
 
     def __init__(self, display: Display, model: str) -> None:
         self.display, self.model = display, model
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        """One more is loaded."""
-        self.display.begin(f"loading {self.model}: {name}, {done + 1} of {total}" if name else f"placing {self.model}")
+        """Show the component that is loading."""
+        self.display.start_phase(
+            f"Loading {self.model}: {name}, component {done + 1} of {total}" if name else f"Placing {self.model}"
+        )
+
+
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: set by the model."
+    ),
+]
+ExpectedImages = Annotated[
+    int, typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled.")
+]
 
 
 def warm_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id, a folder, or `embedded`.")],
-    sizes: Annotated[
-        list[str] | None, typer.Option("--size", metavar="WxH", help="A size to compile for; may be given again.")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", "-d", help="What to compile for; it must be here.")] = "auto",
-    images: Annotated[int, typer.Option("--images", "-n", help="How many images a call makes.")] = 1,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="The type to run in; else the device's best.")] = None,
-    pictures: Annotated[int, typer.Option("--pictures", help="How many pictures are to come.")] = 1000,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
+    sizes: Sizes = None,
+    device: Annotated[
+        str, typer.Option("--device", "-d", help="Device to compile for, which must be available.")
+    ] = "auto",
+    images: Annotated[int, typer.Option("--images", "-n", help="Number of images per call.")] = 1,
+    dtype: Dtype = None,
+    expected_images: ExpectedImages = 1000,
 ) -> None:
-    """Compile a model for some sizes, and keep the result for every later process: see `anyaccel cache`."""
-    if images < 1 or pictures < 1:
-        raise UsageError("images and pictures are numbers from 1 up", hint="leave them out")
+    """Compile a model ahead of time and cache the result.
+
+    Every later process loads the compiled graphs from the cache; see `anyaccel cache`.
+    """
+    if images < 1 or expected_images < 1:
+        raise UsageError("--images and --expected-images must be at least 1", hint="omit them to use the defaults")
     shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
-    refuse_unwritable(find_folder())
+    # Checked first: compiling can take many minutes.
+    check_cache_writable(find_entries_dir())
     with cleanup_on_exit() as display:
-        display.begin(f"loading {model}")
+        display.start_phase(f"Loading {model}")
         from anyaccel.errors import NotMeasurableError
         from anyaccel.generation.model_name import resolve_model
         from anyaccel.generation.progress import counting_components
         from anyaccel.runtime.pipeline import DiffusionPipeline
         from anyaccel.runtime.placement_state import find_placement
 
-        with counting_components(_Loading(display, model)):
+        with counting_components(_LoadingProgress(display, model)):
             pipe = DiffusionPipeline.from_pretrained(resolve_model(model).source)
-        pipe.to(device, compile=True, expected_images=pictures, **({"dtype": dtype} if dtype else {}))
+        pipe.to(device, compile=True, expected_images=expected_images, **({"dtype": dtype} if dtype else {}))
         pipe.set_progress_bar_config(disable=True)
-        compiling = pipe.plan.compile_policy
-        if compiling.value.when == "never":
+        policy = pipe.plan.compile_policy
+        if policy.value.when == "never":
             raise NotMeasurableError(
-                f"nothing is compiled on {pipe.plan.title}: {compiling.reason}", hint="no need to warm it"
+                f"anyaccel compiles nothing on {pipe.plan.title}: {policy.reason}",
+                hint="no warm-up is needed on this device",
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()
-        for number, call in enumerate(calls):
-            left = compiling.value.takes_s * (len(calls) - number)
-            size = f"{call['width']} × {call['height']}" if call else "the model's own size"
-            display.begin(f"compiling for {size}, {number + 1} of {len(calls)}; about {left:.0f} s left")
+        for index, call in enumerate(calls):
+            seconds_left = policy.value.compile_s * (len(calls) - index)
+            size = f"{call['width']} × {call['height']}" if call else "the model's size"
+            display.start_phase(
+                f"Compiling for {size}, size {index + 1} of {len(calls)}; about {seconds_left:.0f} s left"
+            )
             pipe.warmup([{**call, **({"num_images_per_prompt": images} if images > 1 else {})}])
     placement = find_placement(pipe)
     outcomes = placement.speed.cache_outcomes if placement and placement.speed else Counter[str]()
-    counted = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"
-    print(f"{counted} ready in {time.perf_counter() - start:.0f} s: {_tell(outcomes)}")
+    size_count = "1 size" if len(calls) == 1 else f"{len(calls)} sizes"
+    print(f"{size_count} ready in {time.perf_counter() - start:.0f} s: {_summarize_outcomes(outcomes)}")
     if outcomes["not written"]:
-        refuse_unwritable(find_folder())
+        # The folder was writable at the start; raise with the reason why it no longer is.
+        check_cache_writable(find_entries_dir())
 
 
-def _tell(outcomes: Counter[str]) -> str:
-    """What became of what was compiled: `1 new, 0 kept before`."""
-    words = f"{outcomes['written']} new, {outcomes['loaded']} kept before"
+def _summarize_outcomes(outcomes: Counter[str]) -> str:
+    """Return a summary of the cache outcomes: `1 compiled, 0 loaded from the cache`."""
+    summary = f"{outcomes['written']} compiled, {outcomes['loaded']} loaded from the cache"
     if outcomes["not handed out"]:
-        words += f", {outcomes['not handed out']} that cannot be kept: its compiler hands nothing out through torch"
+        summary += f", {outcomes['not handed out']} not cacheable: the compiler does not export graphs through torch"
     if outcomes["not written"]:
-        words += f", {outcomes['not written']} that could not be written"
-    return words if outcomes.total() else "nothing was compiled"
+        summary += f", {outcomes['not written']} could not be written to the cache"
+    return summary if outcomes.total() else "nothing was compiled"

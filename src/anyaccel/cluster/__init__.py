@@ -1,1 +1,1 @@
-"""Many devices and many machines: rows of prompts over workers, here or on Ray."""
+"""Batches, servers and ranks on many devices and machines, with or without Ray."""

@@ -1,4 +1,4 @@
-"""Where the workers of a batch stand: one a device, or several on the host's cores."""
+"""Device slots for workers: one worker per device, or several on the cores of the CPU."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ __all__ = ["DeviceSlots", "check_workers", "claim_device", "find_device_slots", 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSlots:
-    """The devices of a name on this machine."""
+    """The devices of one name that workers can use."""
 
     device: str
-    """As workers are told."""
+    """Device argument of the workers."""
     name: str
-    """The sheet's: `hpu`."""
+    """Name of the capability sheet: `hpu`."""
     count: int
-    """How many workers can have one of their own."""
+    """Maximum number of workers."""
     on_host: bool
-    """Whether they are cores."""
+    """Whether the slots are CPU cores."""
     index: int | None = None
-    """The one that was named."""
+    """Index of the device, if the name included one."""
     virtual: bool = False
 
 
 def find_device_slots(device: str) -> DeviceSlots:
-    """Look at the devices here in a process that ends: some belong to the first process that looks at them."""
+    """Find the devices of this machine.
+
+    Runs in a short-lived process: some devices belong to the first process that opens them, and the workers need them.
+    """
     from anyaccel.backends.device import read_device, sheet
     from anyaccel.backends.device_spec import AUTO
 
@@ -42,31 +45,32 @@ def find_device_slots(device: str) -> DeviceSlots:
         return slots_from_name(device)
     if spec.name != AUTO and spec.index is None and sheet(spec).is_host:
         return DeviceSlots(device=spec.name, name=spec.name, count=_count_cores(), on_host=True)
-    with PipeWorker(_look, device, name="anyaccel-devices") as process:
+    with PipeWorker(_run_detection, device, name="anyaccel-devices") as process:
         try:
-            found: DeviceSlots | Exception = process.receive()
+            result: DeviceSlots | Exception = process.receive()
         except EOFError as error:
             raise AnyaccelError(
-                "the devices could not be looked at: the process that did is gone", hint="does `anyaccel devices` work?"
+                "device detection failed: its process died", hint="check whether `anyaccel devices` works"
             ) from error
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _look(pipe: ParentPipe, device: str) -> None:
+def _run_detection(pipe: ParentPipe, device: str) -> None:
     try:
-        pipe.send(_find_places(device))
-    except Exception as error:  # noqa: BLE001 - it crosses to the process that asked, and is raised there
+        pipe.send(_detect_slots(device))
+    except Exception as error:  # noqa: BLE001 - sent to the parent process and raised there
         pipe.send(error)
 
 
-def _find_places(device: str) -> DeviceSlots:
+def _detect_slots(device: str) -> DeviceSlots:
     from anyaccel.backends.device import find_device, open_device, read_device
 
     spec = read_device(device)
     opened = open_device(spec)
     name = opened.sheet.name
+    # A product such as gaudi2 may be only one of several devices of that name, so its index counts.
     index = spec.index if spec.product is None else opened.index
     if opened.sheet.is_host:
         return DeviceSlots(device=name, name=name, count=_count_cores(), on_host=True)
@@ -76,7 +80,7 @@ def _find_places(device: str) -> DeviceSlots:
 
 
 def slots_from_name(device: str) -> DeviceSlots:
-    """What a device's name says by itself; whether it is there, the cluster knows."""
+    """Return what a device name says by itself; only the cluster knows whether it has such devices."""
     from anyaccel.backends.device import read_device, sheet
 
     spec = read_device(device)
@@ -91,39 +95,43 @@ def slots_from_name(device: str) -> DeviceSlots:
             virtual=True,
         )
     if spec.index is not None:
-        raise UsageError(f"{spec} names one device, and Ray chooses which", hint=f"--device {spec.name}")
-    found = sheet(spec)
-    return DeviceSlots(device=found.name, name=found.name, count=0, on_host=found.is_host)
+        raise UsageError(f"{spec} has a device index, but Ray chooses the device", hint=f"--device {spec.name}")
+    device_sheet = sheet(spec)
+    return DeviceSlots(device=device_sheet.name, name=device_sheet.name, count=0, on_host=device_sheet.is_host)
 
 
 def _count_cores() -> int:
+    # os.cpu_count() ignores the CPU affinity that containers and batch schedulers set.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_workers(places: DeviceSlots, wanted: int | None) -> int:
-    """How many workers there are: as many as were asked for, else one a device."""
-    if wanted is None:
-        return 1 if places.on_host else places.count
-    if wanted > places.count:
+def check_workers(slots: DeviceSlots, requested: int | None) -> int:
+    """Return the number of workers: the requested one, or one per device. Raise if there are too few devices."""
+    if requested is None:
+        return 1 if slots.on_host else slots.count
+    if requested > slots.count:
         raise UsageError(
-            f"{wanted} workers were asked for, and there {_are(places)}",
-            hint=f"take --workers {places.count} or fewer; with --ray other machines bring theirs",
+            f"{requested} workers requested, but there {_format_count(slots)}",
+            hint=f"use --workers {slots.count} or fewer, or more machines with --ray",
         )
-    return wanted
+    return requested
 
 
 def share_threads(workers: int) -> int | None:
-    """How many of the host's threads each worker has; None leaves them to it."""
+    """Return the number of CPU threads per worker, or None for torch's default."""
     return max(1, _count_cores() // workers) if workers > 1 else None
 
 
-def _are(places: DeviceSlots) -> str:
-    what = "cores" if places.on_host else f"{places.name} devices"
-    return f"is 1 {what[:-1]}" if places.count == 1 else f"are {places.count} {what}"
+def _format_count(slots: DeviceSlots) -> str:
+    unit = "cores" if slots.on_host else f"{slots.name} devices"
+    return f"is 1 {unit[:-1]}" if slots.count == 1 else f"are {slots.count} {unit}"
 
 
 def claim_device(name: str) -> tuple[str, IO[bytes]]:
-    """A device of that name that no other worker on this machine has: Ray counts such devices, and numbers none."""
+    """Lock a device of this name that no other worker on this machine uses; return its name and the lock.
+
+    Ray counts custom resources, but does not assign device indices to them.
+    """
     user = getattr(os, "getuid", int)()
     folder = Path(tempfile.gettempdir()) / f"anyaccel-devices-{user}"
     folder.mkdir(exist_ok=True)
@@ -132,10 +140,11 @@ def claim_device(name: str) -> tuple[str, IO[bytes]]:
     count = find_device(name).count
     for index in range(count):
         try:
-            return f"{name}:{index}", lock_file(folder / f"{name}-{index}", "taken", "take another")
+            # The operating system releases the lock when the worker dies, however it dies.
+            return f"{name}:{index}", lock_file(folder / f"{name}-{index}", "in use", "use another device")
         except UsageError:
             continue
     raise DeviceUnavailableError(
-        f"all {count} devices of {name} on this machine are taken",
-        hint=f"start the node with no more of the resource {name!r} than it has devices",
+        f"all {count} devices of {name} on this machine are in use",
+        hint=f"start the Ray node with no more of the resource {name!r} than it has devices",
     )

@@ -1,6 +1,6 @@
-"""A Ray cluster: joining one, and how many devices of a kind it has.
+"""Connection to a Ray cluster, and the devices that the cluster has.
 
-Ray is imported when a cluster is joined, and never before: whoever does not ask for one needs none.
+Ray is imported only when a cluster is joined, so that it stays an optional dependency.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from anyaccel.backends.sheet import Sheet
 
 __all__ = [
-    "check_places",
-    "count_places",
+    "check_slots",
+    "count_slots",
     "environment",
     "import_ray",
     "join",
@@ -27,28 +27,30 @@ __all__ = [
 ]
 
 _INSTALL = "pip install 'anyaccel[ray]'"
-_PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
-_ANSWER_S = 5.0
-"""How long an address may take to answer."""
-_VIRTUAL_SHARE = 0.25
-"""Of a core, for a device that is simulated: eight of them stand on two cores, as slow as that is."""
+_FORWARDED_VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
+_CONNECT_TIMEOUT_S = 5.0
+# CPU cores that Ray reserves per virtual device: two cores run eight of them, slowly.
+_VIRTUAL_DEVICE_CPUS = 0.25
+# Environment variables for Ray. Values that the user has set take precedence.
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Older versions, such as 2.50, print a FutureWarning at every start unless this is set:
+    # https://github.com/ray-project/ray/pull/55791
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray runs workers with niceness 15: https://github.com/ray-project/ray/pull/24928. Ours do the main work of the
+    # machine, so other processes should not go first.
     "RAY_worker_niceness": "0",
 }
-"""Set where Ray is told nothing else: no reports to anybody, no advice on a default of its own that will change, and
-workers of a cluster that is started here that are not put behind whatever else the machine does."""
 
-_NONE_HERE = "Could not find any running Ray instance"
-"""How Ray says that `auto` has nothing to join; any other trouble is not a reason to start another cluster."""
+# Ray's error text if `auto` finds no cluster. Only then may a new cluster be started.
+_NO_LOCAL_CLUSTER = "Could not find any running Ray instance"
 _STARTED: list[bool] = []
 
 
 def join(address: str) -> None:
-    """Join a cluster: `host:port`, or `auto` for the one that this machine belongs to.
+    """Join the cluster at `host:port`, or with `auto` the cluster of this machine.
 
-    Where there is none, `auto` starts one here, as `local` always does. A second call does nothing.
+    If there is none, `auto` starts a cluster on this machine; `local` always does. A second call does nothing.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -61,72 +63,76 @@ def join(address: str) -> None:
     elif address == "local":
         _start(ray)
     else:
-        _check_answer(address)
+        _check_reachable(address)
         _connect(ray, address)
 
 
 def leave() -> None:
-    """Leave the cluster; one that `join` started ends."""
+    """Disconnect from the cluster, and shut it down if `join` started it."""
     import_ray().shutdown()
     _STARTED.clear()
 
 
 def started_here() -> bool:
-    """Whether the cluster ends when it is left."""
+    """Return whether `join` started the cluster, which then ends with `leave`."""
     return bool(_STARTED)
 
 
 def environment() -> dict[str, Any]:
-    """What workers on other machines find in their environment as it is here, as Ray's `runtime_env` has it."""
-    return {"env_vars": {name: os.environ[name] for name in _PASSED_ON if name in os.environ}}
+    """Return Ray's `runtime_env` with the environment variables that workers need from this process."""
+    return {"env_vars": {name: os.environ[name] for name in _FORWARDED_VARIABLES if name in os.environ}}
 
 
 def resources_for(sheet: Sheet, virtual: bool) -> dict[str, Any]:
-    """What one worker on such a device takes, as Ray's `.options(…)` has it: `{"num_cpus": 0, "num_gpus": 1}`."""
-    name, share = _count_as(sheet, virtual)
+    """Return the resources of one worker as arguments of Ray's `.options`: `{"num_cpus": 0, "num_gpus": 1}`."""
+    name, amount = _ray_resource(sheet, virtual)
     if name == "CPU":
-        return {"num_cpus": share}
+        return {"num_cpus": amount}
+    # Ray reserves one CPU per actor by default, which would limit the workers to the number of cores.
     if name == "GPU":
-        return {"num_cpus": 0, "num_gpus": share}
-    return {"num_cpus": 0, "resources": {name: share}}
+        return {"num_cpus": 0, "num_gpus": amount}
+    return {"num_cpus": 0, "resources": {name: amount}}
 
 
-def count_places(sheet: Sheet, virtual: bool) -> int:
-    """How many such devices the cluster has; a core is a CPU, and has room for four virtual devices."""
-    name, share = _count_as(sheet, virtual)
+def count_slots(sheet: Sheet, virtual: bool) -> int:
+    """Count the devices of this kind in the cluster: one CPU per core, four virtual devices per core."""
+    name, amount = _ray_resource(sheet, virtual)
+    # Per node, since one worker cannot use the remainders of two machines.
     nodes = [node["Resources"] for node in import_ray().nodes() if node["Alive"]]
-    return sum(int(node.get(name, 0) / share) for node in nodes)
+    return sum(int(node.get(name, 0) / amount) for node in nodes)
 
 
-def check_places(sheet: Sheet, virtual: bool, wanted: int) -> None:
-    """Raise where a cluster has fewer such devices than workers are wanted."""
-    found = count_places(sheet, virtual)
-    if wanted <= found:
+def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
+    """Raise if the cluster has fewer devices of this kind than the requested number of workers."""
+    available = count_slots(sheet, virtual)
+    if requested <= available:
         return
-    name, _ = _count_as(sheet, virtual)
-    kind = f"virtual {sheet.name}" if virtual else sheet.name
+    resource, _ = _ray_resource(sheet, virtual)
+    device = f"virtual {sheet.name}" if virtual else sheet.name
+    hint = f"declare the devices of a node: ray start --resources='{{\"{resource}\": 8}}'"
     raise UsageError(
-        f"{wanted} workers on {kind} were asked for, and the cluster has room for {found}: Ray counts them as {name}",
-        hint=f"ask for {found} or fewer" if found else f"a node may tell: ray start --resources='{{\"{name}\": 8}}'",
+        f"{requested} workers on {device} requested, but the cluster has room for {available}; "
+        f"Ray counts them as {resource}",
+        hint=f"request {available} or fewer" if available else hint,
     )
 
 
-def _count_as(sheet: Sheet, virtual: bool) -> tuple[str, float]:
-    """The name under which Ray counts a device, and how much of that one worker takes."""
-    return ("CPU", _VIRTUAL_SHARE) if virtual else (sheet.ray_resource or sheet.name, 1)
+def _ray_resource(sheet: Sheet, virtual: bool) -> tuple[str, float]:
+    """Return the name of the Ray resource for a device, and the amount that one worker needs."""
+    return ("CPU", _VIRTUAL_DEVICE_CPUS) if virtual else (sheet.ray_resource or sheet.name, 1)
 
 
 def import_ray() -> Any:
-    """Ray, or words on how to get it."""
+    """Import Ray, or raise an error that says how to install it."""
     try:
         import ray
     except ImportError as error:
-        raise UsageError("many machines need Ray, which is not installed", hint=_INSTALL) from error
+        raise UsageError("Ray is not installed", hint=_INSTALL) from error
     return ray
 
 
 def _join_running(ray: Any) -> bool:
-    """Join the cluster that this machine belongs to; whether there is one."""
+    """Join the cluster of this machine; return False if there is none."""
     try:
         _connect(ray, "auto")
     except ConnectionError:
@@ -136,68 +142,74 @@ def _join_running(ray: Any) -> bool:
 
 def _connect(ray: Any, address: str) -> None:
     try:
-        ray.init(address=address, **_WAYS)
+        ray.init(address=address, **_INIT_OPTIONS)
     except ConnectionError as error:
-        if address == "auto" and _NONE_HERE in str(error):
+        if address == "auto" and _NO_LOCAL_CLUSTER in str(error):
             raise
         raise AnyaccelError(
-            f"the Ray cluster at {address} lets nobody in: {first_line(error)}",
-            hint="where it wants a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its own machines",
+            f"the Ray cluster at {address} rejected the connection: {first_line(error)}",
+            hint="if it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on its own machines",
         ) from error
-    except (RuntimeError, ValueError) as error:  # another version of Ray or Python, say
+    except (RuntimeError, ValueError) as error:  # for example another version of Ray or Python
         raise AnyaccelError(
-            f"the Ray cluster at {address} cannot be joined: {first_line(error)}",
-            hint="its machines need the same versions of Ray and of Python as this one",
+            f"cannot join the Ray cluster at {address}: {first_line(error)}",
+            hint="use the same versions of Ray and Python on all machines",
         ) from error
 
 
 def _start(ray: Any) -> None:
     try:
-        ray.init(address="local", include_dashboard=False, **_WAYS)
+        ray.init(address="local", include_dashboard=False, **_INIT_OPTIONS)
     except (RuntimeError, OSError, ValueError) as error:
         raise AnyaccelError(
-            f"Ray cannot start on this machine: {first_line(error)}", hint="its own logs are under /tmp/ray"
+            f"cannot start Ray on this machine: {first_line(error)}", hint="see Ray's logs in /tmp/ray"
         ) from error
     _STARTED.append(True)
 
 
-_WAYS: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+# Without these, Ray prints the output of all workers and reconfigures the root logger of the process.
+_INIT_OPTIONS: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 
 
-def _check_answer(address: str) -> None:
-    """Raise soon where nobody listens, or something else than Ray: Ray itself would try for minutes, and then abort."""
+def _check_reachable(address: str) -> None:
+    """Raise within seconds if no Ray cluster listens at an address.
+
+    Ray itself retries for a minute and then terminates the process: https://github.com/ray-project/ray/issues/28372
+    """
     if "://" in address:
         raise UsageError(
-            f"{address} is an address of Ray's client, and work is given to the cluster itself",
-            hint="run this on a machine of the cluster, with the address that `ray start` told: HOST:6379",
+            f"{address} is a Ray Client address, which is not supported",
+            hint="run this on a machine of the cluster with the address that `ray start` printed: HOST:6379",
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(
-            f"{address!r:.60} is no address of a Ray cluster", hint="HOST:PORT, such as 10.0.0.1:6379, or auto"
+            f"{address!r:.60} is not a valid address of a Ray cluster",
+            hint="use HOST:PORT, for example 10.0.0.1:6379, or auto",
         )
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
             pass
     except OSError as error:
-        raise _no_answer(address, error.strerror or str(error)) from error
+        raise _unreachable_error(address, error.strerror or str(error)) from error
+    # An insecure channel never becomes ready on a cluster with TLS.
     if os.environ.get("RAY_USE_TLS", "0") == "0":
-        _check_speech(address)
+        _check_grpc(address)
 
 
-def _check_speech(address: str) -> None:
-    """Raise where whoever listens does not speak Ray's protocol."""
+def _check_grpc(address: str) -> None:
+    """Raise if the server at an address does not speak gRPC, the protocol of Ray."""
     import grpc  # type: ignore[import-untyped]
 
     with grpc.insecure_channel(address) as channel:
         try:
-            grpc.channel_ready_future(channel).result(timeout=_ANSWER_S)
+            grpc.channel_ready_future(channel).result(timeout=_CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError as error:
-            raise _no_answer(address, "something else listens there") from error
+            raise _unreachable_error(address, "another service listens on this port") from error
 
 
-def _no_answer(address: str, words: str) -> AnyaccelError:
+def _unreachable_error(address: str, reason: str) -> AnyaccelError:
     return AnyaccelError(
-        f"no Ray cluster answers at {address}: {words}",
-        hint="start one with `ray start --head`, or give --ray auto for one on this machine",
+        f"no Ray cluster answers at {address}: {reason}",
+        hint="start one with `ray start --head`, or use --ray auto for one on this machine",
     )

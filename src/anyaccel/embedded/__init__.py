@@ -1,1 +1,1 @@
-"""The small text-to-image model that ships with the package: a thousand things, drawn from a prompt, offline."""
+"""The small text-to-image model that ships with anyaccel: it draws a thousand objects offline."""

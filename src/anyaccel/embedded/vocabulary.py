@@ -1,4 +1,4 @@
-"""The words that the embedded model was taught, so that a user is told of those that it was not."""
+"""Vocabulary of the embedded model, to warn about words in a prompt that it does not know."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from anyaccel.embedded.judge import BACKGROUNDS
 __all__ = ["find_unknown_words"]
 
 _THINGS = Path(__file__).parent / "things.json"
-_BETWEEN = """
+# Words of the caption templates, and words of prompts that need no training because they describe no object.
+_FUNCTION_WORDS = """
 a an the and with on in of to at next beside left right background white gray two three some several few one single
 small tiny little large big huge cute beautiful nice pretty lovely simple colorful happy cool
 draw me please show paint make create i want generate give can you there is picture emoji drawing icon photo image
 """
-_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
+_PLURAL_ENDINGS = (("ies", "y"), ("ves", "f"), ("es", ""), ("s", ""))
 
 
 def find_unknown_words(prompt: str) -> list[str]:
-    """Those of a prompt's words that no caption had, in their order."""
+    """Return the words of a prompt that occur in no training caption, in order."""
     words = re.findall(r"[^\W_][\w'’-]*", prompt.lower())
     return [word for word in dict.fromkeys(words) if not _is_known(word)]
 
 
 def _is_known(word: str) -> bool:
-    if word in _known():
+    if word in _vocabulary():
         return True
-    return any(word.endswith(end) and word.removesuffix(end) + instead in _known() for end, instead in _ENDINGS)
+    # things.json lists singulars.
+    return any(
+        word.endswith(ending) and word.removesuffix(ending) + singular in _vocabulary()
+        for ending, singular in _PLURAL_ENDINGS
+    )
 
 
 @functools.cache
-def _known() -> frozenset[str]:
+def _vocabulary() -> frozenset[str]:
     things = json.loads(_THINGS.read_text(encoding="utf-8"))["things"]
-    named = " ".join(name for thing in things for name in thing["names"])
-    plurals = {"men", "women", "children", "people", "mice", "geese", "teeth", "feet", "oxen", "knives"}
-    return frozenset([*named.split(), *" ".join(BACKGROUNDS).split(), *_BETWEEN.split(), *plurals])
+    names = " ".join(name for thing in things for name in thing["names"])
+    irregular_plurals = {"men", "women", "children", "people", "mice", "geese", "teeth", "feet", "oxen", "knives"}
+    return frozenset([*names.split(), *" ".join(BACKGROUNDS).split(), *_FUNCTION_WORDS.split(), *irregular_plurals])

@@ -1,1 +1,1 @@
-"""Pictures from prompts: what is asked for, made, recorded in a file, and made again."""
+"""Image generation from prompts, with metadata that is stored in the files and reproduces them."""

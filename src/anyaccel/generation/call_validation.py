@@ -1,4 +1,4 @@
-"""What a pipeline's call takes and gives: whether it makes pictures from a prompt, with the arguments given."""
+"""Validation of pipeline calls: whether a pipeline generates images from a prompt and accepts the arguments."""
 
 from __future__ import annotations
 
@@ -12,46 +12,63 @@ from PIL import Image
 
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
-from anyaccel.runtime.pipeline import plain_class
+from anyaccel.runtime.introspection import plain_class
 
 __all__ = ["check_image_call", "find_default", "find_missing_image", "list_parameters", "pick_images"]
 
-_IMAGES = ("images", "image")
-"""What pipelines call the pictures in their results."""
-_BESIDES = "load it by anyaccel.DiffusionPipeline.from_pretrained, place it with to(), and call it from Python"
-_PICTURES = ("image", "control_image", "mask_image")
-"""What pipelines call a picture to begin with."""
+# Names of the image field in pipeline outputs.
+_OUTPUT_FIELDS = ("images", "image")
+# Names of arguments for an input image.
+_INPUT_IMAGES = ("image", "control_image", "mask_image")
+_USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained, place it with to() and call it"
 
 
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raise, before any step, if the pipeline makes no pictures, or lacks an argument, or takes none of that name."""
-    parameters = _parameters(pipe)
+    """Raise if the pipeline generates no images from a prompt or does not accept the arguments.
+
+    Call it before the first step: later, a mistake costs a whole call.
+    """
+    parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__
     fields = _list_output_fields(pipe)
-    if fields and not fields & set(_IMAGES):
-        raise UsageError(f"{pipeline} makes {', '.join(sorted(fields))}, and no pictures", hint=_BESIDES)
+    if fields and not fields & set(_OUTPUT_FIELDS):
+        raise UsageError(f"{pipeline} generates {', '.join(sorted(fields))}, not images", hint=_USE_PYTHON)
     if "prompt" not in parameters:
-        raise UsageError(f"{pipeline} takes no prompt", hint="take a model that makes pictures from text")
+        raise UsageError(f"{pipeline} accepts no prompt", hint="use a text-to-image model")
     for name in call:
         if name not in parameters:
-            raise UsageError(f"{pipeline} takes no {name}", hint=f"leave it out; {nearest(name, parameters)}")
-    missing = [name for name, one in parameters.items() if one.default is one.empty and name not in ("prompt", *call)]
+            raise UsageError(f"{pipeline} accepts no argument {name}", hint=f"omit it; {nearest(name, parameters)}")
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in ("prompt", *call)
+    ]
     if missing:
-        raise UsageError(f"{pipeline} needs {' and '.join(missing)} besides a prompt", hint=_BESIDES)
+        raise UsageError(f"{pipeline} requires {' and '.join(missing)} in addition to a prompt", hint=_USE_PYTHON)
     _check_size(pipe, call)
 
 
-def _parameters(pipe: Any) -> dict[str, inspect.Parameter]:
-    """The arguments that a pipeline names; what it would take unnamed, it would pass over."""
+def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of a pipeline's call.
+
+    `**kwargs` are excluded: pipelines that have them ignore unknown names silently.
+    """
     signature = inspect.signature(plain_class(pipe).__call__)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: one for name, one in signature.parameters.items() if one.kind in named and name != "self"}
+    return {
+        name: parameter
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in named and name != "self"
+    }
 
 
 def _list_output_fields(pipe: Any) -> set[str]:
-    """Return the fields of the output classes in the module of a pipeline's call, such as `{"frames"}`."""
+    """Return the fields of the output classes in the module of a pipeline's call, such as `{"frames"}`.
+
+    The return annotation is not enough: many pipelines of diffusers have none.
+    """
     module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
-    if module is None:  # a class that was made by `exec`, say: what its call returns is not known
+    if module is None:  # for example a class that was created with exec()
         return set()
     classes: list[Any] = [value for value in vars(module).values() if isinstance(value, type)]
     outputs = [kind for kind in classes if issubclass(kind, BaseOutput) and kind is not BaseOutput]
@@ -59,7 +76,11 @@ def _list_output_fields(pipe: Any) -> set[str]:
 
 
 def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
-    """A size that the pipeline would round to another, as some do with a warning, is refused."""
+    """Raise if a side is not a multiple of the VAE scale factor.
+
+    Some pipelines round such a side and only log a warning; the image would not have the requested size.
+    """
+    # Seen with FluxPipeline: https://github.com/huggingface/diffusers/issues/9904
     processor = getattr(pipe, "image_processor", None)
     multiple = getattr(getattr(processor, "config", None), "vae_scale_factor", None)
     for name in SIDES:
@@ -69,27 +90,27 @@ def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
 
 
 def find_default(pipe: Any, name: str) -> Any:
-    """What a pipeline takes for an argument that is not given; None if it has no such argument."""
-    found = _parameters(pipe).get(name)
-    return None if found is None or found.default is found.empty else found.default
+    """Return the default of an argument of a pipeline's call; None if the argument does not exist."""
+    parameter = _named_parameters(pipe).get(name)
+    return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
 def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """The argument for a picture to begin with that a pipeline has and a call does not give; None if there is none."""
-    parameters = _parameters(pipe)
-    return next((name for name in _PICTURES if name in parameters and call.get(name) is None), None)
+    """Return the name of an input image that the pipeline accepts and the call lacks; None if there is none."""
+    parameters = _named_parameters(pipe)
+    return next((name for name in _INPUT_IMAGES if name in parameters and call.get(name) is None), None)
 
 
 def list_parameters(pipe: Any) -> list[str]:
-    """The names of the arguments that a pipeline's call takes."""
-    return list(_parameters(pipe))
+    """Return the names of the arguments of a pipeline's call."""
+    return list(_named_parameters(pipe))
 
 
-def pick_images(pipe: Any, output: Any, wanted: int = 1) -> list[Image.Image]:
-    """The pictures in a pipeline's result, of which there are as many as were asked for."""
-    images = next((value for name in _IMAGES if (value := getattr(output, name, None)) is not None), None)
-    if isinstance(images, list) and len(images) == wanted and all(isinstance(one, Image.Image) for one in images):
+def pick_images(pipe: Any, output: Any, expected: int = 1) -> list[Image.Image]:
+    """Return the images of a pipeline's output; raise if there are not exactly `expected` PIL images."""
+    images = next((value for name in _OUTPUT_FIELDS if (value := getattr(output, name, None)) is not None), None)
+    if isinstance(images, list) and len(images) == expected and all(isinstance(item, Image.Image) for item in images):
         return images
-    count = f"{len(images)} things" if isinstance(images, list) else type(images).__name__
-    pictures = "one picture" if wanted == 1 else f"{wanted} pictures"
-    raise UsageError(f"{plain_class(pipe).__name__} gave {count} in place of {pictures}", hint=_BESIDES)
+    returned = f"a list of {len(images)}" if isinstance(images, list) else type(images).__name__
+    wanted = "one image" if expected == 1 else f"{expected} images"
+    raise UsageError(f"{plain_class(pipe).__name__} returned {returned} instead of {wanted}", hint=_USE_PYTHON)

@@ -1,4 +1,4 @@
-"""The contact sheet: several pictures on one."""
+"""Contact sheets: several images arranged in one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from PIL import Image
 __all__ = ["make_contact_sheet"]
 
 _BACKGROUND = (24, 24, 27)
-_GAP_SHARE = 32
-"""The gap is one part in so many of a picture's longer side."""
+# The gap is the longer side of the largest image divided by this.
+_GAP_DIVISOR = 32
 
 
 def make_contact_sheet(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Lay pictures out from left to right and from top to bottom, as near to a square as they go."""
+    """Arrange images row by row; without `columns`, as close to a square as possible."""
+    # Images of one call have the same size; images regenerated from several files may not.
     width = max(image.width for image in images)
     height = max(image.height for image in images)
-    gap = max(2, max(width, height) // _GAP_SHARE)
+    gap = max(2, max(width, height) // _GAP_DIVISOR)
     columns = columns or math.ceil(math.sqrt(len(images) * height / width))
     columns = max(1, min(columns, len(images)))
     rows = math.ceil(len(images) / columns)
     sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * (height + gap) + gap), _BACKGROUND)
-    for place, image in enumerate(images):
-        row, column = divmod(place, columns)
+    for index, image in enumerate(images):
+        row, column = divmod(index, columns)
         left = gap + column * (width + gap) + (width - image.width) // 2
         top = gap + row * (height + gap) + (height - image.height) // 2
         sheet.paste(image.convert("RGB"), (left, top))

@@ -1,4 +1,4 @@
-"""`anyaccel.generate`: pictures from prompts, in one call."""
+"""`anyaccel.generate`: images from prompts in one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyaccel.generation.image import GeneratedImage, generate_image
 from anyaccel.generation.image_format import encode_image
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.model_cache import LOCK, load_model
-from anyaccel.generation.output_files import read_destination, taken
+from anyaccel.generation.output_files import file_exists_error, read_destination
 from anyaccel.generation.request import make_request
 from anyaccel.planning.plan import Plan
 
@@ -28,43 +28,44 @@ __all__ = ["Result", "Timings", "generate"]
 
 @dataclass(frozen=True)
 class Timings:
-    """How long it took, in seconds."""
+    """Durations in seconds."""
 
     load_s: float
-    """Loading and placing the model; 0 where the last call left it there."""
+    """Loading and placing the model; 0 if the model of the previous call was reused."""
     generate_s: tuple[float, ...]
-    """Each picture."""
+    """Generating each image."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Result:
-    """What `anyaccel.generate` gives; in a notebook it shows itself."""
+    """Result of `anyaccel.generate`. A notebook displays its images."""
 
     images: list[Image.Image]
     seeds: tuple[int, ...]
-    """One an image: the seed that makes just this image again."""
+    """Seed of each image; generating with it alone reproduces the image."""
     plan: Plan
     timings: Timings
-    origins: tuple[ImageMetadata, ...] = ()
-    """The whole recipe of each image, as its file will carry it."""
+    metadata: tuple[ImageMetadata, ...] = ()
+    """Metadata of each image, as stored in its file."""
 
     def save(self, path: str | os.PathLike[str] = "./", *, force: bool = False) -> list[Path]:
-        """Write each image with its recipe: to a file, whose name several images have numbered, or into a folder/.
+        """Save each image with its metadata and return the paths.
 
-        The ending says the format: png, jpg, webp. A file that is there already is written over only with `force`.
+        `path` is a file, which gets a number if there are several images, or a folder/. The suffix selects the format:
+        png, jpg or webp. Existing files are overwritten only with `force`.
         """
-        destination = read_destination(path, pictures=len(self.images), sheet=False, force=force)
+        destination = read_destination(path, images=len(self.images), sheet=False, force=force)
         written = []
-        for place, (image, origin) in enumerate(zip(self.images, self.origins, strict=True)):
-            name = destination.path_of(place, origin.prompt, origin.seed)
+        for index, (image, metadata) in enumerate(zip(self.images, self.metadata, strict=True)):
+            file = destination.path_of(index, metadata.prompt, metadata.seed)
             try:
-                written.append(destination.write(name, encode_image(image, destination.suffix, [origin])))
+                written.append(destination.write(file, encode_image(image, destination.suffix, [metadata])))
             except FileExistsError as error:
-                raise taken(name) from error
+                raise file_exists_error(file) from error
         return written
 
-    def sheet(self) -> Image.Image:
-        """All images on one; the image itself where there is one alone."""
+    def contact_sheet(self) -> Image.Image:
+        """Return all images in one; a single image is returned as it is."""
         return self.images[0] if len(self.images) == 1 else make_contact_sheet(self.images)
 
     def __iter__(self) -> Iterator[Image.Image]:
@@ -73,22 +74,24 @@ class Result:
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, place: int) -> Image.Image:
-        return self.images[place]
+    def __getitem__(self, index: int) -> Image.Image:
+        return self.images[index]
 
     def __repr__(self) -> str:
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
-        where = f"{self.plan.device}{' (virtual)' if self.plan.virtual else ''} in {self.plan.dtype.value}"
-        return f"Result({len(self.images)} image{'s' * (len(self.images) > 1)}, {seeds}, on {where})"
+        device = f"{self.plan.device}{' (virtual)' if self.plan.virtual else ''} in {self.plan.dtype.value}"
+        return f"Result({len(self.images)} image{'s' * (len(self.images) > 1)}, {seeds}, on {device})"
+
+    # Jupyter calls the following two methods to display the result.
 
     def _repr_png_(self) -> bytes:
-        return encode_image(self.sheet(), ".png", self.origins)
+        return encode_image(self.contact_sheet(), ".png", self.metadata)
 
     def _repr_html_(self) -> str:
         data = base64.b64encode(self._repr_png_()).decode()
-        prompts = dict.fromkeys(origin.prompt for origin in self.origins)
-        words = html.escape(f"{'; '.join(prompts)}: {self!r}")
-        return f'<img src="data:image/png;base64,{data}" alt="{words}"><div><small>{words}</small></div>'
+        prompts = dict.fromkeys(metadata.prompt for metadata in self.metadata)
+        caption = html.escape(f"{'; '.join(prompts)}: {self!r}")
+        return f'<img src="data:image/png;base64,{data}" alt="{caption}"><div><small>{caption}</small></div>'
 
 
 def generate(
@@ -102,29 +105,30 @@ def generate(
     revision: str | None = None,
     **call: Any,
 ) -> Result:
-    """Make pictures: `anyaccel.generate("a red apple", seed=7)`; of several prompts, one of each.
+    """Generate images: `anyaccel.generate("a red apple", seed=7)`. A list of prompts gives one image per prompt.
 
-    The model is the embedded one, a hub id (at a `revision`) or a folder; the last one is kept for the next call. The
-    device is whatever `pipe.to` takes, `speed` is `exact`, `fast` or `draft`. Any other keyword goes to the pipeline's
-    call, by diffusers' names: `num_inference_steps`, `guidance_scale`, `negative_prompt`, `height`, `width`,
-    `num_images_per_prompt`.
+    `model` is a hub id (with an optional `revision`), a folder, or None for the embedded model. The last model stays
+    loaded for the next call. `device` is anything that `pipe.to` accepts; `speed` is `exact`, `fast` or `draft`. Other
+    keywords are passed to the pipeline call under their diffusers names: `num_inference_steps`, `guidance_scale`,
+    `negative_prompt`, `height`, `width`, `num_images_per_prompt`.
 
-    A number as the seed is the first image's, and the next image of the same prompt has the number after it; every
-    prompt begins with it anew. A list gives each image its own. Without one it is drawn, and `Result.seeds` tells it.
-    Images are made one by one, so that each is the same, to the last bit, as if it had been made alone.
+    An integer `seed` is the seed of the first image of every prompt; further images of the prompt use the integers
+    after it. A list gives one seed per image. Without a seed a random one is drawn and returned in `Result.seeds`.
+    Images are generated one by one, so each is bitwise identical to the same image generated alone.
     """
-    order = make_request(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
+    request = make_request(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
+    # One call at a time: a second thread could otherwise replace the cached model during this call.
     with LOCK:
-        loaded = load_model(order)
-        pictures = [generate_image(loaded, text, number, order.call) for text, number in order.pictures]
-    return _collect(pictures, loaded.load_s)
+        loaded = load_model(request)
+        generated = [generate_image(loaded, text, image_seed, request.call) for text, image_seed in request.images]
+    return _make_result(generated, loaded.load_s)
 
 
-def _collect(pictures: list[GeneratedImage], load_s: float) -> Result:
+def _make_result(generated: list[GeneratedImage], load_s: float) -> Result:
     return Result(
-        images=[picture.image for picture in pictures],
-        seeds=tuple(picture.origin.seed for picture in pictures),
-        plan=pictures[-1].plan,
-        timings=Timings(load_s, tuple(picture.seconds for picture in pictures)),
-        origins=tuple(picture.origin for picture in pictures),
+        images=[item.image for item in generated],
+        seeds=tuple(item.metadata.seed for item in generated),
+        plan=generated[-1].plan,
+        timings=Timings(load_s, tuple(item.seconds for item in generated)),
+        metadata=tuple(item.metadata for item in generated),
     )

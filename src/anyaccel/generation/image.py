@@ -1,4 +1,4 @@
-"""One picture, made from a prompt and a seed, with its origin."""
+"""Generation of images from prompts and seeds, with their metadata."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from anyaccel.generation.model_cache import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.introspection import find_components
-from anyaccel.runtime.pipeline import plain_class
+from anyaccel.runtime.introspection import find_components, plain_class
 from anyaccel.runtime.placement_state import find_options
 
 if TYPE_CHECKING:
@@ -27,23 +26,27 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
 
+# Packages with versions that can change an image.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedImage:
-    """A picture, and all that is known of it."""
+    """An image with its metadata."""
 
     image: Image.Image
-    origin: ImageMetadata
+    metadata: ImageMetadata
     plan: Plan
     seconds: float
+    """Duration of the call, divided by the number of its images."""
 
 
 def generate_image(
     loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: ProgressListener | None = None
 ) -> GeneratedImage:
-    """Make one picture. Each is a call of its own: in a batch it would not be the same to the last bit."""
+    """Generate one image in one pipeline call."""
+    # Not batched: kernels for another batch size round differently, so the image would depend on the batch
+    # (https://github.com/huggingface/diffusers/issues/2659).
     return generate_images(loaded, [prompt], [seed], call, listener)[0]
 
 
@@ -54,30 +57,31 @@ def generate_images(
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
 ) -> list[GeneratedImage]:
-    """Make a picture of each prompt in one call; each is the one that it would be alone, to rounding."""
+    """Generate one image per prompt in one pipeline call; each equals the image generated alone, up to rounding."""
     pipe, count = loaded.pipe, len(prompts)
     check_image_call(pipe, call)
-    asked = {"prompt": prompts[0], "seed": seeds[0], **call}
+    arguments = {"prompt": prompts[0], "seed": seeds[0], **call}
     if count > 1:
+        # Pipelines require one negative prompt per prompt, and reject a string next to a list.
         texts = {name: [text] * count for name, text in call.items() if "prompt" in name and isinstance(text, str)}
-        asked = {**asked, "prompt": list(prompts), "seed": list(seeds), **texts}
+        arguments = {**arguments, "prompt": list(prompts), "seed": list(seeds), **texts}
     start = time.perf_counter()
-    with counting_steps(pipe, listener), _explaining(pipe, call):
-        output = pipe(**asked)
+    with counting_steps(pipe, listener), _translate_errors(pipe, call):
+        output = pipe(**arguments)
     images = pick_images(pipe, output, count)
     seconds = (time.perf_counter() - start) / count
-    made = []
+    generated = []
     for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-        origin = replace(expected_metadata(loaded, prompt, seed, call), width=image.width, height=image.height)
-        made.append(GeneratedImage(image=image, origin=origin, plan=pipe.plan, seconds=seconds))
-    return made
+        metadata = replace(expected_metadata(loaded, prompt, seed, call), width=image.width, height=image.height)
+        generated.append(GeneratedImage(image=image, metadata=metadata, plan=pipe.plan, seconds=seconds))
+    return generated
 
 
 def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
-    """The origin of a picture that is yet to be made: all but its size."""
+    """Return the metadata of an image before it is generated; width and height are 0."""
     pipe, plan = loaded.pipe, loaded.pipe.plan
-    scheduler, config = _read_scheduler(pipe)
-    held, unrecorded = record_call(call)
+    scheduler, scheduler_config = _read_scheduler(pipe)
+    recorded, unrecorded = record_call(call)
     versions = this_machine().versions
     return ImageMetadata(
         model=loaded.model.name,
@@ -92,35 +96,37 @@ def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping
         device=plan.device,
         virtual=plan.virtual,
         negative_prompt=call.get("negative_prompt"),
-        steps=_read_number(pipe, call, "num_inference_steps"),
-        guidance=_read_number(pipe, call, "guidance_scale"),
+        steps=_read_scalar(pipe, call, "num_inference_steps"),
+        guidance=_read_scalar(pipe, call, "guidance_scale"),
         scheduler=scheduler,
-        scheduler_config=config,
+        scheduler_config=scheduler_config,
         versions={name: versions[name] for name in _PACKAGES if name in versions},
-        call=held,
+        call=recorded,
         unrecorded=unrecorded,
     )
 
 
-def _read_number(pipe: Any, call: Mapping[str, Any], name: str) -> Any:
-    """A number that a pipeline is given or takes by itself; a list of them is left to the record's `call`."""
+def _read_scalar(pipe: Any, call: Mapping[str, Any], name: str) -> Any:
+    """Return a scalar argument of the call or its default; None for a list, which `ImageMetadata.call` records."""
     value = call.get(name, find_default(pipe, name))
     return value if isinstance(value, int | float) else None
 
 
 def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
-    """The class of the scheduler and its settings; of the first one where a pipeline has several."""
-    parts = find_components(pipe)
-    found = parts.get("scheduler") or next((part for part in parts.values() if hasattr(part, "set_timesteps")), None)
-    if found is None:
+    """Return class name and config of the scheduler; of the first one if a pipeline has several."""
+    components = find_components(pipe)
+    scheduler = components.get("scheduler") or next(
+        (component for component in components.values() if hasattr(component, "set_timesteps")), None
+    )
+    if scheduler is None:
         return None, {}
-    # JSON has no infinity, and a scheduler may.
-    return type(found).__name__, json.loads(found.to_json_string(), parse_constant=str)
+    # A config may contain infinity, which is not valid JSON: read it as a string.
+    return type(scheduler).__name__, json.loads(scheduler.to_json_string(), parse_constant=str)
 
 
 @contextmanager
-def _explaining(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Say in our words what a pipeline's own error means, where that is known."""
+def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
+    """Raise known failures of a pipeline as errors with a hint."""
     try:
         yield
     except AnyaccelError:
@@ -129,15 +135,16 @@ def _explaining(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise AnyaccelError(
-            f"the memory of {pipe.plan.device} does not hold this picture: {first_line(error)}",
-            hint="ask for a smaller size, or for a type of 16 bits if it is not one already",
+            f"out of memory on {pipe.plan.device}: {first_line(error)}",
+            hint="use a smaller image size or a 16-bit dtype",
         ) from error
     except (TypeError, ValueError, AttributeError) as error:
-        wanting = find_missing_image(pipe, call)
-        if wanting is not None:
+        # An image-to-image pipeline fails somewhere inside if its input image is None.
+        missing = find_missing_image(pipe, call)
+        if missing is not None:
             name = plain_class(pipe).__name__
             raise UsageError(
-                f"{name} failed, as pipelines do that begin with a picture and are given none: {first_line(error)}",
-                hint=f"take a model that makes pictures from text alone, or give {wanting}= from Python",
+                f"{name} failed, probably because it requires an input image ({missing}): {first_line(error)}",
+                hint=f"use a text-to-image model, or pass {missing}= from Python",
             ) from error
         raise

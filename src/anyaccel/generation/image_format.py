@@ -1,4 +1,4 @@
-"""The formats that pictures are written in, and where each keeps the picture's origin."""
+"""Image file formats, and where each of them stores the generation metadata."""
 
 from __future__ import annotations
 
@@ -16,105 +16,114 @@ if TYPE_CHECKING:
 
 __all__ = ["SUFFIXES", "encode_image", "read_metadata"]
 
+# Pillow's format for each file suffix.
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-"""What a file's ending makes it."""
 
-_RECORD, _WORDS = "anyaccel", "parameters"
-"""The keywords in a PNG; other programs read the second."""
-_EXIF_FOLDER, _USER_COMMENT, _COMMENT, _SOFTWARE = 0x8769, 0x9286, 0x9C9C, 0x0131
+# Keywords of the PNG text chunks. Image tools such as stable-diffusion-webui read the second one.
+_DOCUMENT_KEY, _PARAMETERS_KEY = "anyaccel", "parameters"
+# EXIF tags.
+_EXIF_IFD, _USER_COMMENT, _XP_COMMENT, _SOFTWARE = 0x8769, 0x9286, 0x9C9C, 0x0131
+# Character code that the EXIF standard requires at the start of a UserComment.
 _ASCII = b"ASCII\0\0\0"
 _QUALITY = 95
-_LARGEST_FILE = 2**30
+_MAX_FILE_BYTES = 2**30
 
 
-def encode_image(image: Image.Image, suffix: str, origins: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
-    """The bytes of a picture's file, with the origin of each picture that is on it; the same for the same picture.
+def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
+    """Return the content of an image file with the metadata of each image on it.
 
-    The quality, from 0 to 100, is that of JPEG and WebP; a PNG loses nothing.
+    Equal inputs give equal bytes. `quality`, from 0 to 100, applies to JPEG and WebP; PNG is lossless.
     """
-    kind = SUFFIXES[suffix.lower()]
-    options = _png_options(origins) if kind == "PNG" else {**_exif_options(origins, kind), "quality": quality}
-    if kind != "PNG" and image.mode not in ("L", "RGB"):
+    file_format = SUFFIXES[suffix.lower()]
+    options = (
+        _png_options(metadata) if file_format == "PNG" else {**_exif_options(metadata, file_format), "quality": quality}
+    )
+    if file_format != "PNG" and image.mode not in ("L", "RGB"):
         image = image.convert("RGB")
     stream = io.BytesIO()
     try:
-        image.save(stream, kind, **options)
+        image.save(stream, file_format, **options)
     except ValueError as error:
-        if "too long" not in str(error):
+        if "too long" not in str(error):  # Pillow's message for an EXIF block of more than 64 KiB
             raise
         raise UsageError(
-            f"a {kind} has room for 64 KiB of text, and the record of {len(origins)} pictures needs more",
-            hint="write a png",
+            f"the metadata of {len(metadata)} image{'s' * (len(metadata) > 1)} does not fit into a {file_format} file "
+            "(64 KiB)",
+            hint="write a .png file",
         ) from error
     return stream.getvalue()
 
 
-def _software(origins: Sequence[ImageMetadata]) -> str:
-    return f"anyaccel {origins[0].versions.get('anyaccel', '')}".rstrip()
+def _software(metadata: Sequence[ImageMetadata]) -> str:
+    return f"anyaccel {metadata[0].versions.get('anyaccel', '')}".rstrip()
 
 
-def _describe(origins: Sequence[ImageMetadata]) -> str:
-    return "\n\n".join(describe_metadata(origin) for origin in origins)
+def _format_parameters(metadata: Sequence[ImageMetadata]) -> str:
+    return "\n\n".join(describe_metadata(item) for item in metadata)
 
 
-def _png_options(origins: Sequence[ImageMetadata]) -> dict[str, Any]:
+def _png_options(metadata: Sequence[ImageMetadata]) -> dict[str, Any]:
     from PIL.PngImagePlugin import PngInfo
 
     text = PngInfo()
-    text.add_text("Software", _software(origins))
-    text.add_itxt(_WORDS, _describe(origins))
-    text.add_itxt(_RECORD, write_document(origins))
+    text.add_text("Software", _software(metadata))
+    # iTXt chunks are UTF-8; plain tEXt chunks allow only Latin-1.
+    text.add_itxt(_PARAMETERS_KEY, _format_parameters(metadata))
+    text.add_itxt(_DOCUMENT_KEY, write_document(metadata))
     return {"pnginfo": text}
 
 
-def _exif_options(origins: Sequence[ImageMetadata], kind: str) -> dict[str, Any]:
+def _exif_options(metadata: Sequence[ImageMetadata], file_format: str) -> dict[str, Any]:
     from PIL.Image import Exif
 
     exif = Exif()
-    exif[_SOFTWARE] = _software(origins)
-    exif[_COMMENT] = _describe(origins).encode("utf-16-le")  # the one field for words that is not ASCII alone
-    exif[_EXIF_FOLDER] = {_USER_COMMENT: _ASCII + write_document(origins).encode("ascii")}
-    return {"exif": exif} | ({"subsampling": 0} if kind == "JPEG" else {})
+    exif[_SOFTWARE] = _software(metadata)
+    exif[_XP_COMMENT] = _format_parameters(metadata).encode(
+        "utf-16-le"
+    )  # the only text tag that is not limited to ASCII
+    exif[_EXIF_IFD] = {_USER_COMMENT: _ASCII + write_document(metadata).encode("ascii")}
+    return {"exif": exif} | ({"subsampling": 0} if file_format == "JPEG" else {})
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
-    """The origins in a picture's file: one, or all that are on a contact sheet."""
-    text = _read_record(Path(path))
+    """Return the metadata in an image file: one item, or one per image of a contact sheet."""
+    text = _read_document_text(Path(path))
     if text is None:
         raise UsageError(
-            f"{path} does not say how it was made",
-            hint="only pictures that anyaccel wrote do, and programs that edit or send pictures often drop it",
+            f"{path} contains no generation metadata",
+            hint="give an image that anyaccel wrote; image editors and messengers often remove the metadata",
         )
     try:
         return read_document(text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # deeply nested JSON exceeds the recursion limit
         raise UsageError(
-            f"what {path} says of how it was made cannot be read: {error}",
-            hint="take the file as anyaccel wrote it; a newer anyaccel's pictures need a newer anyaccel",
+            f"the generation metadata of {path} is not valid: {error}",
+            hint="use the original file; update anyaccel if a newer version wrote it",
         ) from error
 
 
-def _read_record(path: Path) -> str | None:
-    """The text of the record, from wherever the format keeps it; None if there is none."""
+def _read_document_text(path: Path) -> str | None:
+    """Return the metadata document of an image file; None if it has none."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UsageError(f"{path} is larger than any picture", hint="give a picture that anyaccel wrote")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise UsageError(f"{path} is too large for an image", hint="give an image that anyaccel wrote")
+        # Limited to the formats that anyaccel writes: Pillow's other decoders are not needed on untrusted files.
         with Image.open(path, formats=sorted(set(SUFFIXES.values()))) as image:
             if image.format == "PNG":
-                record = image.info.get(_RECORD)
+                record = image.info.get(_DOCUMENT_KEY)
             else:
-                record = image.getexif().get_ifd(_EXIF_FOLDER).get(_USER_COMMENT)
+                record = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
     except UnidentifiedImageError as error:
         raise UsageError(
-            f"{path} is no whole picture in png, jpeg or webp", hint="give one that anyaccel wrote"
+            f"{path} is not a complete PNG, JPEG or WebP file", hint="give an image that anyaccel wrote"
         ) from error
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"{path} cannot be read: {reason}", hint="is the path right?") from error
-    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UsageError(f"{path} is a damaged picture: {error}", hint="take the file as anyaccel wrote it") from error
+        raise UsageError(f"cannot read {path}: {reason}", hint="check the path") from error
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises them for damaged files
+        raise UsageError(f"{path} is damaged: {error}", hint="use the original file") from error
     if isinstance(record, bytes):
         return record.removeprefix(_ASCII).rstrip(b"\0").decode("ascii", "replace") if _ASCII in record[:8] else None
     return str(record) if record is not None else None

@@ -1,4 +1,4 @@
-"""Where a picture comes from: all that is needed to make it again, as the text that its file carries."""
+"""Generation metadata: everything that is needed to generate an image again, as stored in its file."""
 
 from __future__ import annotations
 
@@ -22,64 +22,68 @@ __all__ = [
     "write_document",
 ]
 
-FORMAT = 1
-"""Raised when an older anyaccel could not read, or would misread, what a newer one writes."""
+# Newest document format that this version reads. Increase it when an older version could not read, or would misread,
+# new documents. Format 1 lists the images of a contact sheet under `pictures`, format 2 under `images`. The document
+# of a single image is the same in both; it is written as format 1, which version 0.1 can read.
+FORMAT = 2
+_SINGLE_IMAGE_FORMAT = 1
 
+# Key of the JSON object that represents a tuple.
 _TUPLE = "tuple of"
+# Call arguments that have their own field.
 _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
-"""Arguments of a call that have a field of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageMetadata:
-    """One picture's whole recipe, and what it was made with."""
+    """Everything that determines an image: model, call, device and versions."""
 
     model: str
-    """`embedded`, a hub id, or a folder, in which `~` stands for the user's own."""
+    """`embedded`, a hub id, or a folder, with `~` for the home folder."""
     revision: str | None
-    """The hub's commit; for a folder and for the embedded model a digest of its files."""
+    """Commit of a hub model; for a folder and the embedded model a digest of the files."""
     pipeline: str
-    """The class: `StableDiffusionPipeline`."""
+    """Class name, such as `StableDiffusionPipeline`."""
     prompt: str
     seed: int
     width: int
     height: int
-    """The picture's own; a size that was asked for is in `call` too."""
+    """Size of the image; a requested size is also in `call`."""
     dtype: str
     device: str
-    """`neuron:0`."""
+    """Device with its index, such as `neuron:0`."""
     virtual: bool
-    """Whether the device was a virtual one, so that nothing here is about hardware."""
+    """Whether the device was a virtual accelerator and not hardware."""
     speed: str = "exact"
-    """How much of the picture's exactness was given up for speed."""
+    """Speed level: `exact`, `fast` or `draft`."""
     negative_prompt: str | None = None
     steps: int | None = None
     guidance: float | None = None
     scheduler: str | None = None
-    """The class: `DDIMScheduler`."""
+    """Class name, such as `DDIMScheduler`."""
     scheduler_config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     call: Mapping[str, Any] = field(default_factory=dict)
-    """The further arguments that the pipeline was called with, exactly."""
+    """Further arguments of the pipeline call."""
     unrecorded: tuple[str, ...] = ()
-    """Arguments that no text can hold, such as a picture to begin with."""
+    """Names of arguments that cannot be stored as JSON, such as an input image."""
 
     @property
     def is_from_hub(self) -> bool:
-        """Whether the model is named by a hub id."""
+        """Whether the model is a hub id."""
         return self.model != "embedded" and not self.model.startswith("~") and not Path(self.model).is_absolute()
 
     @property
     def device_kind(self) -> str:
-        """The device as `--device` takes it, wherever it stands: `cuda`, `virtual:neuron`."""
+        """Device without its index, as accepted by `--device`: `cuda`, `virtual:neuron`."""
         return str(DeviceSpec(name=read_device_name(self.device), virtual=self.virtual))
 
     def arguments(self) -> dict[str, Any]:
-        """What `anyaccel.generate` takes to make the picture again: `generate(**origin.arguments())`."""
+        """Return the arguments that regenerate the image: `anyaccel.generate(**metadata.arguments())`."""
         if self.unrecorded:
             raise UsageError(
-                f"the picture was made with {', '.join(self.unrecorded)}, which its record cannot hold",
-                hint="call anyaccel.generate with the same from Python",
+                f"the image was generated with {', '.join(self.unrecorded)}, which the metadata does not contain",
+                hint="call anyaccel.generate from Python with the same arguments",
             )
         own = {
             "num_inference_steps": self.steps,
@@ -100,9 +104,9 @@ class ImageMetadata:
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The arguments of a call that a record can hold beside its own fields, and the names of those that it cannot."""
-    held: dict[str, Any] = {}
-    left_out: list[str] = []
+    """Return the call arguments to store without a field of their own, and the names of those that JSON cannot hold."""
+    recorded: dict[str, Any] = {}
+    unrecorded: list[str] = []
     for name, value in call.items():
         if name in _OWN_FIELDS and isinstance(value, int | float | str):
             continue
@@ -110,14 +114,14 @@ def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
         try:
             json.dumps(packed, allow_nan=False)
         except (TypeError, ValueError):
-            left_out.append(name)
+            unrecorded.append(name)
         else:
-            held[name] = packed
-    return held, tuple(left_out)
+            recorded[name] = packed
+    return recorded, tuple(unrecorded)
 
 
 def _pack(value: Any) -> Any:
-    """JSON has no tuples, and some pipelines add them to others."""
+    """Convert tuples to JSON objects; lists would not do, because some pipelines concatenate tuples."""
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item) for item in value]}
     return [_pack(item) for item in value] if isinstance(value, list) else value
@@ -129,30 +133,35 @@ def _unpack(value: Any) -> Any:
     return [_unpack(item) for item in value] if isinstance(value, list) else value
 
 
-def write_document(origins: Sequence[ImageMetadata]) -> str:
-    """The record of one picture, or of a sheet of several, as JSON in ASCII; what all share stands there once."""
-    documents = [asdict(origin) for origin in origins]
+def write_document(metadata: Sequence[ImageMetadata]) -> str:
+    """Return the document of one image or of a contact sheet as ASCII JSON, with shared values stored once."""
+    documents = [asdict(item) for item in metadata]
     if len(documents) == 1:
-        return json.dumps({"format": FORMAT, **documents[0]})
-    shared = {name: value for name, value in documents[0].items() if all(one[name] == value for one in documents)}
-    pictures = [{name: value for name, value in one.items() if name not in shared} for one in documents]
-    return json.dumps({"format": FORMAT, **shared, "pictures": pictures})
+        return json.dumps({"format": _SINGLE_IMAGE_FORMAT, **documents[0]})
+    # Without sharing, the scheduler config alone would exceed the 64 KiB of a JPEG after a few dozen images.
+    shared = {
+        name: value for name, value in documents[0].items() if all(document[name] == value for document in documents)
+    }
+    images = [{name: value for name, value in document.items() if name not in shared} for document in documents]
+    return json.dumps({"format": FORMAT, **shared, "images": images})
 
 
 def read_document(text: str) -> tuple[ImageMetadata, ...]:
-    """The origins in a record; raises ValueError with what is wrong with it."""
+    """Return the metadata of each image in a document; raise ValueError with the reason if it is not valid."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
-        raise ValueError("it is not a record of anyaccel's")
+        raise ValueError("not a metadata document of anyaccel")
     if document["format"] > FORMAT:
-        raise ValueError(f"it is of format {document['format']}, and this anyaccel reads up to {FORMAT}")
+        raise ValueError(f"format {document['format']} is newer than the supported format {FORMAT}")
+    # Version 0.1 wrote `pictures`.
     pictures = document.pop("pictures", [{}])
-    if not isinstance(pictures, list) or not pictures or not all(isinstance(one, dict) for one in pictures):
-        raise ValueError("its list of pictures is none")
-    return tuple(_read_origin({**document, **one}) for one in pictures)
+    images = document.pop("images", pictures)
+    if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
+        raise ValueError("the list of images is empty or not valid")
+    return tuple(_read_image_metadata({**document, **image}) for image in images)
 
 
-_KINDS: Mapping[str, tuple[type, ...]] = {
+_FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str, type(None)),
     "int": (int,),
@@ -165,57 +174,58 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def _read_origin(document: Mapping[str, Any]) -> ImageMetadata:
-    """One origin, each field of the kind that it is declared as; what a later version adds is passed over."""
+def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
+    """Return the metadata of one image; check the type of each field and ignore fields of later versions."""
     values: dict[str, Any] = {}
-    for one in fields(ImageMetadata):
-        if one.name not in document:
-            raise ValueError(f"it has no {one.name}")
-        value = document[one.name]
-        # A bool is an int to Python, and is none here.
-        if not isinstance(value, _KINDS[str(one.type)]) or (isinstance(value, bool) and one.type != "bool"):
-            raise ValueError(f"its {one.name} is {value!r:.60}")
-        values[one.name] = tuple(value) if isinstance(value, list) else value
-    origin = ImageMetadata(**values)
-    if not 0 <= origin.seed <= LARGEST_SEED:
-        raise ValueError(f"its seed is {origin.seed}")
-    return origin
+    for attribute in fields(ImageMetadata):
+        if attribute.name not in document:
+            raise ValueError(f"{attribute.name} is missing")
+        value = document[attribute.name]
+        # bool is a subclass of int, but not a valid integer here.
+        is_misplaced_bool = isinstance(value, bool) and attribute.type != "bool"
+        if is_misplaced_bool or not isinstance(value, _FIELD_TYPES[str(attribute.type)]):
+            raise ValueError(f"invalid {attribute.name} {value!r:.60}")
+        values[attribute.name] = tuple(value) if isinstance(value, list) else value
+    metadata = ImageMetadata(**values)
+    if not 0 <= metadata.seed <= LARGEST_SEED:
+        raise ValueError(f"invalid seed {metadata.seed}")
+    return metadata
 
 
-def describe_metadata(origin: ImageMetadata) -> str:
-    """The recipe in words, in the form that other programs for pictures write and read under `parameters`."""
-    facts = {
-        "Steps": origin.steps,
-        "Sampler": origin.scheduler,
-        "CFG scale": origin.guidance,
-        "Seed": origin.seed,
-        "Size": f"{origin.width}x{origin.height}",
-        "Model": origin.model,
-        "Model hash": origin.revision,
-        "Type": origin.dtype,
-        "Speed": origin.speed if origin.speed != "exact" else None,
-        "Device": f"{origin.device} (virtual)" if origin.virtual else origin.device,
-        "Version": f"anyaccel {origin.versions.get('anyaccel', '')}".rstrip(),
+def describe_metadata(metadata: ImageMetadata) -> str:
+    """Return the metadata as text, in the format that stable-diffusion-webui writes and reads under `parameters`."""
+    values = {
+        "Steps": metadata.steps,
+        "Sampler": metadata.scheduler,
+        "CFG scale": metadata.guidance,
+        "Seed": metadata.seed,
+        "Size": f"{metadata.width}x{metadata.height}",
+        "Model": metadata.model,
+        "Model hash": metadata.revision,
+        "Type": metadata.dtype,
+        "Speed": metadata.speed if metadata.speed != "exact" else None,
+        "Device": f"{metadata.device} (virtual)" if metadata.virtual else metadata.device,
+        "Version": f"anyaccel {metadata.versions.get('anyaccel', '')}".rstrip(),
     }
-    lines = [origin.prompt]
-    lines += [f"Negative prompt: {origin.negative_prompt}"] if origin.negative_prompt else []
-    lines.append(", ".join(f"{name}: {value}" for name, value in facts.items() if value is not None))
+    lines = [metadata.prompt]
+    lines += [f"Negative prompt: {metadata.negative_prompt}"] if metadata.negative_prompt else []
+    lines.append(", ".join(f"{name}: {value}" for name, value in values.items() if value is not None))
     return "\n".join(lines)
 
 
-def find_differences(then: ImageMetadata, now: ImageMetadata) -> list[str]:
-    """What is not as it was when a picture was made, in words: after any of these, another may come."""
-    found = []
-    for package in sorted({*then.versions, *now.versions}):
-        before, after = then.versions.get(package, "none"), now.versions.get(package, "none")
+def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
+    """Return what changed since an image was generated, as text; each change can alter the image."""
+    differences = []
+    for package in sorted({*recorded.versions, *current.versions}):
+        before, after = recorded.versions.get(package, "none"), current.versions.get(package, "none")
         if before != after:
-            found.append(f"{package} was {before}, and is {after}")
+            differences.append(f"{package} was {before} and is now {after}")
     for name in ("model", "revision", "pipeline", "scheduler", "dtype", "speed"):
-        before, after = getattr(then, name), getattr(now, name)
+        before, after = getattr(recorded, name), getattr(current, name)
         if before != after:
-            found.append(f"the {name} was {before or 'not known'}, and is {after or 'not known'}")
-    if then.scheduler == now.scheduler and then.scheduler_config != now.scheduler_config:
-        found.append(f"the settings of {now.scheduler} were others")
-    if then.device_kind != now.device_kind:
-        found.append(f"the device was {then.device_kind}, and is {now.device_kind}")
-    return found
+            differences.append(f"the {name} was {before or 'unknown'} and is now {after or 'unknown'}")
+    if recorded.scheduler == current.scheduler and recorded.scheduler_config != current.scheduler_config:
+        differences.append(f"the config of {current.scheduler} has changed")
+    if recorded.device_kind != current.device_kind:
+        differences.append(f"the device was {recorded.device_kind} and is now {current.device_kind}")
+    return differences

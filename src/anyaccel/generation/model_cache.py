@@ -1,4 +1,4 @@
-"""Loading a model onto a device, and keeping the last one, so that a second picture need not load it again."""
+"""Loading a model onto a device, and a cache of the last one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "LoadedModel", "load_model", "load_uncached", "release_model"]
 
-_MUCH_SLOWER = 4
-"""So many times float32's time are too many to wait for on a virtual device."""
+# Slowdown relative to float32 above which a virtual device does not use its preferred half precision.
+_SLOWDOWN_LIMIT = 4
+# Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
-"""Held while the kept model is exchanged or makes a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,75 +38,79 @@ class LoadedModel:
     model: ResolvedModel
     revision: str | None
     load_s: float
-    """How long loading and placing took; 0 where it was kept from the last time."""
+    """Seconds to load and place the model; 0 if it came from the cache."""
 
 
-_KEPT: dict[tuple[object, ...], LoadedModel] = {}
+# At most one entry: two models would often not fit into memory together.
+_CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
-def load_model(order: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
-    """Load an order's model onto its device, or take the one that is kept; another one is let go first."""
-    model = order.model
+def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
+    """Return the model of a request on its device, from the cache if possible; another cached model is released."""
+    model = request.model
     with LOCK:
-        # That the device is not here is said before diffusers is imported, which takes seconds.
-        opened = resolve_device(order.device, PlacementOptions(dtype=order.dtype))
-        spared = _spare_host(opened, order.dtype)
-        placement_options = PlacementOptions(dtype=spared.value if spared else order.dtype, speed=order.speed)
-        digest = None if model.kind == "hub" else find_revision(model)  # a folder may have changed since the last time
+        # First: an unavailable device is reported before the import of diffusers, which takes seconds.
+        opened = resolve_device(request.device, PlacementOptions(dtype=request.dtype))
+        fallback = _choose_virtual_dtype(opened, request.dtype)
+        placement_options = PlacementOptions(dtype=fallback.value if fallback else request.dtype, speed=request.speed)
+        # A folder may have changed since the last call. The commit of a hub model is not known before it is loaded.
+        digest = None if model.kind == "hub" else find_revision(model)
         key = (model, digest, opened.sheet.name, opened.index, placement_options)
-        kept = _KEPT.get(key)
-        if kept is not None:
-            return replace(kept, load_s=0.0)
-        release_model()
+        cached = _CACHE.get(key)
+        if cached is not None:
+            return replace(cached, load_s=0.0)
+        release_model()  # before loading, because both models may not fit into memory
         start = time.perf_counter()
-        pipe = _load(model, opened, placement_options, spared, listener)
+        pipe = _load_pipeline(model, opened, placement_options, fallback, listener)
         seconds = time.perf_counter() - start
-        _KEPT[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
-        return _KEPT[key]
+        _CACHE[key] = LoadedModel(pipe=pipe, model=model, revision=digest or find_revision(model), load_s=seconds)
+        return _CACHE[key]
 
 
 def load_uncached(
-    order: GenerationRequest, placement_options: PlacementOptions, listener: ProgressListener | None = None
+    request: GenerationRequest, placement_options: PlacementOptions, listener: ProgressListener | None = None
 ) -> LoadedModel:
-    """Load an order's model onto its device, for one who keeps it himself; his wishes come before the order's."""
-    opened = resolve_device(order.device, placement_options)
-    spared = _spare_host(opened, placement_options.dtype)
-    placement_options = replace(placement_options, dtype=spared.value) if spared else placement_options
+    """Return the model of a request on its device, without the cache; `placement_options` override the request."""
+    opened = resolve_device(request.device, placement_options)
+    fallback = _choose_virtual_dtype(opened, placement_options.dtype)
+    placement_options = replace(placement_options, dtype=fallback.value) if fallback else placement_options
     start = time.perf_counter()
-    pipe = _load(order.model, opened, placement_options, spared, listener)
+    pipe = _load_pipeline(request.model, opened, placement_options, fallback, listener)
     seconds = time.perf_counter() - start
-    return LoadedModel(pipe=pipe, model=order.model, revision=find_revision(order.model), load_s=seconds)
+    return LoadedModel(pipe=pipe, model=request.model, revision=find_revision(request.model), load_s=seconds)
 
 
 def release_model() -> None:
-    """Let go of the model that is kept, and of its memory."""
+    """Release the cached model and its memory."""
     with LOCK:
-        if _KEPT:
-            _KEPT.clear()
-            release_unreachable()  # hooks and their models hold one another
+        if _CACHE:
+            _CACHE.clear()
+            release_unreachable()  # models and their hooks form reference cycles
 
 
-def _spare_host(opened: OpenDevice, asked: str | None) -> Decision[str] | None:
-    """float32, where a virtual device would take a half precision in which the host is far slower."""
-    if asked is not None or not find_device(opened.sheet.name).virtual:
+def _choose_virtual_dtype(opened: OpenDevice, dtype: str | None) -> Decision[str] | None:
+    """Return float32 for a virtual device if the CPU is far slower in the device's preferred half precision.
+
+    None if the default choice applies: a dtype was requested, the device is real, or the CPU is fast enough.
+    """
+    if dtype is not None or not find_device(opened.sheet.name).virtual:
         return None
-    best = choose_dtype(opened.sheet, PipelineFacts(pipeline=""), PlacementOptions()).value
-    times = measure_half_precision().get(best, 1.0)
-    if times <= _MUCH_SLOWER:
+    preferred = choose_dtype(opened.sheet, PipelineFacts(pipeline=""), PlacementOptions()).value
+    slowdown = measure_half_precision().get(preferred, 1.0)
+    if slowdown <= _SLOWDOWN_LIMIT:
         return None
-    reason = f"virtual: the device would take {best}, which this host computes {times:.0f} times slower than float32"
-    return Decision("float32", reason)
+    return Decision("float32", f"virtual device: on this CPU {preferred} is {slowdown:.0f} times slower than float32")
 
 
-def _load(
+def _load_pipeline(
     model: ResolvedModel,
     opened: OpenDevice,
     placement_options: PlacementOptions,
-    spared: Decision[str] | None,
+    fallback: Decision[str] | None,
     listener: ProgressListener | None,
 ) -> Any:
-    """A pipeline on its device, read in the type that it will run in: half of the memory for half precision."""
-    chosen = spared or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
+    """Return a placed pipeline; weights are loaded in the dtype that it runs in, to save memory."""
+    chosen = fallback or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
     if placement_options.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
@@ -117,8 +121,8 @@ def _load(
         with counting_components(listener):
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     store_options(pipe, placement_options)
-    decided = chosen if spared or chosen.value in HALF_PRECISIONS else None
+    decided = chosen if fallback or chosen.value in HALF_PRECISIONS else None
     pipe.place_with_plan(opened, {}, decided)
-    # None: a bar on a terminal and in a notebook, and none in a log.
+    # For tqdm, disable=None means: show a bar on a terminal and in a notebook, but not in a log file.
     pipe.set_progress_bar_config(disable=None)
     return pipe

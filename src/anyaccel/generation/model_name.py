@@ -1,4 +1,4 @@
-"""The model that a user names: the embedded one, a folder, or a hub id; and which version of it that is."""
+"""Resolution of model names (embedded model, folder or hub id) and of their revisions."""
 
 from __future__ import annotations
 
@@ -18,58 +18,60 @@ from anyaccel.runtime.model_files import check_model_folder
 __all__ = ["ResolvedModel", "digest_folder", "find_revision", "resolve_model"]
 
 _INDEX = "model_index.json"
-_SMALL_BYTES = 2**20
+_SMALL_FILE_BYTES = 2**20
 _SAMPLE_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel:
-    """A model, before it is loaded."""
+    """A model that is not loaded yet."""
 
     kind: Literal["embedded", "folder", "hub"]
     name: str
-    """What a picture's record says: it can be given as the model again."""
+    """Name in image metadata; accepted as a model name again."""
     source: str
-    """What diffusers loads it from."""
+    """Argument for `from_pretrained`."""
     revision: str | None = None
-    """The commit of a hub's model that was asked for."""
+    """Requested revision of a hub model."""
 
 
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
-    """Find the model that is meant; a folder is looked into, and nothing is downloaded or loaded."""
+    """Resolve a model name. Checks the files of a folder; downloads and loads nothing."""
     if not isinstance(model, str | os.PathLike | None):
-        raise UsageError(f"{model!r} is no model", hint="give a hub id, a folder, or nothing for the embedded one")
+        raise UsageError(f"{model!r} is not a valid model", hint="give a hub id, a folder, or None (embedded model)")
     text = NAME if model is None else os.fspath(model)
     if not text.strip():
-        raise UsageError("the model has no name", hint="give a hub id, a folder, or nothing for the embedded one")
+        raise UsageError("the model name is empty", hint="give a hub id or a folder, or omit it for the embedded model")
     if text == NAME:
-        found = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
+        resolved = ResolvedModel(kind="embedded", name=NAME, source=str(find_embedded_model()))
     else:
         check_model_folder(text, pickles=False, trusted=False)
         path = Path(text).expanduser()
+        # An existing path takes precedence over a hub id, as in diffusers.
         local = path.exists()
         kind: Literal["folder", "hub"] = "folder" if local else "hub"
-        name = _abbreviate(path) if local else text
-        found = ResolvedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
-    if revision is not None and found.kind != "hub":
-        raise UsageError(f"{found.name} is no model of the hub's, and has no revisions", hint="leave revision out")
-    return found
+        name = _abbreviate_home(path) if local else text
+        resolved = ResolvedModel(kind=kind, name=name, source=str(path) if local else text, revision=revision)
+    if revision is not None and resolved.kind != "hub":
+        raise UsageError(f"{resolved.name} is not a hub model and has no revisions", hint="omit the revision")
+    return resolved
 
 
-def _abbreviate(path: Path) -> str:
-    """The whole path with `~` for the user's folder: a picture that is passed on names no user."""
-    whole = path.absolute()
+def _abbreviate_home(path: Path) -> str:
+    """Return the absolute path with `~` for the home folder: shared images must not reveal the user name."""
+    absolute = path.absolute()
     home = Path(os.path.expanduser("~"))
-    return f"~/{whole.relative_to(home).as_posix()}" if whole.is_relative_to(home) else str(whole)
+    return f"~/{absolute.relative_to(home).as_posix()}" if absolute.is_relative_to(home) else str(absolute)
 
 
 def find_revision(model: ResolvedModel) -> str | None:
-    """Which version of a model this is: a commit of the hub's where it is known, else a digest of the files."""
+    """Return the commit of a hub model (None if it is not in the hub cache), or a digest of the local files."""
     if model.kind == "hub":
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model.source, _INDEX, revision=model.revision)
-        return Path(found).parent.name if isinstance(found, str) else None
+        # The hub cache stores files under snapshots/COMMIT/.
+        file = try_to_load_from_cache(model.source, _INDEX, revision=model.revision)
+        return Path(file).parent.name if isinstance(file, str) else None
     return _digest_embedded() if model.kind == "embedded" else digest_folder(Path(model.source))
 
 
@@ -79,35 +81,37 @@ def _digest_embedded() -> str:
 
 
 def digest_folder(folder: Path, *, whole: bool = False) -> str:
-    """A digest of the files that a pipeline is loaded from: their names, their sizes and what is in them.
+    """Return a digest of the names, sizes and contents of a pipeline's files.
 
-    Of a file over 1 MiB it reads the beginning, the middle and the end, 64 KiB each, unless the whole is asked for: it
-    notices other weights at once, and is no proof against one who forges them.
+    For files over 1 MiB only the first, middle and last 64 KiB are read, unless `whole` is set. This detects different
+    weights quickly, but is not a protection against forged files.
     """
     digest = hashlib.sha256()
-    for file in _model_files(folder):
+    for file in _list_model_files(folder):
         size = file.stat().st_size
         digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
         with file.open("rb") as stream:
-            for part in _read_parts(stream, size, whole or size <= _SMALL_BYTES):
-                digest.update(part)
+            for block in _read_blocks(stream, size, whole or size <= _SMALL_FILE_BYTES):
+                digest.update(block)
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def _model_files(folder: Path) -> list[Path]:
-    """The index, and the files of the components that it names: what else lies in the folder is not the model."""
+def _list_model_files(folder: Path) -> list[Path]:
+    """Return the index and the files of the components that it lists; other files do not belong to the model."""
     if not (folder / _INDEX).is_file():
-        return [folder] if folder.is_file() else []
-    names = [name for name, part in json.loads((folder / _INDEX).read_text()).items() if isinstance(part, list)]
-    inside = [file for name in names for file in (folder / name).rglob("*")]
-    return [folder / _INDEX, *sorted(file for file in inside if file.is_file() and not file.name.startswith("."))]
+        return [folder] if folder.is_file() else []  # a single-file checkpoint
+    index = json.loads((folder / _INDEX).read_text())
+    # A component is a list of library and class; other entries are settings of the pipeline.
+    names = [name for name, value in index.items() if isinstance(value, list)]
+    files = [file for name in names for file in (folder / name).rglob("*")]
+    return [folder / _INDEX, *sorted(file for file in files if file.is_file() and not file.name.startswith("."))]
 
 
-def _read_parts(stream: BinaryIO, size: int, whole: bool) -> Iterator[bytes]:
+def _read_blocks(stream: BinaryIO, size: int, whole: bool) -> Iterator[bytes]:
     if whole:
-        while part := stream.read(_SMALL_BYTES):
-            yield part
+        while block := stream.read(_SMALL_FILE_BYTES):
+            yield block
         return
-    for place in (0, size // 2, size - _SAMPLE_BYTES):
-        stream.seek(place)
+    for offset in (0, size // 2, size - _SAMPLE_BYTES):
+        stream.seek(offset)
         yield stream.read(_SAMPLE_BYTES)

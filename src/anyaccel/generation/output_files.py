@@ -1,6 +1,6 @@
-"""The files that pictures are written to: their names, and writing them whole or not at all.
+"""Output files of images: their names, and atomic writes.
 
-Two processes that write at once never overwrite one another: see `anyaccel.storage.atomic_write`.
+Concurrent processes never overwrite each other's files; see `anyaccel.storage.atomic_write`.
 """
 
 from __future__ import annotations
@@ -17,119 +17,124 @@ from anyaccel.errors import AnyaccelError, UsageError, nearest
 from anyaccel.generation.image_format import SUFFIXES
 from anyaccel.storage.atomic_write import atomic_write
 
-__all__ = ["Destination", "make_stem", "read_destination", "write_free", "write_whole"]
+__all__ = ["Destination", "file_exists_error", "make_stem", "read_destination", "write_output_file", "write_unique"]
 
-_LONGEST_STEM = 60
-_MOST_OF_ONE_NAME = 10_000
+_MAX_STEM_LENGTH = 60
+_MAX_ALTERNATIVES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where pictures go: under names that were asked for, or under names that are made from their prompts."""
+    """Where images are written: to a requested file name, or to names derived from the prompts."""
 
     folder: Path
     stem: str | None = None
-    """The name that was asked for; None names each picture after its prompt and its seed."""
+    """Requested file name without suffix; None derives the name of each image from its prompt and seed."""
     suffix: str = ".png"
-    pictures: int = 1
+    images: int = 1
+    """Number of images; several images get a number appended to the stem."""
     force: bool = False
+    """Whether existing files are overwritten."""
 
-    def path_of(self, place: int, prompt: str, seed: int) -> Path:
-        """The name of one picture, the first of them having place 0; a made-up one may be taken already."""
+    def path_of(self, index: int, prompt: str, seed: int) -> Path:
+        """Return the path of the image with this index, which starts at 0. A derived name may already exist."""
         if self.stem is None:
             return self.folder / f"{make_stem(prompt)}-{seed}{self.suffix}"
-        number = f"-{place + 1:0{len(str(self.pictures))}}" if self.pictures > 1 else ""
+        number = f"-{index + 1:0{len(str(self.images))}}" if self.images > 1 else ""
         return self.folder / f"{self.stem}{number}{self.suffix}"
 
     def sheet_path(self, prompt: str, seed: int) -> Path:
-        """The name of the contact sheet."""
+        """Return the path of the contact sheet."""
         return self.folder / f"{self.stem or f'{make_stem(prompt)}-{seed}'}-grid{self.suffix}"
 
     def write(self, path: Path, content: bytes) -> Path:
-        """Write a picture there, or under the next free name where the name was made up; gives the name."""
+        """Write a file and return its path; a derived name that exists is replaced by the next free one."""
         _make_folder(self.folder)
         if self.stem is None and not self.force:
-            return write_free(path, content)
-        write_whole(path, content, force=self.force)
+            return write_unique(path, content)
+        write_output_file(path, content, force=self.force)
         return path
 
 
 def make_stem(prompt: str) -> str:
-    """A file's name from a prompt: `a-red-apple` from "A red apple!", `picture` where no letter or digit is left."""
+    """Return a file stem for a prompt: `a-red-apple` for "A red apple!"; `image` if it has no letters or digits."""
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
     stem = ""
     for word in words:
-        longer = f"{stem}-{word}" if stem else word[:_LONGEST_STEM]
-        if len(longer) > _LONGEST_STEM or len(longer.encode()) > 3 * _LONGEST_STEM:
+        longer = f"{stem}-{word}" if stem else word[:_MAX_STEM_LENGTH]
+        # File systems limit names to 255 bytes, and a letter can take 3 or more in UTF-8.
+        if len(longer) > _MAX_STEM_LENGTH or len(longer.encode()) > 3 * _MAX_STEM_LENGTH:
             break
         stem = longer
-    return stem or "picture"
+    return stem or "image"
 
 
-def read_destination(output: str | os.PathLike[str] | None, *, pictures: int, sheet: bool, force: bool) -> Destination:
-    """Where pictures are to go, by `-o`: a file, or a folder if it ends with / or is one; raises if they cannot.
+def read_destination(output: str | os.PathLike[str] | None, *, images: int, sheet: bool, force: bool) -> Destination:
+    """Return the destination for `-o`: a file, or a folder if it ends with / or exists; raise if it is not writable.
 
-    This is asked before a model is loaded. What is found then may have changed when the pictures are written.
+    Call this before loading a model. The state of the files can change until the images are written, so writing checks
+    again.
     """
     text = "./" if output is None else os.fspath(output)
     path = Path(text).expanduser()
     ends_as_folder = not text or text.endswith(tuple(filter(None, ("/", os.sep, os.altsep))))
-    if _look(path) == "folder" or ends_as_folder:
-        _check_folder(path, may_be_made=True)
-        return Destination(folder=path, pictures=pictures, force=force)
+    if _find_kind(path) == "folder" or ends_as_folder:
+        _check_folder(path, create=True)
+        return Destination(folder=path, images=images, force=force)
     if path.suffix.lower() not in SUFFIXES:
-        ending = f"not {path.suffix}" if path.suffix else "and this has none"
-        close = nearest(path.suffix.lower(), SUFFIXES)
+        suffix = f"unknown image suffix {path.suffix!r}" if path.suffix else "missing image suffix"
         raise UsageError(
-            f"a picture's name ends with .png, .jpg, .jpeg or .webp, {ending}: {path}",
-            hint=f"{close}; a folder is written {path.name}/",
+            f"{suffix} in {path}",
+            hint=f"{nearest(path.suffix.lower(), SUFFIXES)}; use {path.name}/ for a folder",
         )
-    _check_folder(path.parent, may_be_made=False)
-    found = Destination(folder=path.parent, stem=path.stem, suffix=path.suffix, pictures=pictures, force=force)
-    names = [found.path_of(place, "", 0) for place in range(pictures)] + [found.sheet_path("", 0)] * sheet
-    for name in names:
-        _check_name(name, force)
-    return found
+    _check_folder(path.parent, create=False)
+    destination = Destination(folder=path.parent, stem=path.stem, suffix=path.suffix, images=images, force=force)
+    files = [destination.path_of(index, "", 0) for index in range(images)] + [destination.sheet_path("", 0)] * sheet
+    for file in files:
+        _check_file(file, force)
+    return destination
 
 
-def _look(path: Path) -> str | None:
-    """What there is of that name, links not followed to their end: `folder`, `file`, or None for nothing."""
+def _find_kind(path: Path) -> str | None:
+    """Return `folder`, `file`, or None if the path does not exist. A broken link counts as a file."""
     try:
         os.lstat(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path!s:.80} cannot be a file: {reason}", hint="give another name to -o") from error
+        raise UsageError(f"{path!s:.80} is not a valid file name: {reason}", hint="give another name to -o") from error
     return "folder" if path.is_dir() else "file"
 
 
-def _check_name(path: Path, force: bool) -> None:
-    found = _look(path)
-    if found == "folder":
-        raise UsageError(f"{path} is a folder", hint=f"write into it with {path}/")
-    if found and not force:
-        raise taken(path)
+def _check_file(path: Path, force: bool) -> None:
+    kind = _find_kind(path)
+    if kind == "folder":
+        raise UsageError(f"{path} is a folder", hint=f"use {path}/ to write into it")
+    if kind and not force:
+        raise file_exists_error(path)
 
 
-def taken(path: Path) -> UsageError:
-    """The error that a name is taken."""
-    return UsageError(f"{path} is there already", hint="--force (force=True) writes over it; or choose another name")
+def file_exists_error(path: Path) -> UsageError:
+    """Return the error for a file that already exists."""
+    return UsageError(f"{path} already exists", hint="overwrite it with --force (force=True), or choose another name")
 
 
-def _check_folder(folder: Path, *, may_be_made: bool) -> None:
-    found = _look(folder)
-    if found == "file":
-        raise UsageError(f"{folder} is a file, and not a folder", hint="give another name")
-    if found is None and not may_be_made:
-        raise UsageError(f"there is no folder {folder}", hint=f"mkdir -p {folder}")
-    nearest_one = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+def _check_folder(folder: Path, *, create: bool) -> None:
+    """Raise if the folder, or with `create` its closest existing parent, is not writable."""
+    kind = _find_kind(folder)
+    if kind == "file":
+        raise UsageError(f"{folder} is a file, not a folder", hint="give another name to -o")
+    if kind is None and not create:
+        raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
-        tempfile.TemporaryFile(dir=nearest_one).close()  # only a try tells
+        # Permission bits are not reliable (ACLs, read-only mounts, root), so create a file to find out.
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
-            f"nothing can be written into {nearest_one}: {reason}", hint="choose another folder with -o FOLDER/"
+            f"the folder {existing} is not writable: {reason}", hint="choose another folder with -o FOLDER/"
         ) from error
 
 
@@ -137,40 +142,42 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_written(folder, error) from error
+        raise _write_error(folder, error) from error
 
 
-def write_whole(path: Path, content: bytes, *, force: bool = False) -> None:
-    """Write a file whole or not at all; a name that is taken is a FileExistsError unless it may be written over."""
+def write_output_file(path: Path, content: bytes, *, force: bool = False) -> None:
+    """Write a file atomically; raise FileExistsError if it exists and `force` is not set."""
     try:
         atomic_write(path, content, overwrite=force)
     except FileExistsError:
         raise
     except OSError as error:
-        raise _not_written(path, error) from error
+        raise _write_error(path, error) from error
 
 
-def write_free(path: Path, content: bytes) -> Path:
-    """Write a file under this name or, where that is taken, under the next free one: `apple-2.png`; gives the name."""
-    for name in _alternatives(path):
-        if not os.path.lexists(name):
+def write_unique(path: Path, content: bytes) -> Path:
+    """Write a file under this name or, if it exists, under the next free one such as `apple-2.png`; return the path."""
+    for candidate in _alternatives(path):
+        if not os.path.lexists(candidate):
             try:
-                write_whole(name, content)
-            except FileExistsError:  # another process was faster
+                write_output_file(candidate, content)
+            except FileExistsError:  # another process created it after the check
                 continue
-            return name
-    raise AnyaccelError(f"{path} and {_MOST_OF_ONE_NAME:,} names after it are taken", hint="choose another with -o")
+            return candidate
+    raise AnyaccelError(
+        f"{path} and {_MAX_ALTERNATIVES:,} alternative names already exist", hint="choose another name with -o"
+    )
 
 
 def _alternatives(path: Path) -> Iterator[Path]:
     yield path
-    for number in range(2, _MOST_OF_ONE_NAME):
+    for number in range(2, _MAX_ALTERNATIVES):
         yield path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
-def _not_written(path: Path, error: OSError) -> AnyaccelError:
+def _write_error(path: Path, error: OSError) -> AnyaccelError:
     reason = error.strerror or str(error)
     return AnyaccelError(
-        f"{path} could not be written: {reason}; nothing is left of it",
-        hint="make room or choose another place with -o; the same seed gives the same picture again",
+        f"cannot write {path}: {reason}; no partial file remains",
+        hint="free some space or choose another location with -o; the same seed gives the same image again",
     )

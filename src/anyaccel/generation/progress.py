@@ -1,4 +1,4 @@
-"""What can be told while a picture is made: which component is loaded, which step is done."""
+"""Progress events of loading a model and of denoising steps, taken from the progress bars of diffusers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from anyaccel.upstream.diffusers_internals import COMPONENTS_BAR, use_progress_b
 __all__ = ["counting_components", "counting_steps"]
 
 
-class _Bar(tqdm):  # type: ignore[misc]
-    """What a pipeline takes for its progress bar: it has all that a bar has, shows nothing, and tells the listener."""
+class _StepBar(tqdm):  # type: ignore[misc]
+    """A progress bar for a pipeline that shows nothing and notifies a listener.
+
+    It subclasses tqdm because pipelines use its whole interface.
+    """
 
     def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
+        # A disabled bar of tqdm does not count, so the steps are counted here.
         self.listener, self.done = listener, 0
-        self.whole = total if total is not None else len(iterable) if hasattr(iterable, "__len__") else None
-        listener.on_step(0, self.whole)
+        self.step_count = total if total is not None else len(iterable) if hasattr(iterable, "__len__") else None
+        listener.on_step(0, self.step_count)
 
     def update(self, n: float | None = 1) -> None:
-        """So many steps more are done."""
+        """Count `n` more finished steps."""
         self.done += int(n or 0)
-        self.listener.on_step(self.done, self.whole)
+        self.listener.on_step(self.done, self.step_count)
 
     def __iter__(self) -> Iterator[Any]:
         for item in self.iterable:
@@ -39,47 +43,47 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 @contextmanager
 def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[None]:
-    """While the block runs, tell the listener of a pipeline's steps in place of showing its own bar.
-
-    Every pipeline counts its steps by `progress_bar`, and not all of them by a callback.
-    """
+    """Send the steps of a pipeline to a listener during the block, instead of showing its bar."""
     if listener is None:
         yield
         return
-    heard = listener
+    step_listener = listener
 
-    def begin(iterable: Any = None, total: int | None = None) -> _Bar:
-        return _Bar(heard, iterable, total)
+    def make_bar(iterable: Any = None, total: int | None = None) -> _StepBar:
+        return _StepBar(step_listener, iterable, total)
 
-    pipes = [pipe, *(part for part in vars(pipe).values() if isinstance(part, diffusers.DiffusionPipeline))]
-    for one in pipes:
-        vars(one)["progress_bar"] = begin
+    # Every pipeline counts its steps with `progress_bar`; not all of them have a step callback.
+    # A pipeline such as Kandinsky's combined one runs other pipelines, which have their own bars.
+    pipes = [pipe, *(value for value in vars(pipe).values() if isinstance(value, diffusers.DiffusionPipeline))]
+    for pipeline in pipes:
+        vars(pipeline)["progress_bar"] = make_bar
     try:
         yield
     finally:
-        for one in pipes:
-            vars(one).pop("progress_bar", None)
+        for pipeline in pipes:
+            vars(pipeline).pop("progress_bar", None)
 
 
 @contextmanager
 def counting_components(listener: ProgressListener | None) -> Iterator[None]:
-    """While the block runs, tell the listener of what diffusers loads in place of showing its own bars."""
+    """Send the loaded components to a listener during the block, instead of showing the bars of diffusers."""
     if listener is None:
         yield
         return
-    heard = listener
+    component_listener = listener
 
-    def begin(*args: Any, **options: Any) -> Any:
+    def make_bar(*args: Any, **options: Any) -> Any:
         if args and str(options.get("desc")).startswith(COMPONENTS_BAR):
+            # Downloads are finished now. Earlier, this would also hide the download bars of the hub.
             stack.enter_context(no_transformers_bars())
-            return _tell(heard, list(args[0]))
+            return _count_components(component_listener, list(args[0]))
         return diffusers_logging.EmptyTqdm(*args, **options)
 
-    with ExitStack() as stack, use_progress_bars(begin):
+    with ExitStack() as stack, use_progress_bars(make_bar):
         yield
 
 
-def _tell(listener: ProgressListener, components: list[Any]) -> Iterator[Any]:
+def _count_components(listener: ProgressListener, components: list[Any]) -> Iterator[Any]:
     for done, component in enumerate(components):
         listener.on_component(done, len(components), str(component[0]))
         yield component

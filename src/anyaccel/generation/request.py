@@ -1,4 +1,4 @@
-"""An order: the pictures that are to be made, each by its prompt and its seed, and how."""
+"""Generation requests: the images to generate, each with its prompt and seed, and how to generate them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ if TYPE_CHECKING:
 __all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = "num_images_per_prompt"
-_NOT_OURS = {
-    "generator": "give seed= a number, so that the picture can be made again",
-    "output_type": "the result holds PIL images; call a pipeline for anything else",
-    "return_dict": "the result is always an object",
+# Arguments of pipelines that `generate` sets itself, with a hint.
+_UNSUPPORTED = {
+    "generator": "use seed= with an integer, which is stored with the image",
+    "output_type": "the result contains PIL images; call the pipeline directly for other types",
+    "return_dict": "omit it: the result is always an object",
 }
+# Bits of a random seed: short enough to type.
 _RANDOM_BITS = 32
-"""A seed that nobody chose is short enough to be typed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What is to be made."""
+    """Images to generate."""
 
     model: ResolvedModel
-    pictures: tuple[tuple[str, int], ...]
-    """The prompt and the seed of each."""
+    images: tuple[tuple[str, int], ...]
+    """Prompt and seed of each image."""
     call: Mapping[str, Any]
-    """The arguments that every call of the pipeline gets besides."""
+    """Further arguments of every pipeline call."""
     device: str | int | torch.device = "auto"
     dtype: str | None = None
-    """None takes the device's best."""
+    """None for the preferred dtype of the device."""
     speed: str = "exact"
-    """`fast` and `draft` change the picture a little, and more."""
+    """`exact`, `fast` or `draft`; `fast` changes the image a little, `draft` more."""
 
 
 def make_request(
@@ -57,40 +58,44 @@ def make_request(
     revision: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
-    """Read what was asked for; what is wrong with it is said before anything is loaded, and torch is imported last.
+    """Return a checked request; mistakes raise before a model is loaded.
 
-    A number as the seed begins anew with every prompt: the second picture of each has the number after it.
+    An integer seed is the seed of the first image of every prompt; its further images use the integers after it.
     """
-    call = {name: _check_number(name, _plain(value)) for name, value in call.items()}
-    for name, hint in _NOT_OURS.items():
+    call = {name: _check_value(name, _to_python_scalar(value)) for name, value in call.items()}
+    for name, hint in _UNSUPPORTED.items():
         if name in call:
-            raise UsageError(f"{name} is not taken here", hint=hint)
+            raise UsageError(f"{name} is not supported here", hint=hint)
     prompts = _read_prompts(prompt)
     per_prompt = _read_count(call.pop(_PER_PROMPT, 1))
     negative = call.get("negative_prompt", "")
     if not isinstance(negative, str):
-        raise UsageError(f"negative_prompt is one text for all pictures, not {negative!r:.60}", hint="give a text")
+        raise UsageError(
+            f"negative_prompt must be one string for all images, not {negative!r:.60}", hint='for example "blurry"'
+        )
     _check_text("negative_prompt", negative)
-    named = resolve_model(model, revision)
-    if named.kind == "embedded":
+    resolved = resolve_model(model, revision)
+    # The defaults of its pipeline class are meant for much larger models.
+    if resolved.kind == "embedded":
         call = {**CALL_DEFAULTS, **call}
     seeds = _choose_seeds(seed, len(prompts), per_prompt)
-    each = [text for text in prompts for _ in range(per_prompt)]
-    pictures = tuple(zip(each, seeds, strict=True))
-    kind = None if dtype is None else _read_dtype(dtype)
+    repeated = [text for text in prompts for _ in range(per_prompt)]
+    images = tuple(zip(repeated, seeds, strict=True))
+    # Last, because it imports torch, which takes seconds.
+    full_dtype = None if dtype is None else _read_dtype(dtype)
     check_speed(speed)
-    return GenerationRequest(model=named, pictures=pictures, call=call, device=device, dtype=kind, speed=speed)
+    return GenerationRequest(model=resolved, images=images, call=call, device=device, dtype=full_dtype, speed=speed)
 
 
-def _plain(value: Any) -> Any:
-    """A number of NumPy's or of torch's as one of Python's, which a record can hold."""
+def _to_python_scalar(value: Any) -> Any:
+    """Convert a NumPy or torch scalar to a Python scalar, which JSON can hold."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def _check_number(name: str, value: Any) -> Any:
-    """What is no number makes no picture, and no record can hold it."""
+def _check_value(name: str, value: Any) -> Any:
+    """Return the value of a call argument; raise if it is NaN, infinite or out of range."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"{name} is a number, not {value}", hint=f"for example {name}=5.0, or leave it out")
+        raise UsageError(f"{name} must be finite, not {value}", hint=f"for example {name}=5.0, or omit it")
     if name in SIDES and value is not None:
         return check_side(name, value)
     return check_steps(value) if name == "num_inference_steps" and value is not None else value
@@ -99,27 +104,32 @@ def _check_number(name: str, value: Any) -> Any:
 def _read_prompts(prompt: Any) -> list[str]:
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, Sequence) or not prompts or not all(isinstance(text, str) for text in prompts):
-        raise UsageError(f"a prompt is a text, or a list of them, not {prompt!r:.60}", hint='for example "a red apple"')
-    return [_check_text("a prompt", text) for text in prompts]
+        raise UsageError(
+            f"the prompt must be a string or a list of strings, not {prompt!r:.60}", hint='for example "a red apple"'
+        )
+    return [_check_text("the prompt", text) for text in prompts]
 
 
-def _check_text(what: str, text: str) -> str:
-    """Bytes that are no UTF-8 come from a command line as half characters, which no file can hold."""
+def _check_text(name: str, text: str) -> str:
+    """Return the text; raise if it is not valid Unicode."""
     try:
+        # Python decodes invalid bytes on the command line to lone surrogates, which no file can hold.
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{what} is a text in Unicode, not {text!r:.60}", hint="write it in UTF-8") from error
+        raise UsageError(f"{name} is not valid Unicode: {text!r:.60}", hint="use UTF-8") from error
     return text
 
 
 def _read_count(count: Any) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"at least one picture is made of each prompt, not {count!r}", hint="-n 1, or leave it out")
+        raise UsageError(
+            f"the number of images per prompt must be an integer of at least 1, not {count!r}", hint="-n 1, or omit it"
+        )
     return count
 
 
 def _choose_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
-    """One for each picture; a list may name them for one prompt, or for all."""
+    """Return one seed per image; a list gives the seeds of all images, or those of one prompt."""
     if seed is None:
         seed = secrets.randbits(_RANDOM_BITS)
     if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == prompts * per_prompt:
@@ -131,9 +141,10 @@ def _read_dtype(dtype: Any) -> str:
     from anyaccel.backends.device_functions import dtype_name, dtype_of
 
     name = dtype_name(dtype)
-    kind = dtype_of(name)
-    if not kind.is_floating_point or kind.itemsize < 2:
+    torch_dtype = dtype_of(name)
+    if not torch_dtype.is_floating_point or torch_dtype.itemsize < 2:
         raise UsageError(
-            f"a picture is made in a floating type of 16 bits or more, not in {name}", hint="float32, bfloat16, float16"
+            f"the dtype must be a floating-point type of at least 16 bits, not {name}",
+            hint="float32, bfloat16, float16",
         )
     return name

@@ -53,6 +53,9 @@ def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[
     unchanged: list[tuple[str, Decision[Any]]] = []
     for name, decision in plan.decisions():
         is_default = (
+            # Noise is always drawn on the CPU; it is a decision for this device where the device cannot draw it.
+            not (name == "noise" and "noise" in plan.workarounds.value)
+        ) and (
             name in _INFORMATION
             or str(decision) in ("-", "no", _DEFAULTS.get(name))
             # Rules print as text even if they change nothing, and compare equal to a rule without arguments.

@@ -18,6 +18,7 @@ from anyaccel.runtime.call_request import CallRequest
 __all__ = ["SharedProgress", "join_results", "split_request"]
 
 # Their length can equal the number of prompts by chance, so the length does not show whether they are per image.
+# Arguments that apply to the whole call and are never split. Lists of numbers are not split either.
 _PER_CALL_ARGUMENTS = {
     "timesteps", "sigmas", "guidance_schedule", "conditioning_scale",
     "callback_on_step_end_tensor_inputs", "prior_callback_on_step_end_tensor_inputs",
@@ -26,9 +27,8 @@ _PER_CALL_ARGUMENTS = {
     "video", "control_video", "mask_video", "face_video", "pose_video", "background_video", "conditioning_frames",
     "reference_images", "token_indices", "control_mode",
 }  # fmt: skip
-"""Arguments that apply to the whole call and are never split. Lists of numbers are not split either."""
+# Lists of numbers that do have one element per image.
 _PER_IMAGE_NUMBERS = {"class_labels", "decode_timestep", "decode_noise_scale"}
-"""Lists of numbers that do have one element per image."""
 _INPUT_IMAGES = ("image", "mask_image")
 
 

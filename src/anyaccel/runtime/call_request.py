@@ -21,10 +21,10 @@ _PER_PROMPT = (
     "num_audios_per_prompt",
 )
 # In this order: prompt_embeds may come with a prompt, and both have the same length then.
+# Arguments with one element per prompt.
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
-"""Arguments with one element per prompt."""
+# Arguments that are converted from NumPy integers to `int`, because they are counted and compared.
 _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_size")
-"""Arguments that are converted from NumPy integers to `int`, because they are counted and compared."""
 
 
 @dataclass(frozen=True)

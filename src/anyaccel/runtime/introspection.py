@@ -13,12 +13,19 @@ from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.upstream.diffusers_internals import read_parallel_plan, read_repeated_blocks
 from anyaccel.upstream.torch_internals import unwrap_compiled
 
-__all__ = ["find_components", "find_denoisers", "find_models", "read_facts"]
+__all__ = ["find_components", "find_denoisers", "find_models", "plain_class", "read_facts"]
 
+# Names of timestep arguments: a model that has one runs at every denoising step.
 _TIMESTEP_ARGUMENTS = {"timestep", "timesteps", "timestep_ratio", "t", "r"}
-"""Names of timestep arguments: a model that has one runs at every denoising step."""
+# Component names of denoisers that have no timestep argument.
 _DENOISERS = ("unet", "transformer")
-"""Component names of denoisers that have no timestep argument."""
+
+
+def plain_class(pipe: Any) -> type:
+    """Return the diffusers class of a pipeline, portable or not."""
+    # The portable class is created at run time from the diffusers class and names it; see `portable_class`.
+    kind: type = getattr(type(pipe), "_plain_class", type(pipe))
+    return kind
 
 
 def find_components(pipe: Any) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
-from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
+from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
 __all__ = ["derive_pipeline", "load_pipeline"]
 
-_DTYPE = name_dtype_argument()
+_DTYPE = read_dtype_argument()
 
 
 def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:

@@ -15,8 +15,8 @@ __all__ = ["check_model_folder", "check_safetensors", "is_single_file"]
 _INDEXES = ("model_index.json", "modular_model_index.json")
 _WEIGHTS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+# The format allows headers of about 100 MB.
 _MAX_HEADER_BYTES = 100 * 2**20
-"""The format allows headers of about 100 MB."""
 
 
 def is_single_file(model: Any) -> bool:

@@ -18,6 +18,7 @@ from anyaccel.planning.memory import Residence
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call.run import run_call
 from anyaccel.runtime.call.warmup import warm_up
+from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.loading import derive_pipeline, load_pipeline
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
 from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
@@ -43,15 +44,14 @@ __all__ = [
     "Portable",
     "make_portable",
     "place",
-    "plain_class",
 ]
 
+# Methods of diffusers pipelines that read or change weights, so offloaded weights are restored first.
 _WEIGHT_METHODS = (
     "save_pretrained",
     *(f"{verb}_{what}" for verb in ("load", "unload") for what in ("lora_weights", "ip_adapter", "textual_inversion")),
     *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
 )
-"""Methods of diffusers pipelines that read or change weights, so offloaded weights are restored first."""
 
 
 class Portable(VendorAliases):
@@ -209,11 +209,6 @@ def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
     if options.get("dtype", ...) is None:  # in diffusers, dtype=None leaves the dtype unchanged
         del options["dtype"]
     return device, options
-
-
-def plain_class(pipe: Any) -> type:
-    """Return the diffusers class of a pipeline, portable or not."""
-    return type(pipe)._plain_class if isinstance(pipe, Portable) else type(pipe)
 
 
 def inherit_placement(pipe: Any, source: Any) -> None:

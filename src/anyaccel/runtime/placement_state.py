@@ -31,7 +31,7 @@ __all__ = [
     "find_placement",
     "forget_placement",
     "is_being_offloaded",
-    "keep_placement",
+    "set_placement",
     "store_options",
 ]
 
@@ -112,7 +112,7 @@ def find_placement(pipe: Any) -> Placement | None:
     return placement if isinstance(placement, Placement) else None
 
 
-def keep_placement(pipe: Any, placement: Placement) -> None:
+def set_placement(pipe: Any, placement: Placement) -> None:
     """Set the placement of a pipeline."""
     vars(pipe)[_KEY] = placement
 

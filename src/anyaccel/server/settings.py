@@ -1,4 +1,4 @@
-"""The settings of one service: what it serves, where, and how much it takes on."""
+"""Settings of a service: models, address, limits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = [
     "ServedName",
     "ServerLimits",
     "ServerSettings",
-    "count_in_hand",
+    "compute_max_in_flight",
+    "hash_key",
     "is_loopback",
-    "name_owner",
     "read_limits",
     "read_lora",
     "read_served_names",
@@ -27,45 +27,47 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServedName:
-    """A model, and what clients call it."""
+    """A model and the name under which it is served."""
 
     name: str
     model: str
-    """The embedded one, a folder or a hub id."""
+    """`embedded`, a folder or a Hugging Face Hub id."""
 
 
+# The field names are the names that `--limit NAME=NUMBER` accepts.
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """What one request may ask for, and how many may wait."""
+    """Limits per request and for the queue."""
 
     max_queue: int = 64
-    """Jobs that wait; the next one is answered with 429."""
+    """Queued jobs; a request beyond it is answered with 429."""
     max_pixels: int = 2048 * 2048
-    """Of one picture, made or sent."""
+    """Pixels of one generated or uploaded image."""
     max_steps: int = 150
     max_n: int = 10
     max_prompt: int = 8_000
-    """Characters."""
+    """Characters of a prompt."""
     max_body: int = 24 * 2**20
-    """Bytes of one request, whatever is in it."""
+    """Bytes of a request body."""
     deadline_s: float = 600.0
-    """From a request's coming in to its picture."""
+    """Seconds from accepting a request to its last image."""
     body_s: float = 20.0
-    """How long a client may take to send a request."""
+    """Seconds that a client may take to send a request."""
     send_s: float = 60.0
-    """How long a client may take to read a part of an answer."""
+    """Seconds that a client may take to read a chunk of a response."""
     hang_s: float = 300.0
-    """A worker that says nothing for so long, or works and takes no step, is ended and replaced."""
+    """A worker that sends no message for this time, or has jobs and completes no step, is replaced."""
     drain_s: float = 60.0
-    """How long what is under way may take after the service was told to end."""
+    """Seconds that running jobs may take after the shutdown has started."""
     keep_s: float = 7 * 24 * 3600.0
-    """How long results are kept."""
+    """Seconds that results are stored."""
     keep_bytes: int = 4 * 2**30
+    """Bytes of results that are stored; the oldest are deleted first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """One service."""
+    """Settings of one service."""
 
     models: tuple[ServedName, ...]
     data: Path
@@ -75,40 +77,43 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
-    """Those that may ask; with none anybody may who reaches the address."""
+    """Accepted API keys; if empty, no key is required."""
     max_batch: int = 8
-    """Pictures that are made at the same time."""
+    """Images generated concurrently."""
     max_models: int | None = None
-    """Models in memory at once; None for as many as fit."""
+    """Models in memory; None for as many as fit."""
     sizes: tuple[tuple[int, int], ...] = ()
-    """Widths and heights that are made ready ahead; with none, the model's own size."""
+    """Widths and heights to warm up; if empty, the model's default size."""
     loras: tuple[ServedName, ...] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
     otlp: str | None = None
-    """Where traces go."""
+    """OTLP endpoint for traces."""
 
     @property
-    def in_hand(self) -> int:
-        """Pictures that a worker is given: some more than it makes at once, as `count_in_hand` says."""
-        return count_in_hand(self.max_batch)
+    def max_in_flight(self) -> int:
+        """Images that a worker holds at the same time."""
+        return compute_max_in_flight(self.max_batch)
 
 
-def count_in_hand(at_once: int) -> int:
-    """How many calls may be under way where so many run as one: while one is decoded, another takes its place."""
-    return at_once + at_once // 4
+def compute_max_in_flight(max_concurrent: int) -> int:
+    """Return how many calls may run if `max_concurrent` of them share a batch.
+
+    A quarter more than a batch: while a call is at its decoder, another one fills its row.
+    """
+    return max_concurrent + max_concurrent // 4
 
 
 def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:
-    """The models of a command line, each under a name of its own."""
-    served = tuple(_read_served_name(text) for text in texts)
-    names = [one.name for one in served]
+    """Parse the models of the command line."""
+    models = tuple(_read_served_name(text) for text in texts)
+    names = [model.name for model in models]
     if len(set(names)) < len(names):
-        raise UsageError("two models have one name", hint="give each its own: NAME=MODEL")
-    return served
+        raise UsageError("two models have the same name", hint="name each model: NAME=MODEL")
+    return models
 
 
 def _read_served_name(text: str) -> ServedName:
-    """`NAME=MODEL`, or a model that is called by its own name; of a folder, its last part."""
+    """Parse `NAME=MODEL` or `MODEL`; a folder is served under its last path component."""
     name, separator, model = text.partition("=")
     if separator and name and model:
         return ServedName(name, model)
@@ -117,33 +122,36 @@ def _read_served_name(text: str) -> ServedName:
 
 
 def read_lora(text: str) -> ServedName:
-    """`NAME=PATH`."""
+    """Parse `NAME=PATH`."""
     name, separator, path = text.partition("=")
     if not separator or not name or not path:
-        raise UsageError(f"{text!r:.60} is no adapter", hint="--lora NAME=PATH, such as --lora ink=./ink.safetensors")
+        raise UsageError(
+            f"invalid LoRA {text!r:.60}", hint="use --lora NAME=PATH, such as --lora ink=./ink.safetensors"
+        )
     return ServedName(name, path)
 
 
 def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
-    """`NAME=NUMBER`, by the names that `ServerLimits` has."""
-    kinds = {one.name: one.type for one in fields(ServerLimits)}
-    found: dict[str, Any] = {"max_queue": max_queue}
+    """Parse `NAME=NUMBER` pairs, where the names are the fields of `ServerLimits`."""
+    types = {limit.name: limit.type for limit in fields(ServerLimits)}
+    values: dict[str, Any] = {"max_queue": max_queue}
     for text in texts:
         name, _, number = text.partition("=")
-        if name not in kinds:
-            raise UsageError(f"there is no limit {name!r:.40}", hint=nearest(name, kinds))
+        if name not in types:
+            raise UsageError(f"unknown limit {name!r:.40}", hint=nearest(name, types))
         try:
-            value = int(number) if kinds[name] == "int" else float(number)
+            # Annotations are strings here because of `from __future__ import annotations`.
+            value = int(number) if types[name] == "int" else float(number)
         except ValueError:
             value = -1
         if not 0 <= value < math.inf:
-            raise UsageError(f"{name} is a number, not {number!r:.40}", hint=f"--limit {name}=10")
-        found[name] = value
-    return ServerLimits(**found)
+            raise UsageError(f"{name} must be a number >= 0, not {number!r:.40}", hint=f"--limit {name}=10")
+        values[name] = value
+    return ServerLimits(**values)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Return whether an address is reachable only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -152,6 +160,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def name_owner(key: str) -> str:
-    """What stands in the place of a key wherever something is kept or told: never the key."""
+def hash_key(key: str) -> str:
+    """Return the digest of an API key, which identifies the owner in the database and the log."""
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

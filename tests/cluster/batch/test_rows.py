@@ -1,5 +1,6 @@
-"""The rows of a batch, and the folder that it writes."""
+"""Tests for the rows and the output folder of a batch."""
 
+import hashlib
 import json
 import resource
 from pathlib import Path
@@ -22,7 +23,7 @@ def row(number: int = 1, **call: Any) -> BatchRow:
     return BatchRow(number=number, prompt="a red apple", seed=7, call=call)
 
 
-def picture(**changes: Any) -> bytes:
+def image_content(**changes: Any) -> bytes:
     facts: dict[str, Any] = {
         "model": "embedded", "revision": None, "pipeline": "StableDiffusionPipeline", "prompt": "a red apple",
         "seed": 7, "width": 8, "height": 8, "dtype": "float32", "device": "cpu:0", "virtual": False, "steps": 2,
@@ -30,133 +31,157 @@ def picture(**changes: Any) -> bytes:
     return encode_image(Image.new("RGB", (8, 8)), ".png", [ImageMetadata(**{**facts, **changes})])
 
 
-def test_rows_have_a_prompt_a_seed_and_whatever_the_call_takes(tmp_path: Path) -> None:
+def test_a_row_has_a_prompt_a_seed_and_arguments_of_the_call(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\ufeff{"prompt": "a cat", "seed": 3, "width": 64}\n\n{"prompt": "a dog"}\r\n', encoding="utf-8")
     first, second = read_rows(str(path))[0]
     assert (first.number, first.prompt, first.seed, first.call) == (1, "a cat", 3, {"width": 64})
     assert (second.number, second.prompt) == (3, "a dog")
-    assert read_rows(str(path))[0][1].seed == second.seed, "a seed that nobody chose is the same at the next start"
+    assert read_rows(str(path))[0][1].seed == second.seed, "a derived seed is the same when the file is read again"
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
-        (b"{", "no JSON"),
-        (b"[1]", "no object"),
-        (b"{}", "no prompt"),
-        (b'{"prompt": 3}', "a text, not 3"),
+        (b"{", "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"{}", "prompt is missing"),
+        (b'{"prompt": 3}', "prompt must be a string, not 3"),
         (b'{"prompt": "x", "seed": -1}', "an integer from 0 to"),
         (b'{"prompt": "x", "seed": true}', "an integer from 0 to"),
         (b'{"prompt": "x", "seed": 1.5}', "an integer from 0 to"),
-        (b'{"prompt": "x", "guidance_scale": NaN}', "NaN is no number"),
-        (b'{"prompt": "x", "guidance_scale": 1e999}', "larger than any number"),
+        (b'{"prompt": "x", "guidance_scale": NaN}', "NaN is not a valid JSON number"),
+        (b'{"prompt": "x", "guidance_scale": 1e999}', "guidance_scale is too large for a float"),
         (b'{"prompt": "x", "width": 0}', "an integer from 1 to 16384"),
         (b'{"prompt": "x", "width": "64"}', "an integer from 1 to 16384"),
-        (b'{"prompt": "x", "generator": 1}', "give the row a seed"),
-        (b'{"prompt": "x", "num_images_per_prompt": 4}', "write the row as often"),
-        (b'{"prompt": "\\ud800"}', "half characters"),
-        (b'{"prompt": "x", "negative_prompt": ["\\ud800"]}', "half characters"),
-        (b'{"prompt": "x", "\\ud800": 1}', "half characters"),
-        (b'{"prompt": "x", "sigmas": [1e999]}', "sigmas is larger than any number"),
-        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "x", "generator": 1}', "use a seed"),
+        (b'{"prompt": "x", "num_images_per_prompt": 4}', "write one row per image"),
+        (b'{"prompt": "\\ud800"}', "contains a lone surrogate"),
+        (b'{"prompt": "x", "negative_prompt": ["\\ud800"]}', "contains a lone surrogate"),
+        (b'{"prompt": "x", "\\ud800": 1}', "contains a lone surrogate"),
+        (b'{"prompt": "x", "sigmas": [1e999]}', "sigmas is too large for a float"),
+        (b'{"prompt": "\xff"}', "not valid UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named_by_its_line(tmp_path: Path, line: bytes, words: str) -> None:
+def test_the_error_for_an_invalid_row_has_its_line_number(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a cat"}\n' + line + b"\n")
-    with pytest.raises(UsageError, match=f"(?s)line 2: .*{words}"):
+    with pytest.raises(UsageError, match=f"(?s)line 2: .*{message}"):
         read_rows(str(path))
 
 
-def test_a_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
+def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read"):
         read_rows(str(tmp_path / "none.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(UsageError, match="has no row"):
+    with pytest.raises(UsageError, match="has no rows"):
         read_rows(str(tmp_path / "empty.jsonl"))
 
 
-def test_an_unknown_parameter_is_named_with_the_nearest_one() -> None:
+def test_an_unknown_argument_is_reported_with_the_nearest_name() -> None:
     check_parameters([row(width=8)], ["prompt", "width"], "SomePipeline")
-    with pytest.raises(UsageError, match=r"(?s)line 4: SomePipeline takes no widht.*line 5") as raised:
+    with pytest.raises(UsageError, match=r"(?s)line 4: unknown argument 'widht' of SomePipeline.*line 5") as raised:
         check_parameters([row(), row(4, widht=8), row(5, foo=1)], ["prompt", "width"], "SomePipeline")
     assert "did you mean width?" in raised.value.hint
 
 
-def test_what_is_made_is_not_made_again(tmp_path: Path) -> None:
+def test_finished_rows_are_not_generated_again(tmp_path: Path) -> None:
     rows = [row(1), row(2), row(3)]
     with OutputFolder(tmp_path / "out", RUN) as folder:
-        assert folder.find_open(rows) == rows
-        folder.add_picture(rows[0], picture(), {"seconds": 1.0})
+        assert folder.find_unfinished(rows) == rows
+        folder.add_image(rows[0], image_content(), {"seconds": 1.0})
         folder.add_failure(rows[1], "it broke", {})
     with OutputFolder(tmp_path / "out", RUN) as folder:
-        assert folder.find_open(rows) == rows[1:], "what failed is tried again"
+        assert folder.find_unfinished(rows) == rows[1:], "failed rows are retried"
         line = folder.entries[1]
-        assert (line["seed"], line["path"]) == (7, "pictures/000001-a-red-apple-7.png")
+        assert (line["seed"], line["path"]) == (7, "images/000001-a-red-apple-7.png")
     (tmp_path / "out" / line["path"]).write_bytes(b"other")
     with OutputFolder(tmp_path / "out", RUN) as folder:
-        assert folder.find_open(rows) == rows, "a picture that was changed is made again"
+        assert folder.find_unfinished(rows) == rows, "a modified image is generated again"
 
 
-def test_a_picture_without_a_line_is_found_by_its_own_record(tmp_path: Path) -> None:
-    asked = row(1, num_inference_steps=2)
+def test_a_folder_of_version_0_1_continues_with_its_folder_of_pictures(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, **RUN}))
+    first, second = row(1), row(2)
+    content = image_content()
+    (tmp_path / "pictures" / "000001-a-red-apple-7.png").write_bytes(content)
+    line = {"row": 1, "prompt": first.prompt, "seed": first.seed, "path": "pictures/000001-a-red-apple-7.png"}
+    line["sha256"] = hashlib.sha256(content).hexdigest()
+    (tmp_path / "manifest.jsonl").write_text(json.dumps(line) + "\n")
     with OutputFolder(tmp_path, RUN) as folder:
-        folder.picture_path(asked).write_bytes(picture())
-        assert folder.find_open([asked]) == []
+        assert folder.find_unfinished([first, second]) == [second]
+        folder.add_image(second, content, {})
+        assert folder.entries[2]["path"] == "pictures/000002-a-red-apple-7.png"
+    assert not (tmp_path / "images").exists()
+
+
+def test_an_empty_folder_of_pictures_without_a_run_can_be_used(tmp_path: Path) -> None:
+    """Version 0.1 left it when the disk was full."""
+    (tmp_path / "pictures").mkdir()
+    with OutputFolder(tmp_path, RUN) as folder:
+        folder.add_image(row(1), image_content(), {})
+        assert folder.entries[1]["path"] == "pictures/000001-a-red-apple-7.png"
+
+
+def test_an_image_without_a_manifest_line_is_recognized_by_its_metadata(tmp_path: Path) -> None:
+    first = row(1, num_inference_steps=2)
+    with OutputFolder(tmp_path, RUN) as folder:
+        folder.image_path(first).write_bytes(image_content())
+        assert folder.find_unfinished([first]) == []
         assert folder.entries[1]["device"] == "cpu:0"
         other = row(2, num_inference_steps=2)
-        folder.picture_path(other).write_bytes(picture(seed=8))
-        assert folder.find_open([other]) == [other], "it is of another seed"
-        folder.picture_path(other).write_bytes(picture()[:200])
-        assert folder.find_open([other]) == [other], "it is half a picture"
-        folder.settle("revision", "another")
+        folder.image_path(other).write_bytes(image_content(seed=8))
+        assert folder.find_unfinished([other]) == [other], "the metadata has another seed"
+        folder.image_path(other).write_bytes(image_content()[:200])
+        assert folder.find_unfinished([other]) == [other], "the file is truncated"
+        folder.record_once("revision", "another")
         third = row(3, num_inference_steps=2)
-        folder.picture_path(third).write_bytes(picture())
-        assert folder.find_open([third]) == [third], "it is of another model"
+        folder.image_path(third).write_bytes(image_content())
+        assert folder.find_unfinished([third]) == [third], "the metadata has another revision of the model"
 
 
-def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_of_the_manifest_is_truncated(tmp_path: Path) -> None:
     with OutputFolder(tmp_path, RUN) as folder:
-        folder.add_picture(row(1), picture(), {})
+        folder.add_image(row(1), image_content(), {})
     manifest = tmp_path / "manifest.jsonl"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(whole + whole[:20])
+    complete = manifest.read_bytes()
+    manifest.write_bytes(complete + complete[:20])
     with OutputFolder(tmp_path, RUN) as folder:
         assert list(folder.entries) == [1]
         folder.add_failure(row(2), "it broke", {})
     assert [json.loads(line)["row"] for line in manifest.read_text().splitlines()] == [1, 2]
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_content_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(UsageError, match="holds other things"):
+    with pytest.raises(UsageError, match=r"is not the folder of a batch: it contains thesis\.txt"):
         OutputFolder(tmp_path, RUN)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(UsageError, match="is a file"):
         OutputFolder(tmp_path / "thesis.txt", RUN)
 
 
-def test_a_folder_in_which_nothing_was_made_is_anybodys(tmp_path: Path) -> None:
+def test_an_unused_folder_can_be_used_by_another_run(tmp_path: Path) -> None:
     with OutputFolder(tmp_path, RUN) as folder:
         assert folder.entries == {}
     with OutputFolder(tmp_path, {**RUN, "input": "xyz"}) as folder:
-        folder.picture_path(row(1)).write_bytes(picture())
-    with pytest.raises(UsageError, match="of another run"):
+        folder.image_path(row(1)).write_bytes(image_content())
+    with pytest.raises(UsageError, match="belongs to another run"):
         OutputFolder(tmp_path, RUN)
 
 
-def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_rejected(tmp_path: Path) -> None:
     with OutputFolder(tmp_path, RUN) as folder:
-        folder.settle("dtype", "float32")
+        folder.record_once("dtype", "float32")
         with pytest.raises(UsageError, match="another process writes to"):
             OutputFolder(tmp_path, RUN)
         folder.add_failure(row(1), "it broke", {})
-    with pytest.raises(UsageError, match="of another run: the rows are others"):
+    with pytest.raises(UsageError, match="belongs to another run: the input differs"):
         OutputFolder(tmp_path, {**RUN, "input": "xyz"})
     with OutputFolder(tmp_path, RUN) as folder:
-        assert folder.settle("dtype", "bfloat16") == "float32", "what was decided first holds"
+        assert folder.record_once("dtype", "bfloat16") == "float32", "the first value is kept"
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UsageError, match="is damaged"):
         OutputFolder(tmp_path, RUN)
@@ -167,39 +192,39 @@ def test_a_folder_of_another_run_is_left_alone(tmp_path: Path) -> None:
         OutputFolder(tmp_path, RUN)
 
 
-def test_a_line_whose_path_is_none_has_no_picture(tmp_path: Path) -> None:
+def test_a_manifest_line_with_an_invalid_path_has_no_image(tmp_path: Path) -> None:
     with OutputFolder(tmp_path, RUN) as folder:
         for path in (5, "a\0b", "missing.png"):
             folder.entries[1] = {"row": 1, "path": path}
-            assert folder.find_open([row(1)]) == [row(1)]
+            assert folder.find_unfinished([row(1)]) == [row(1)]
 
 
-def test_what_was_tried_again_has_one_line_in_the_end(tmp_path: Path) -> None:
+def test_a_retried_row_has_one_line_after_compaction(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.jsonl"
     with OutputFolder(tmp_path, RUN) as folder:
         folder.add_failure(row(1), "it broke", {})
-        folder.add_picture(row(2), picture(), {})
+        folder.add_image(row(2), image_content(), {})
         before = manifest.read_bytes()
-        folder.tidy()
-        assert manifest.read_bytes() == before, "there was nothing to tidy"
-        folder.add_picture(row(1), picture(), {})
-        folder.tidy()
+        folder.compact()
+        assert manifest.read_bytes() == before, "there was nothing to compact"
+        folder.add_image(row(1), image_content(), {})
+        folder.compact()
         folder.add_failure(row(3), "it broke", {})
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     assert [(line["row"], "error" in line) for line in lines] == [(1, False), (2, False), (3, True)]
 
 
-def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_folder_can_be_used_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def fill() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        with pytest.raises(AnyaccelError, match="could not be written") as raised:
+        with pytest.raises(AnyaccelError, match=r"cannot write .*run\.json") as raised:
             OutputFolder(out, RUN)
         return raised.value.hint
 
-    assert "make room and start again" in call_in_fork(fill)
-    assert sorted(path.name for path in out.iterdir()) == [".lock", "pictures"]
+    assert "free disk space and run the same command again" in call_in_fork(fill)
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "images"]
 
     def fill_later() -> str:
         try:
@@ -210,6 +235,6 @@ def test_a_full_disk_is_told_and_the_folder_may_be_used_again(tmp_path: Path) ->
             return error.message
         return ""
 
-    assert "manifest.jsonl could not be written" in call_in_fork(fill_later), "and not what closing the file met"
+    assert f"cannot write {out / 'manifest.jsonl'}" in call_in_fork(fill_later), "not the error of closing the file"
     with OutputFolder(out, RUN) as folder:
-        assert folder.find_open([row(1)]) == [row(1)]
+        assert folder.find_unfinished([row(1)]) == [row(1)]

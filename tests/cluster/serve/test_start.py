@@ -1,4 +1,4 @@
-"""The service on Ray Serve: replicas that die, unlike devices behind one address, and calls that cannot be served."""
+"""Tests for the service on Ray Serve: dying replicas, different devices in one pool, and invalid options."""
 
 import base64
 import io
@@ -31,62 +31,64 @@ from anyaccel.generation.image_format import read_metadata
 from anyaccel.recipes import recipes
 from anyaccel.server.worker.messages import Heartbeat, ModelFacts
 from tests.cluster.serve.replica_kills import (
-    CLOSE,
     PROMPT,
     STEPS,
+    TOLERANCE,
+    decode_image,
+    generate_references,
     kill_under_load,
     list_replicas,
-    make_alone,
-    read_picture,
 )
 from tests.server.live import Live
 
 ENDLESS = 20_000
-"""Steps of a picture that nobody waits for."""
+"""Steps of an image that does not finish during the test."""
 SMALL, LARGE = find_shape({"model": "m", "width": 64}), find_shape({"model": "m", "width": 128})
 
 
 @pytest.fixture
 def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A place of this test's own, with a short name: Ray's sockets lie there, and clusters of others are not found."""
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as place:
-        monkeypatch.setenv("RAY_TMPDIR", place)
+    """Use a temporary folder for Ray, so that no other cluster is found; Ray's socket paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
         yield
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny pipeline of Stable Diffusion's kind, saved."""
-    place = tmp_path_factory.mktemp("models") / "tiny"
+    """Return the folder of a tiny Stable Diffusion pipeline."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
     pipe: Any = recipes()["stable-diffusion"].make()
-    pipe.save_pretrained(place)
-    return str(place)
+    pipe.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("ray_folder")
-def test_replicas_that_are_killed_under_load_cost_no_job_and_no_picture(tmp_path: Path, tiny: str) -> None:
+def test_killing_a_replica_under_load_loses_no_job_and_no_image(tmp_path: Path, tiny: str) -> None:
     live = Live(
         tmp_path, f"tiny={tiny}", "--ray", "local", "--device", "cpu", "--replicas", "2", "--dtype", "float32",
         "--max-batch", "2", "--limit", f"max_steps={ENDLESS}",
     )  # fmt: skip
     try:
-        told = kill_under_load(live, make_alone(tiny), seconds=8, every_s=4, clients=2, most=1, least=5)
-        assert (told.kills, told.wrong) == (1, [])
-        assert told.right >= 5
-        assert set(told.states) == {"done"}
-        assert told.attempts == 1, "the service itself began with each job once"
-        _check_the_rest_of_the_service(live)
+        result = kill_under_load(
+            live, generate_references(tiny), seconds=8, every_s=4, clients=2, max_kills=1, min_responses=5
+        )
+        assert (result.kills, result.wrong) == (1, [])
+        assert result.correct >= 5
+        assert set(result.states) == {"done"}
+        assert result.attempts == 1, "the service itself started each job once"
+        _check_previews_edits_and_cancellation(live)
     finally:
         assert live.end() == 0
     end = time.monotonic() + 120
-    while left := list_processes(live):  # Ray's own reaper goes last
-        assert time.monotonic() < end, left
+    while remaining := list_processes(live):  # Ray's own reaper ends last
+        assert time.monotonic() < end, remaining
         time.sleep(0.1)
 
 
-def _check_the_rest_of_the_service(live: Live) -> None:
-    """Previews, edits and cancelling, of which replicas know and the address tells."""
+def _check_previews_edits_and_cancellation(live: Live) -> None:
+    """Check features that need messages of the replicas."""
     client = live.openai()
     events = list(
         client.images.generate(
@@ -105,199 +107,205 @@ def _check_the_rest_of_the_service(live: Live) -> None:
         job = http.post("/v1/jobs", json={"prompt": PROMPT, "num_inference_steps": ENDLESS, "n": 2}).json()["id"]
         wait_for(lambda: http.get(f"/v1/jobs/{job}").json()["progress"] > 0, 180)
         deaths = count_deaths(http)
-        for replica in list_replicas(live):  # in the middle of a picture, whichever makes it
+        for replica in list_replicas(live):  # one of them is generating the image
             os.kill(replica, signal.SIGKILL)
         wait_for(lambda: count_deaths(http) > deaths, 180)
-        assert http.get(f"/v1/jobs/{job}").json()["state"] == "running", "it is made by the next one"
+        assert http.get(f"/v1/jobs/{job}").json()["state"] == "running", "another replica runs it"
         http.post(f"/v1/jobs/{job}/cancel")
         live.wait_state(http, job, "cancelled")
 
 
 def count_deaths(http: httpx.Client) -> float:
-    """How often the service saw a replica die."""
-    told = http.get("/metrics").text.splitlines()
+    """Return the number of replica deaths that the service has counted."""
+    lines = http.get("/metrics").text.splitlines()
     return sum(
-        float(line.split()[-1]) for line in told if line.startswith('anyaccel_worker_ends_total{reason="death"}')
+        float(line.split()[-1]) for line in lines if line.startswith('anyaccel_worker_ends_total{reason="death"}')
     )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    """Until something is so."""
+    """Poll until a condition is true."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not so in {seconds} s"
+        assert time.monotonic() < end, f"timed out after {seconds} s"
         time.sleep(0.05)
 
 
 def list_processes(live: Live) -> list[str]:
-    """What is left of the session of a service that ended; of a process that ended too, nothing is left to do."""
-    found = []
+    """Return the command lines of running processes in the session of a service."""
+    commands = []
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == live.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:200])
+                commands.append(" ".join(process.cmdline())[:200])
         except (OSError, psutil.Error):
             continue
-    return found
+    return commands
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_folder")
-def test_unlike_devices_stand_in_one_pool_and_give_one_picture(tmp_path: Path, tiny: str) -> None:
-    """Slow: three virtual devices start beside each other, each with its own torch."""
-    kinds = {"mps", "hpu", "neuron"}
+def test_different_devices_in_one_pool_generate_the_same_image(tmp_path: Path, tiny: str) -> None:
+    """Slow, since three virtual devices start at the same time, each with its own torch."""
+    devices = {"mps", "hpu", "neuron"}
     live = Live(
         tmp_path / "data", f"tiny={tiny}", "--ray", "local", "--dtype", "float32", "--sizes", "64x64",
-        "--max-batch", "2", *(f"--device=virtual:{kind}" for kind in sorted(kinds)),
+        "--max-batch", "2", *(f"--device=virtual:{device}" for device in sorted(devices)),
     )  # fmt: skip
     try:
         client = live.openai()
 
-        def ask(_: int) -> str:
+        def request(_: int) -> str:
             options = {"seed": 7, "num_inference_steps": STEPS}
-            made = client.images.generate(prompt=PROMPT, size="64x64", extra_body=options).data
-            assert made is not None
-            return str(made[0].b64_json)
+            images = client.images.generate(prompt=PROMPT, size="64x64", extra_body=options).data
+            assert images is not None
+            return str(images[0].b64_json)
 
         with ThreadPoolExecutor(6) as threads:
-            answers = list(threads.map(ask, range(12)))
+            responses = list(threads.map(request, range(12)))
         with live.http() as http:
             model = http.get("/v1/status").json()["models"][0]
     finally:
         assert live.end() == 0
-    alone = anyaccel.generate(
+    reference = anyaccel.generate(
         PROMPT, model=tiny, device="cpu", dtype="float32", seed=7, width=64, height=64, num_inference_steps=STEPS
     )
-    expected = numpy.asarray(alone.images[0]).astype(int)
-    assert {find_device_of(answer, tmp_path) for answer in answers} == kinds, "each of them answered"
-    for answer in answers:
-        assert abs(read_picture(answer) - expected).max() <= CLOSE
-    assert all(f"on {kind}:0" in model["plan"] for kind in kinds)
+    expected = numpy.asarray(reference.images[0]).astype(int)
+    assert {read_device_name(response, tmp_path) for response in responses} == devices, (
+        "every device generated an image"
+    )
+    for response in responses:
+        assert abs(decode_image(response) - expected).max() <= TOLERANCE
+    assert all(f"on {device}:0" in model["plan"] for device in devices)
 
 
-def find_device_of(answer: str, folder: Path) -> str:
-    """Where a picture was made, as it tells itself."""
-    (folder / "one.png").write_bytes(base64.b64decode(answer))
-    (origin,) = read_metadata(folder / "one.png")
-    return str(origin.device).partition(":")[0]
+def read_device_name(response: str, folder: Path) -> str:
+    """Return the device name in the metadata of an image."""
+    (folder / "image.png").write_bytes(base64.b64decode(response))
+    (metadata,) = read_metadata(folder / "image.png")
+    return str(metadata.device).partition(":")[0]
 
 
 @pytest.mark.slow
-def test_in_a_real_cluster_shapes_part_and_replicas_stand_on_devices_that_are_there() -> None:
-    command = [sys.executable, "-m", "tests.cluster.batch.parting"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
-    said = json.loads(ran.stdout.splitlines()[-1])
-    assert sorted(said["shapes"]) == [[64], [128]]
-    kinds = said["kinds"]
-    assert kinds["auto None"] == [["cpu", 1, False, 4]]
-    assert kinds["cpu 2"] == [["cpu", 2, False, 4]]
-    assert kinds["cpu auto"] == [["cpu", 2, True, 4]], "from one to all"
-    assert kinds["virtual:mps virtual:hpu,count=8 4"] == [
+def test_a_real_cluster_separates_shapes_and_checks_device_groups() -> None:
+    command = [sys.executable, "-m", "tests.cluster.serve.shape_routing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(result["shapes"]) == [[64], [128]]
+    groups = result["groups"]
+    assert groups["auto None"] == [["cpu", 1, False, 4]]
+    assert groups["cpu 2"] == [["cpu", 2, False, 4]]
+    assert groups["cpu auto"] == [["cpu", 2, True, 4]], "from one replica to all"
+    assert groups["virtual:mps virtual:hpu,count=8 4"] == [
         ["virtual:mps", 4, False, 1],
         ["virtual:hpu,count=8", 4, False, 4],
     ]
-    for asked, words in {
-        "cpu 3": "3 workers on cpu were asked for, and the cluster has room for 2",
+    for options, message in {
+        "cpu 3": "3 workers on cpu requested, but the cluster has room for 2",
         "virtual:hpu 9": "room for 8",
         "npu None": "Ray counts them as NPU",
         "mlu 1": "Ray counts them as mlu",
-        "hpu:3 None": "Ray picks",
+        "hpu:3 None": "Ray chooses the devices",
         "cpu cpu None": "named twice",
     }.items():
-        assert words in kinds[asked]
+        assert message in groups[options]
 
 
-class Router:
-    """What the board asks of Serve's router."""
+class FakeRouter:
+    """The attribute of Serve's router that `ReplicaLoad` uses."""
 
     def __init__(self, *replicas: str) -> None:
-        self.curr_replicas = {Named(name): None for name in replicas}
+        self.curr_replicas = {FakeReplicaId(name): None for name in replicas}
 
 
-class Named:
+class FakeReplicaId:
     def __init__(self, name: str) -> None:
         self.unique_id = name
 
 
-def test_the_board_prefers_idle_devices_then_those_with_the_same_shape() -> None:
-    board = ReplicaLoad()
-    assert board.choose({"app": 2}, SMALL) is None, "no replica is there"
-    board.add_router("app", Router("a", "b"))
-    board.add_router("other", Router("c"))
-    board.put("1", "app", "a", SMALL)
-    assert board.choose({"app": 2, "other": 2}, SMALL) == "app", "an idle one of the first"
-    board.put("2", "app", "b", LARGE)
-    board.put("3", "other", "c", LARGE)
-    assert board.weigh("a", SMALL, 4) < board.weigh("b", SMALL, 4), "among its own, though both are as busy"
-    assert board.choose({"app": 4, "other": 4}, SMALL) == "app"
-    board.put("4", "app", "a", SMALL)
-    assert board.weigh("a", SMALL, 2) > board.weigh("b", SMALL, 2), "what is full comes last"
-    assert board.lose("a")
-    assert not board.lose("a"), "that is no news"
-    assert board.list_replicas("app") == ["b"]
-    assert (board.take_off("2"), board.find("2"), board.take_off("2")) == ("b", None, None)
+def test_replica_load_prefers_idle_replicas_then_those_with_the_same_shape() -> None:
+    load = ReplicaLoad()
+    assert load.choose_app({"app": 2}, SMALL) is None, "there is no replica"
+    load.add_router("app", FakeRouter("a", "b"))
+    load.add_router("other", FakeRouter("c"))
+    load.assign("1", "app", "a", SMALL)
+    assert load.choose_app({"app": 2, "other": 2}, SMALL) == "app", "an idle replica of the first application"
+    load.assign("2", "app", "b", LARGE)
+    load.assign("3", "other", "c", LARGE)
+    assert load.score("a", SMALL, 4) < load.score("b", SMALL, 4), "same shape, same utilization"
+    assert load.choose_app({"app": 4, "other": 4}, SMALL) == "app"
+    load.assign("4", "app", "a", SMALL)
+    assert load.score("a", SMALL, 2) > load.score("b", SMALL, 2), "a full replica comes last"
+    assert load.mark_lost("a")
+    assert not load.mark_lost("a"), "already marked"
+    assert load.list_replicas("app") == ["b"]
+    assert (load.release("2"), load.find_replica("2"), load.release("2")) == ("b", None, None)
 
 
 def make_facts(**changes: Any) -> ModelFacts:
     facts = ModelFacts(
         name="m", pipeline="P", device="a:0", virtual=True, dtype="float32", tasks=("generate", "edit"),
-        takes={"generate": ("prompt", "width"), "edit": ("image",)}, multiple=8, sizes=((64, 64), (128, 128)),
-        fixed_sizes=False, steps=8, guidance=2.0, joins={"unet": True}, at_once=2, plan="plan of a",
+        parameters={"generate": ("prompt", "width"), "edit": ("image",)}, multiple=8, sizes=((64, 64), (128, 128)),
+        fixed_sizes=False, steps=8, guidance=2.0, batched={"unet": True}, max_concurrent=2, plan="plan of a",
     )  # fmt: skip
     return replace(facts, **changes)
 
 
-def test_a_pool_takes_what_all_of_its_devices_take() -> None:
+def test_a_pool_accepts_what_all_of_its_devices_accept() -> None:
     other = make_facts(
-        device="b:0", tasks=("generate",), takes={"generate": ("prompt",)}, multiple=12, sizes=((64, 64),),
-        fixed_sizes=True, joins={"unet": False}, plan="plan of b",
+        device="b:0", tasks=("generate",), parameters={"generate": ("prompt",)}, multiple=12, sizes=((64, 64),),
+        fixed_sizes=True, batched={"unet": False}, plan="plan of b",
     )  # fmt: skip
-    (joined,) = merge_facts([[make_facts()], [other]], 5)
-    assert (joined.tasks, joined.takes) == (("generate",), {"generate": ("prompt",)})
-    assert (joined.multiple, joined.sizes, joined.fixed_sizes, joined.at_once) == (24, ((64, 64),), True, 5)
-    assert (joined.device, joined.joins) == ("a:0, b:0", {"unet": True})
-    assert "plan of a" in joined.plan
-    assert "plan of b" in joined.plan
-    beats = [Heartbeat(None, 5, {1: 2}, ("m",)), Heartbeat(7, 6, {2: 1}, ("m", "n"))]
-    assert add_heartbeats(beats[1], beats) == Heartbeat(7, 11, {2: 1}, ("m", "n"))
+    (merged,) = merge_facts([[make_facts()], [other]], 5)
+    assert (merged.tasks, merged.parameters) == (("generate",), {"generate": ("prompt",)})
+    assert (merged.multiple, merged.sizes, merged.fixed_sizes, merged.max_concurrent) == (24, ((64, 64),), True, 5)
+    assert (merged.device, merged.batched) == ("a:0, b:0", {"unet": True})
+    assert "plan of a" in merged.plan
+    assert "plan of b" in merged.plan
+    heartbeats = [Heartbeat(None, 5, {1: 2}, ("m",)), Heartbeat(7, 6, {2: 1}, ("m", "n"))]
+    assert add_heartbeats(heartbeats[1], heartbeats) == Heartbeat(7, 11, {2: 1}, ("m", "n"))
 
 
-def test_replicas_that_ray_gives_no_number_claim_a_device_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_without_an_index_from_ray_claim_a_device_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    device, held = claim_device("cpu")
+    device, lock = claim_device("cpu")
     assert device == "cpu:0"
-    with pytest.raises(DeviceUnavailableError, match="all 1 devices of cpu"):
+    with pytest.raises(DeviceUnavailableError, match="all 1 devices of cpu on this machine are in use"):
         claim_device("cpu")
-    held.close()
+    lock.close()
     claim_device("cpu")[1].close()
 
 
-def run(*options: str) -> Any:
+def run_serve(*options: str) -> Any:
     command = [sys.executable, "-m", "anyaccel", "serve", "--port", "0", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "words"),
+    ("options", "status", "message"),
     [
         (("--replicas", "2"), 2, "served on Ray"),
         (("--device", "cpu", "--device", "virtual:hpu"), 2, "served on Ray"),
-        (("--ray", "here"), 2, "no address"),
-        (("--ray", "ray://127.0.0.1:10001"), 2, "Ray's client"),
+        (("--ray", "here"), 2, "not a valid address"),
+        (("--ray", "ray://127.0.0.1:10001"), 2, "Ray Client"),
         (("--ray", "127.0.0.1:9"), 3, "no Ray cluster answers at 127.0.0.1:9"),
-        (("--ray", "auto", "--replicas", "some"), 2, "no number of replicas"),
+        (("--ray", "auto", "--replicas", "some"), 2, "not a valid number of replicas"),
     ],
 )
-def test_what_cannot_be_is_said_at_once(options: tuple[str, ...], status: int, words: str, tmp_path: Path) -> None:
-    ran = run(*options, "--data", str(tmp_path))
-    assert (ran.returncode, "Traceback" in ran.stderr) == (status, False), ran.stderr
-    assert words in ran.stderr
-    assert "hint:" in ran.stderr
+def test_invalid_options_are_rejected_at_the_start(
+    options: tuple[str, ...], status: int, message: str, tmp_path: Path
+) -> None:
+    done = run_serve(*options, "--data", str(tmp_path))
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert message in done.stderr
+    assert "hint:" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_replicas_are_a_number_or_auto() -> None:
+def test_replicas_are_an_integer_or_auto() -> None:
     assert [read_replicas(text) for text in (None, "auto", "3")] == [None, "auto", 3]
     for text in ("0", "-1", "many", "1.5"):
-        with pytest.raises(UsageError, match="no number"):
+        with pytest.raises(UsageError, match="not a valid number of replicas"):
             read_replicas(text)

@@ -65,7 +65,7 @@ def list_leftovers(model: torch.nn.Module) -> list[str]:
 def on_hpu(use: Callable[[], Any], *, streams: bool, **options: Any) -> Any:
     def run_on_device(accelerator: VirtualAccelerator) -> Any:
         silence_output()
-        Driver.marks = streams
+        Driver.has_events = streams
         with torch.no_grad():
             return use()
 

@@ -1,4 +1,4 @@
-"""Calls that meet at a model: joined step by step, each picture is the one that it would have been alone."""
+"""Step batching: concurrent calls share denoiser batches, and each image equals the one of a single call."""
 
 import functools
 import itertools
@@ -19,10 +19,10 @@ from anyaccel.forward_overrides import Slot, get_override, remove_override, set_
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.batching.batched_args import join, make_call_args, split
+from anyaccel.runtime.workarounds.nan_check import RecordEvent
+from anyaccel.server.batching.batched_args import join_args, make_call_args, split_result
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
-from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher, _Waiting
+from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher, _PendingCall
 
 
 def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -31,531 +31,535 @@ def make_call(name: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def begin_together(shared: SharedPipeline, model: str, calls: int) -> None:
-    """Let so many calls wait for one another before their first step: from then on each waits for all by itself."""
-    meeting, first, seen = shared.meetings[model], threading.Barrier(calls), set[int]()
+    """Hold `calls` calls until all have reached their first step; after that the batcher keeps them together."""
+    batched, first_step, started = shared.forwards[model], threading.Barrier(calls), set[int]()
 
     def wait_first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        who = threading.get_ident()
-        if who not in seen:
-            seen.add(who)
-            with shared.rendezvous.changed:
-                shared.rendezvous.where[who] = meeting  # on the way there: the others will not begin without it
-                shared.rendezvous.changed.notify_all()
-            first.wait(60)
+        thread_id = threading.get_ident()
+        if thread_id not in started:
+            started.add(thread_id)
+            with shared.batcher.changed:
+                shared.batcher.active_calls[thread_id] = batched  # from now on the others wait for this call
+                shared.batcher.changed.notify_all()
+            first_step.wait(60)
         return forward(*args, **kwargs)
 
-    set_override(meeting.module, Slot.RECORDING, wait_first)
+    set_override(batched.module, Slot.RECORDING, wait_first)
 
 
-def call_at(meeting: BatchedForward, *args: Any) -> Any:
-    """Call a model as its override does."""
-    return meeting(meeting.run, args, {})
+def call_at(batched: BatchedForward, *args: Any) -> Any:
+    """Call a model the way its override is called."""
+    return batched(batched.run, args, {})
 
 
-def step_together(meeting: BatchedForward, calls: int, steps: int, between: Callable[[], None] = lambda: None) -> None:
-    """Let so many calls take so many steps, with something to do after each; none begins before all are there."""
-    there, begin = meeting.rendezvous, threading.Barrier(calls)
+def step_together(batched: BatchedForward, calls: int, steps: int, between: Callable[[], None] = lambda: None) -> None:
+    """Run `calls` concurrent calls of `steps` steps that start together; run `between` after each step."""
+    batcher, begin = batched.batcher, threading.Barrier(calls)
 
     def call() -> None:
-        with there.taking_part(), torch.no_grad():
-            with there.changed:
-                there.where[threading.get_ident()] = meeting
+        with batcher.participating(), torch.no_grad():
+            with batcher.changed:
+                batcher.active_calls[threading.get_ident()] = batched
             begin.wait(60)
             for _ in range(steps):
-                call_at(meeting, torch.zeros(1, 2))
+                call_at(batched, torch.zeros(1, 2))
                 between()
 
     with ThreadPoolExecutor(calls) as threads:
-        for one in [threads.submit(call) for _ in range(calls)]:
-            one.result(60)
+        for future in [threads.submit(call) for _ in range(calls)]:
+            future.result(60)
 
 
-def mark_in(seen: list[str]) -> Mark:
-    """Marks that are counted; whoever waits for one is written down."""
+def record_waits(log: list[str]) -> RecordEvent:
+    """Return a `mark` that numbers its events and logs each wait for one."""
     marks = itertools.count(1)
-    return lambda: functools.partial(seen.append, f"wait for {next(marks)}")
+    return lambda: functools.partial(log.append, f"wait for {next(marks)}")
 
 
-def pixels(made: Any) -> Any:
-    return numpy.asarray(made.images if hasattr(made, "images") else made.frames)
+def pixels(output: Any) -> Any:
+    return numpy.asarray(output.images if hasattr(output, "images") else output.frames)
 
 
 @pytest.mark.parametrize(
     "name", ["stable-diffusion", "flux", "stable-diffusion-3", "pixart-alpha", "stable-diffusion-xl"]
 )
-def test_each_picture_is_what_it_would_be_alone(name: str) -> None:
+def test_batched_calls_give_the_same_images_as_single_calls(name: str) -> None:
     pipe = place(recipes()[name].make(), "cpu", dtype="float32")
     pipe.set_progress_bar_config(disable=True)
-    asked = [(0, 6), (1, 4), (2, 8), (3, 6)]
+    requests = [(0, 6), (1, 4), (2, 8), (3, 6)]
     denoiser = "unet" if hasattr(pipe, "unet") else "transformer"
-    runs: Counter[int] = Counter()
-    alone: list[Any] = []
-    counting = getattr(pipe, denoiser).register_forward_hook(lambda *_: runs.update([len(alone)]))
-    for seed, steps in asked:
-        alone.append(pixels(pipe(**make_call(name, seed, steps))))
-    counting.remove()
-    shared = SharedPipeline(pipe, patience_s=60.0)
-    joins = shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2))
-    assert joins[denoiser], joins
-    begin_together(shared, denoiser, len(asked))
-    with ThreadPoolExecutor(len(asked)) as threads:
-        made = list(threads.map(lambda one: pixels(shared.run(make_call(name, *one))), asked))
-    for one, other in zip(made, alone, strict=True):
-        assert numpy.abs(one - other).max() < 1e-4
-    seen = shared.meetings[denoiser].seen
-    under_way = Counter(sum(count > past for count in runs.values()) for past in range(max(runs.values())))
-    assert seen.sizes == under_way, "whoever was under way took part in every round"
+    denoiser_calls: Counter[int] = Counter()
+    expected: list[Any] = []
+    counter = getattr(pipe, denoiser).register_forward_hook(lambda *_: denoiser_calls.update([len(expected)]))
+    for seed, steps in requests:
+        expected.append(pixels(pipe(**make_call(name, seed, steps))))
+    counter.remove()
+    shared = SharedPipeline(pipe, max_wait_s=60.0)
+    enabled = shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2))
+    assert enabled[denoiser], enabled
+    begin_together(shared, denoiser, len(requests))
+    with ThreadPoolExecutor(len(requests)) as threads:
+        images = list(threads.map(lambda request: pixels(shared.run(make_call(name, *request))), requests))
+    for image, wanted in zip(images, expected, strict=True):
+        assert numpy.abs(image - wanted).max() < 1e-4
+    stats = shared.forwards[denoiser].stats
+    longest = max(denoiser_calls.values())
+    running = Counter(sum(count > step for count in denoiser_calls.values()) for step in range(longest))
+    assert stats.sizes == running, "every running call is in every batch"
     shared.close()
     assert get_override(getattr(pipe, denoiser), Slot.BATCHING) is None
     remove_override(getattr(pipe, denoiser), Slot.RECORDING)
-    assert numpy.abs(pixels(pipe(**make_call(name, *asked[0]))) - alone[0]).max() < 1e-5
+    assert numpy.abs(pixels(pipe(**make_call(name, *requests[0]))) - expected[0]).max() < 1e-5
 
 
-def test_one_that_fails_leaves_and_the_others_go_on() -> None:
+def test_a_failing_call_does_not_stop_the_others() -> None:
     name = "stable-diffusion"
     pipe = place(recipes()[name].make(), "cpu", dtype="float32")
     pipe.set_progress_bar_config(disable=True)
-    alone = pixels(pipe(**make_call(name, 1, 6)))
-    shared = SharedPipeline(pipe, patience_s=5.0)
+    expected = pixels(pipe(**make_call(name, 1, 6)))
+    shared = SharedPipeline(pipe, max_wait_s=5.0)
     shared.warm_up(make_call(name, 8, 2), make_call(name, 9, 2))
 
     def stop(pipe: Any, step: int, timestep: Any, values: Any) -> Any:
         if step == 1:
-            raise RuntimeError("a client that went away")
+            raise RuntimeError("the client disconnected")
         return values
 
     with ThreadPoolExecutor(2) as threads:
         failing = threads.submit(shared.run, {**make_call(name, 0, 6), "callback_on_step_end": stop})
-        going = threads.submit(shared.run, make_call(name, 1, 6))
-        with pytest.raises(RuntimeError, match="went away"):
+        other = threads.submit(shared.run, make_call(name, 1, 6))
+        with pytest.raises(RuntimeError, match="disconnected"):
             failing.result(60)
-        assert numpy.abs(pixels(going.result(60)) - alone).max() < 1e-4
-    assert not shared.rendezvous.where
+        assert numpy.abs(pixels(other.result(60)) - expected).max() < 1e-4
+    assert not shared.batcher.active_calls
 
 
-def test_a_round_that_fails_as_one_is_run_call_by_call() -> None:
+def test_a_failing_batch_is_run_call_by_call() -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
     pipe.set_progress_bar_config(disable=True)
-    shared = SharedPipeline(pipe, patience_s=60.0)
+    shared = SharedPipeline(pipe, max_wait_s=60.0)
     shared.warm_up(make_call("stable-diffusion", 8, 2), make_call("stable-diffusion", 9, 2))
     begin_together(shared, "unet", 2)
-    meeting = shared.meetings["unet"]
-    plain, rows = meeting.run, []
+    batched = shared.forwards["unet"]
+    original_run, rows = batched.run, []
 
     def run(sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         rows.append(len(sample))
         if len(sample) > 2:
-            raise torch.OutOfMemoryError("too many")
-        return plain(sample, *args, **kwargs)
+            raise torch.OutOfMemoryError("batch too large")
+        return original_run(sample, *args, **kwargs)
 
-    meeting.run = run  # type: ignore[method-assign]
+    batched.run = run  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda seed: shared.run(make_call("stable-diffusion", seed, 4)), (0, 1)))
-    assert len(made) == 2
-    assert max(rows) == 4, "they were tried as one"
+        outputs = list(threads.map(lambda seed: shared.run(make_call("stable-diffusion", seed, 4)), (0, 1)))
+    assert len(outputs) == 2
+    assert max(rows) == 4, "the batch was tried first"
 
 
-def test_whoever_is_not_taking_part_runs_as_ever() -> None:
+def test_a_thread_that_does_not_participate_runs_unbatched() -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
     pipe.set_progress_bar_config(disable=True)
     expected = pixels(pipe(**make_call("stable-diffusion", 0, 2)))
-    SharedPipeline(pipe, patience_s=60.0)
+    SharedPipeline(pipe, max_wait_s=60.0)
     assert numpy.abs(pixels(pipe(**make_call("stable-diffusion", 0, 2))) - expected).max() < 1e-5
 
 
-def test_arguments_are_joined_row_by_row() -> None:
+def test_arguments_are_joined_along_the_batch_dimension() -> None:
     shared = torch.arange(6).view(2, 3)
 
-    def ticket(rows: int, time: float, **more: Any) -> Any:
-        return make_call_args((torch.full((rows, 5), time), torch.tensor(time)), {"ids": shared.clone(), **more})
+    def call_args(rows: int, time: float, **extra: Any) -> Any:
+        return make_call_args((torch.full((rows, 5), time), torch.tensor(time)), {"ids": shared.clone(), **extra})
 
-    first, second = ticket(1, 1.0), ticket(3, 2.0)
-    assert first.joins(second)
-    (values, times), kwargs = join([first, second])
+    first, second = call_args(1, 1.0), call_args(3, 2.0)
+    assert first.can_join(second)
+    (values, times), kwargs = join_args([first, second])
     assert values.shape == (4, 5)
     assert times.tolist() == [1.0, 2.0, 2.0, 2.0]
     assert torch.equal(kwargs["ids"], shared)
-    one, other = split((values, {"a": values + 1}), [1, 3])
-    assert one[0].shape == (1, 5)
-    assert other[1]["a"].shape == (3, 5)
-    assert not first.joins(ticket(1, 1.0, scale=2)), "another argument"
-    assert not ticket(1, 1.0, scale=1).joins(ticket(1, 1.0, scale=2))
+    first_result, second_result = split_result((values, {"a": values + 1}), [1, 3])
+    assert first_result[0].shape == (1, 5)
+    assert second_result[1]["a"].shape == (3, 5)
+    assert not first.can_join(call_args(1, 1.0, scale=2)), "an extra argument"
+    assert not call_args(1, 1.0, scale=1).can_join(call_args(1, 1.0, scale=2))
     assert make_call_args((object(),), {}) is None
     nested = make_call_args((torch.zeros(1, 5),), {"more": {"ids": [shared]}, "scale": 1})
     assert nested is not None
-    assert nested.joins(nested)
-    assert not nested.joins(first)
-    (again,), named = join([nested])
-    assert torch.equal(again, torch.zeros(1, 5))
-    assert named == {"more": {"ids": [shared]}, "scale": 1}
+    assert nested.can_join(nested)
+    assert not nested.can_join(first)
+    (joined,), kwargs = join_args([nested])
+    assert torch.equal(joined, torch.zeros(1, 5))
+    assert kwargs == {"more": {"ids": [shared]}, "scale": 1}
     other_ids = make_call_args((torch.zeros(1, 5), torch.tensor(0.0)), {"ids": shared + 1})
     assert other_ids is not None
-    assert not first.joins(other_ids), "what they share is not the same"
+    assert not first.can_join(other_ids), "the shared tensors differ"
 
 
-def test_nobody_waits_for_one_that_is_elsewhere() -> None:
+def test_a_call_that_reached_no_model_is_not_waited_for() -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32")
     pipe.set_progress_bar_config(disable=True)
-    shared = SharedPipeline(pipe, patience_s=60.0)
+    shared = SharedPipeline(pipe, max_wait_s=60.0)
     shared.warm_up(make_call("stable-diffusion", 8, 2), make_call("stable-diffusion", 9, 2))
-    inside, go_on = threading.Event(), threading.Event()
+    started, proceed = threading.Event(), threading.Event()
 
     def wait() -> None:
-        with shared.rendezvous.taking_part():
-            inside.set()
-            go_on.wait(60)
+        with shared.batcher.participating():
+            started.set()
+            proceed.wait(60)
 
     with ThreadPoolExecutor(2) as threads:
         slow = threads.submit(wait)
-        assert inside.wait(60)
+        assert started.wait(60)
         shared.run(make_call("stable-diffusion", 0, 4))
-        go_on.set()
+        proceed.set()
         slow.result(60)
 
 
-def test_calls_do_not_run_ahead_of_a_device_that_does_its_work_later() -> None:
-    """Whoever comes while another call is at its steps joins it, though its steps are asked for in no time."""
+def test_calls_do_not_run_ahead_of_an_asynchronous_device() -> None:
+    """A new call joins a running one, although the device accepts all of its steps without blocking."""
     steps, marks = 8, itertools.count(1)
-    under_way = threading.Event()
+    second_step = threading.Event()
 
-    class Later(torch.nn.Module):
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            return given + 1
+    class AddOne(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return sample + 1
 
     def mark() -> Callable[[], None]:
         return functools.partial(wait, next(marks))
 
     def wait(number: int) -> None:
-        """The device is done with the second step when the other call has come."""
+        """Finish the second step only after the other call has arrived."""
         if number == 2:
-            under_way.set()
-            with there.changed:
-                assert there.changed.wait_for(lambda: len(meeting.waiting) == 2, 60)
+            second_step.set()
+            with batcher.changed:
+                assert batcher.changed.wait_for(lambda: len(batched.pending) == 2, 60)
 
-    there = StepBatcher(most_calls=4, patience_s=60, mark=mark)
-    meeting = BatchedForward(Later(), there)
+    batcher = StepBatcher(max_calls=4, max_wait_s=60, mark=mark)
+    batched = BatchedForward(AddOne(), batcher)
 
     def call() -> torch.Tensor:
-        made = torch.zeros(1, 2)
-        with there.taking_part(), torch.no_grad():
+        sample = torch.zeros(1, 2)
+        with batcher.participating(), torch.no_grad():
             for _ in range(steps):
-                made = call_at(meeting, made)
-        return made
+                sample = call_at(batched, sample)
+        return sample
 
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(call)
-        assert under_way.wait(60), "the calls run ahead of the device"
+        assert second_step.wait(60), "the calls run ahead of the device"
         second = threads.submit(call)
         assert first.result(60).tolist() == second.result(60).tolist() == [[float(steps)] * 2]
-    assert meeting.seen.sizes == {1: 6, 2: 5}, "three steps of each alone, and all others together"
-    assert not there.busy
-    assert not there.asked, "nobody is there to wait for it"
+    assert batched.stats.sizes == {1: 6, 2: 5}, "three steps of each call run alone, all others are shared"
+    assert not batcher.busy
+    assert not batcher.enqueued, "no call is left to wait for it"
 
 
-def test_a_device_is_asked_for_a_round_while_it_does_the_one_before() -> None:
-    seen: list[str] = []
+def test_the_next_batch_is_enqueued_while_the_device_runs_one() -> None:
+    log: list[str] = []
 
-    class Told(torch.nn.Module):
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            seen.append("run")
-            return given
+    class Logged(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            log.append("run")
+            return sample
 
-    there = StepBatcher(most_calls=4, mark=mark_in(seen))
-    meeting = BatchedForward(Told(), there)
-    with there.taking_part(), torch.no_grad():
+    batcher = StepBatcher(max_calls=4, mark=record_waits(log))
+    batched = BatchedForward(Logged(), batcher)
+    with batcher.participating(), torch.no_grad():
         for _ in range(4):
-            call_at(meeting, torch.zeros(1, 2))
-    assert seen == ["run", "run", "wait for 1", "run", "wait for 2", "run"]
+            call_at(batched, torch.zeros(1, 2))
+    assert log == ["run", "run", "wait for 1", "run", "wait for 2", "run"]
 
 
-def test_a_decoder_keeps_no_round_from_being_asked_for() -> None:
-    """It lies behind one round, and the next one behind both: the device does not stand idle after a decoder."""
-    seen: list[str] = []
-    there = StepBatcher(most_calls=4, mark=mark_in(seen))
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    decoder = BatchedForward(torch.nn.Identity(), there, joins=False, steps=False)
-    with there.taking_part(), torch.no_grad():
-        call_at(meeting, torch.zeros(1, 2))
+def test_a_decoder_does_not_count_against_the_look_ahead_limit() -> None:
+    """The next batch is enqueued behind a decoder, so the device is not idle after it."""
+    log: list[str] = []
+    batcher = StepBatcher(max_calls=4, mark=record_waits(log))
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    decoder = BatchedForward(torch.nn.Identity(), batcher, enabled=False, is_denoiser=False)
+    with batcher.participating(), torch.no_grad():
+        call_at(batched, torch.zeros(1, 2))
         call_at(decoder, torch.zeros(1, 2))
-        call_at(meeting, torch.zeros(1, 2))
-        assert seen == []
-        call_at(meeting, torch.zeros(1, 2))
-    assert seen == ["wait for 2"], "the first round, with the decoder behind it"
+        call_at(batched, torch.zeros(1, 2))
+        assert log == []
+        call_at(batched, torch.zeros(1, 2))
+    assert log == ["wait for 2"], "the first batch and the decoder behind it"
 
 
-def test_a_call_that_is_missing_is_waited_for_until_the_device_is_idle() -> None:
-    seen: list[str] = []
-    there = StepBatcher(most_calls=4, patience_s=0, mark=lambda: lambda: seen.append("idle"))
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    with there.taking_part(), torch.no_grad():
-        call_at(meeting, torch.zeros(1, 2))
-        with there.changed:
-            there.where[-1] = meeting  # another call, on the way here
-        assert seen == []
-        call_at(meeting, torch.zeros(1, 2))
-        assert seen == ["idle"]
-        with there.changed:
-            del there.where[-1]
+def test_a_missing_call_is_waited_for_until_the_device_is_idle() -> None:
+    log: list[str] = []
+    batcher = StepBatcher(max_calls=4, max_wait_s=0, mark=lambda: lambda: log.append("idle"))
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    with batcher.participating(), torch.no_grad():
+        call_at(batched, torch.zeros(1, 2))
+        with batcher.changed:
+            batcher.active_calls[-1] = batched  # another call that is about to arrive
+        assert log == []
+        call_at(batched, torch.zeros(1, 2))
+        assert log == ["idle"]
+        with batcher.changed:
+            del batcher.active_calls[-1]
 
 
-def test_between_rounds_one_goes_on_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.server.batching.step_batcher._TURN_S", 60)
-    there = StepBatcher(most_calls=4, patience_s=60)
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    inside, most = [0], [0]
+def test_one_thread_at_a_time_runs_python_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyaccel.server.batching.step_batcher._SLOT_TIMEOUT_S", 60)
+    batcher = StepBatcher(max_calls=4, max_wait_s=60)
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    running, peak = [0], [0]
 
-    def go_on() -> None:
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
+    def use_slot() -> None:
+        running[0] += 1
+        peak[0] = max(peak[0], running[0])
         time.sleep(0.002)
-        inside[0] -= 1
+        running[0] -= 1
 
-    step_together(meeting, 4, 6, go_on)
-    assert most == [1]
-    assert there.whose is None
-    assert there.turn.acquire(blocking=False)
+    step_together(batched, 4, 6, use_slot)
+    assert peak == [1]
+    assert batcher.slot_owner is None
+    assert batcher.gil_slot.acquire(blocking=False)
 
 
-def test_a_turn_is_waited_for_as_long_as_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many are before, each by itself is short."""
-    monkeypatch.setattr("anyaccel.server.batching.step_batcher._TURN_S", 1)
-    there = StepBatcher(most_calls=8)
-    inside, most = [0], [0]
+def test_the_slot_is_waited_for_as_long_as_threads_release_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout starts again with every release, so a long queue of short holders does not exceed it."""
+    monkeypatch.setattr("anyaccel.server.batching.step_batcher._SLOT_TIMEOUT_S", 1)
+    batcher = StepBatcher(max_calls=8)
+    running, peak = [0], [0]
 
-    def go_on() -> None:
-        there.take_turn()
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
+    def use_slot() -> None:
+        batcher.acquire_gil_slot()
+        running[0] += 1
+        peak[0] = max(peak[0], running[0])
         time.sleep(0.15)
-        inside[0] -= 1
-        there.pass_on()
+        running[0] -= 1
+        batcher.release_gil_slot()
 
     with ThreadPoolExecutor(8) as threads:
-        for one in [threads.submit(go_on) for _ in range(8)]:
-            one.result(60)
-    assert most == [1]
+        for future in [threads.submit(use_slot) for _ in range(8)]:
+            future.result(60)
+    assert peak == [1]
 
 
-def test_one_that_waits_for_something_else_does_not_keep_the_turn() -> None:
-    there = StepBatcher(most_calls=4, patience_s=0.01)
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    has_the_turn, other_done = threading.Event(), threading.Event()
+def test_a_blocked_slot_owner_does_not_block_other_calls() -> None:
+    batcher = StepBatcher(max_calls=4, max_wait_s=0.01)
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    has_slot, other_done = threading.Event(), threading.Event()
 
     def wait() -> None:
-        with there.taking_part(), torch.no_grad():
-            call_at(meeting, torch.zeros(1, 2))
-            has_the_turn.set()
-            assert other_done.wait(60), "the other cannot go on"
+        with batcher.participating(), torch.no_grad():
+            call_at(batched, torch.zeros(1, 2))
+            has_slot.set()
+            assert other_done.wait(60), "the other call is blocked"
 
-    def go_on() -> None:
-        with there.taking_part(), torch.no_grad():
-            assert has_the_turn.wait(60)
-            call_at(meeting, torch.zeros(1, 2))
+    def run() -> None:
+        with batcher.participating(), torch.no_grad():
+            assert has_slot.wait(60)
+            call_at(batched, torch.zeros(1, 2))
             other_done.set()
 
     with ThreadPoolExecutor(2) as threads:
-        for one in [threads.submit(wait), threads.submit(go_on)]:
-            one.result(60)
+        for future in [threads.submit(wait), threads.submit(run)]:
+            future.result(60)
 
 
 @torch.no_grad()
-def test_a_graph_of_another_model_is_not_replayed() -> None:
-    """Graphs that were captured before stay in use beneath the batching, and are dropped when adapters change."""
+def test_a_captured_graph_is_dropped_when_the_weights_change() -> None:
+    """Graphs that were captured before batching stay in use beneath it until an adapter changes the weights."""
     pipe: Any = recipes()["stable-diffusion"].make()
 
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         return function(), lambda: None
 
-    capture = GraphCapture(pipe.unet, Recorder(record, warm=1), lambda: None)
+    capture = GraphCapture(pipe.unet, Recorder(record, warmup_runs=1), lambda: None)
     set_override(pipe.unet, Slot.CAPTURE, capture)
     capture.begin_call()
-    given = {
+    inputs = {
         "sample": torch.ones(1, 4, 8, 8),
         "timestep": torch.tensor(1),
         "encoder_hidden_states": torch.ones(1, 7, 32),
     }
     for _ in range(3):
-        pipe.unet(**given)
+        pipe.unet(**inputs)
     assert capture.captured_shapes == 1
     shared = SharedPipeline(pipe)
-    shared.renew()
+    shared.drop_stale_captures()
     assert capture.captured_shapes == 1, "nothing changed"
     pipe.unet.conv_in.weight = torch.nn.Parameter(pipe.unet.conv_in.weight * 2)
-    shared.renew()
+    shared.drop_stale_captures()
     assert not capture.captured_shapes
     shared.close()
 
 
-def test_a_call_that_is_decoded_does_not_take_the_turn() -> None:
-    there = StepBatcher(most_calls=4)
-    decoder = BatchedForward(torch.nn.Identity(), there, steps=False)
-    with there.taking_part(), torch.no_grad():
+def test_a_decoder_call_does_not_take_the_gil_slot() -> None:
+    batcher = StepBatcher(max_calls=4)
+    decoder = BatchedForward(torch.nn.Identity(), batcher, is_denoiser=False)
+    with batcher.participating(), torch.no_grad():
         call_at(decoder, torch.zeros(1, 2))
-        assert there.whose is None
+        assert batcher.slot_owner is None
 
 
-@pytest.mark.parametrize("where", ["a comparison", "the device"])
-def test_an_error_beside_the_model_is_one_call_s_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call that meets it hears of it; nothing of it stays, and the next one runs."""
-    broken = [True]
+@pytest.mark.parametrize("source", ["comparison", "device"])
+def test_an_error_outside_the_model_fails_only_one_call(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that hits the error raises it, and the next call runs normally."""
+    failing = [True]
 
     def fail() -> None:
-        if broken[0]:
-            broken[0] = False
+        if failing[0]:
+            failing[0] = False
             raise RuntimeError("out of memory")
 
-    def joins(*_: object) -> bool:
+    def can_join(*_: object) -> bool:
         fail()
         return True
 
-    there = StepBatcher(most_calls=4, mark=lambda: lambda: None)
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    with there.taking_part(), torch.no_grad():
+    batcher = StepBatcher(max_calls=4, mark=lambda: lambda: None)
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    with batcher.participating(), torch.no_grad():
         for _ in range(2):
-            call_at(meeting, torch.zeros(1, 2))
-        if where == "a comparison":
-            monkeypatch.setattr("anyaccel.server.batching.batched_args.Ticket.joins", joins)
+            call_at(batched, torch.zeros(1, 2))
+        if source == "comparison":
+            monkeypatch.setattr("anyaccel.server.batching.batched_args.CallArgs.can_join", can_join)
         else:
-            there.asked[0] = replace(there.asked[0], wait=fail)
+            batcher.enqueued[0] = replace(batcher.enqueued[0], wait=fail)
         with pytest.raises(RuntimeError, match="out of memory"):
-            call_at(meeting, torch.zeros(1, 2))
-        assert not there.busy
-        assert meeting.waiting == []
-        assert call_at(meeting, torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+            call_at(batched, torch.zeros(1, 2))
+        assert not batcher.busy
+        assert batched.pending == []
+        assert call_at(batched, torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
 
 
-def test_a_device_that_cannot_tell_how_far_it_is_has_one_round_at_a_time() -> None:
-    seen: list[str] = []
-    there = StepBatcher(most_calls=4, mark=lambda: lambda: seen.append(f"wait, busy: {there.busy}"), exact=False)
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    with there.taking_part(), torch.no_grad():
+def test_a_device_without_exact_events_runs_one_batch_at_a_time() -> None:
+    log: list[str] = []
+    batcher = StepBatcher(max_calls=4, mark=lambda: lambda: log.append(f"wait, busy: {batcher.busy}"), exact=False)
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    with batcher.participating(), torch.no_grad():
         for _ in range(3):
-            call_at(meeting, torch.zeros(1, 2))
-            seen.append("asked")
-    assert seen == ["asked", "wait, busy: True", "asked", "wait, busy: True", "asked"]
+            call_at(batched, torch.zeros(1, 2))
+            log.append("enqueued")
+    assert log == ["enqueued", "wait, busy: True", "enqueued", "wait, busy: True", "enqueued"]
 
 
-def test_what_calls_share_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device the host waits for the answer."""
-    asked: list[bool] = []
+def test_shared_tensors_are_compared_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.equal` synchronizes with the device."""
+    compared: list[bool] = []
     equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda one, other: asked.append(True) or equal(one, other))  # type: ignore[func-returns-value]
-    rows, places, others = torch.zeros(1, 2), torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2)
-    first, second = make_call_args((rows, places), {}), make_call_args((rows, others), {})
+    monkeypatch.setattr(torch, "equal", lambda left, right: compared.append(True) or equal(left, right))  # type: ignore[func-returns-value]
+    rows, ids, other_ids = torch.zeros(1, 2), torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2)
+    first, second = make_call_args((rows, ids), {}), make_call_args((rows, other_ids), {})
     assert first is not None
     assert second is not None
-    assert [first.joins(second) for _ in range(3)] == [True] * 3
-    assert len(asked) == 1
-    others.add_(1)
-    assert not first.joins(second), "it changed"
+    assert [first.can_join(second) for _ in range(3)] == [True] * 3
+    assert len(compared) == 1
+    other_ids.add_(1)
+    assert not first.can_join(second), "the tensor changed"
 
 
-def test_a_round_has_no_more_calls_than_were_asked_for() -> None:
-    there = StepBatcher(most_calls=2, patience_s=60)
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    step_together(meeting, 3, 4)
-    assert meeting.seen.sizes == {2: 4, 1: 4}, "the two that came first together, and then the third"
+def test_a_batch_has_at_most_max_calls_calls() -> None:
+    batcher = StepBatcher(max_calls=2, max_wait_s=60)
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    step_together(batched, 3, 4)
+    assert batched.stats.sizes == {2: 4, 1: 4}, "the two oldest calls together, then the third"
 
 
-def test_who_came_beyond_a_full_batch_takes_the_place_of_one_that_is_missing() -> None:
-    there = StepBatcher(most_calls=2)
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    ticket = make_call_args((torch.zeros(1, 2),), {})
-    assert ticket is not None
-    there.where = dict.fromkeys((1, 2, 3), meeting)  # in the order of their coming
-    third, first, second = (_Waiting(ticket, who, since=0.0) for who in (3, 1, 2))
-    meeting.waiting = [third, first]
-    assert not meeting._all_here(), "the second is needed, though two are here"
-    meeting.waiting = [first, second]
-    assert meeting._all_here(), "the third is not"
-    meeting.waiting = [third, first, second]
-    assert meeting._take() == [first, second], "the third waits longest, but came last"
-    meeting.waiting = [third, second]
-    assert meeting._take() == [second, third]
+def test_a_call_in_reserve_replaces_only_a_missing_one() -> None:
+    batcher = StepBatcher(max_calls=2)
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    call_args = make_call_args((torch.zeros(1, 2),), {})
+    assert call_args is not None
+    batcher.active_calls = dict.fromkeys((1, 2, 3), batched)  # oldest first
+    third, first, second = (_PendingCall(call_args, thread_id, enqueued_at=0.0) for thread_id in (3, 1, 2))
+    batched.pending = [third, first]
+    assert not batched._all_arrived(), "the second call is missing, although two are waiting"
+    batched.pending = [first, second]
+    assert batched._all_arrived(), "the third call is not needed"
+    batched.pending = [third, first, second]
+    assert batched._claim_batch() == [first, second], "the third call waits longest but is the newest"
+    batched.pending = [third, second]
+    assert batched._claim_batch() == [second, third]
 
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ({1: 1.0, 2: 1.9, 4: 4.0}, {2: 4, 1: 4}),  # a full batch of two is quicker a call than three quarters of four
-        ({1: 1.0, 2: 1.9, 4: 2.0}, {3: 4}),  # four take hardly longer than two: all go together, and one row is empty
+        ({1: 1.0, 2: 1.9, 4: 4.0}, {2: 4, 1: 4}),  # a full batch of two has more throughput than four rows with three
+        ({1: 1.0, 2: 1.9, 4: 2.0}, {3: 4}),  # four rows take hardly longer than two: three calls and one padded row
     ],
 )
-def test_a_batch_is_as_large_as_pays(seconds: dict[int, float], expected: dict[int, int]) -> None:
-    class Count(torch.nn.Module):
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            assert given.shape[0] in seconds, "a size that nobody made ready"
-            return given + 1
+def test_the_batch_size_with_the_highest_throughput_is_used(
+    seconds: dict[int, float], expected: dict[int, int]
+) -> None:
+    class CheckedSize(torch.nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            assert sample.shape[0] in seconds, "a batch size that was not prepared"
+            return sample + 1
 
-    there = StepBatcher(most_calls=4, patience_s=60)
-    meeting = BatchedForward(Count(), there)
-    meeting.full_rows = seconds
+    batcher = StepBatcher(max_calls=4, max_wait_s=60)
+    batched = BatchedForward(CheckedSize(), batcher)
+    batched.batch_seconds = seconds
     together = threading.Barrier(3)
 
-    def go(where: BatchedForward | None) -> None:
-        with there.changed:
-            there.where[threading.get_ident()] = where
-            there.changed.notify_all()
+    def move_to(model: BatchedForward | None) -> None:
+        with batcher.changed:
+            batcher.active_calls[threading.get_ident()] = model
+            batcher.changed.notify_all()
         together.wait(60)
 
     def call(start: float) -> list[float]:
-        made, seen = torch.full((1, 2), start), []
-        with there.taking_part(), torch.no_grad():
-            for _ in range(4):  # nobody is a step ahead, so that three come to each
-                go(meeting)
-                made = call_at(meeting, made)
-                go(None)  # whoever was left out need not wait for one that is through
-                seen.append(float(made[0, 0]))
-        return seen
+        sample, values = torch.full((1, 2), start), []
+        with batcher.participating(), torch.no_grad():
+            for _ in range(4):  # the barriers hold the three calls at the same step
+                move_to(batched)
+                sample = call_at(batched, sample)
+                move_to(None)  # a call that was left out must not wait for the finished ones
+                values.append(float(sample[0, 0]))
+        return values
 
     with ThreadPoolExecutor(3) as threads:
-        made = list(threads.map(call, (0.0, 10.0, 20.0)))
-    assert made == [[start + step for step in (1, 2, 3, 4)] for start in (0.0, 10.0, 20.0)]
-    assert meeting.seen.sizes == expected
-    assert not meeting.waiting
+        values = list(threads.map(call, (0.0, 10.0, 20.0)))
+    assert values == [[start + step for step in (1, 2, 3, 4)] for start in (0.0, 10.0, 20.0)]
+    assert batched.stats.sizes == expected
+    assert not batched.pending
 
 
-def test_what_ends_the_thread_that_runs_a_round_ends_no_other() -> None:
-    class Once(torch.nn.Module):
-        rounds = 0
+def test_an_interrupt_in_the_running_thread_does_not_end_other_calls() -> None:
+    class InterruptOnce(torch.nn.Module):
+        runs = 0
 
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            self.rounds += 1
-            if self.rounds == 1:
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            if self.runs == 1:
                 raise KeyboardInterrupt
-            return rows + 1
+            return sample + 1
 
-    there = StepBatcher(most_calls=3)
-    meeting, begin = BatchedForward(Once(), there), threading.Barrier(3)
+    batcher = StepBatcher(max_calls=3)
+    batched, begin = BatchedForward(InterruptOnce(), batcher), threading.Barrier(3)
 
     def call(start: float) -> float | str:
-        with there.taking_part(), torch.no_grad():
-            with there.changed:
-                there.where[threading.get_ident()] = meeting
+        with batcher.participating(), torch.no_grad():
+            with batcher.changed:
+                batcher.active_calls[threading.get_ident()] = batched
             begin.wait(60)
             try:
-                return float(call_at(meeting, torch.full((1, 2), start))[0, 0])
+                return float(call_at(batched, torch.full((1, 2), start))[0, 0])
             except KeyboardInterrupt:
                 return "interrupted"
 
+    starts = (0.0, 10.0, 20.0)
     with ThreadPoolExecutor(3) as threads:
-        made = [one.result(60) for one in [threads.submit(call, start) for start in (0.0, 10.0, 20.0)]]
-    assert made.count("interrupted") == 1, made
-    assert all(one in ("interrupted", start + 1) for one, start in zip(made, (0.0, 10.0, 20.0), strict=True)), made
-    assert not meeting.waiting
-    assert not there.busy
+        results = [future.result(60) for future in [threads.submit(call, start) for start in starts]]
+    assert results.count("interrupted") == 1, results
+    assert all(value in ("interrupted", start + 1) for value, start in zip(results, starts, strict=True)), results
+    assert not batched.pending
+    assert not batcher.busy
 
 
-def test_a_device_that_is_no_longer_waited_for_is_not() -> None:
-    waited: list[float] = []
-    there = StepBatcher(most_calls=4, mark=lambda: lambda: waited.append(time.monotonic()))
-    meeting = BatchedForward(torch.nn.Identity(), there)
-    with there.taking_part(), torch.no_grad():
+def test_without_a_mark_only_earlier_work_is_waited_for() -> None:
+    waits: list[float] = []
+    batcher = StepBatcher(max_calls=4, mark=lambda: lambda: waits.append(time.monotonic()))
+    batched = BatchedForward(torch.nn.Identity(), batcher)
+    with batcher.participating(), torch.no_grad():
         for _ in range(3):
-            call_at(meeting, torch.zeros(1, 2))
-        assert len(waited) == 1
-        there.mark = None
+            call_at(batched, torch.zeros(1, 2))
+        assert len(waits) == 1
+        batcher.mark = None
         for _ in range(3):
-            call_at(meeting, torch.zeros(1, 2))
-    assert len(waited) == 2, "what it was asked for before"
-    assert not there.busy
+            call_at(batched, torch.zeros(1, 2))
+    assert len(waits) == 2, "the work enqueued before"
+    assert not batcher.busy

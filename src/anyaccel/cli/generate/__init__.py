@@ -1,1 +1,1 @@
-"""`anyaccel generate`."""
+"""The `anyaccel generate` command."""

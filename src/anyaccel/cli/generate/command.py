@@ -1,4 +1,4 @@
-"""`anyaccel generate PROMPT…`: pictures from prompts, each in a file that says how it was made."""
+"""`anyaccel generate PROMPT…`: images from prompts, with the generation metadata in each file."""
 
 from __future__ import annotations
 
@@ -8,43 +8,78 @@ import typer
 
 from anyaccel.cli.generate.options import Options
 from anyaccel.cli.generate.run import GenerateRun
-from anyaccel.cli.terminal_image import WAYS
+from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Model, Steps, Text
+from anyaccel.cli.terminal_image import PROTOCOLS
 
-__all__ = ["generate_pictures"]
+__all__ = ["run_generate"]
 
-Text = str | None
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PROMPT", help="Description of an image; give several for several images."),
+]
+# None for options that have no default here: with --from, the metadata of the image supplies them.
+OptionalDevice = Annotated[
+    Text, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron. Default: auto.")
+]
+OptionalSpeed = Annotated[
+    Text,
+    typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image. Default: exact."),
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", "-s", help="Seed of the first image of each prompt. Default: random.")
+]
+Count = Annotated[int, typer.Option("-n", help="Number of images per prompt; each has the next higher seed.")]
+Negative = Annotated[
+    Text, typer.Option("--negative", help="Negative prompt: what to avoid in the images. Default: none.")
+]
+Guidance = Annotated[
+    float | None,
+    typer.Option("--guidance", help="Guidance scale: how closely to follow the prompt. Default: set by the pipeline."),
+]
+Output = Annotated[
+    Text,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="PATH|-",
+        help="File (.png, .jpg, .webp), folder/ or - for stdout. Default: the current folder.",
+    ),
+]
+PromptsFile = Annotated[
+    Text, typer.Option("--prompts", metavar="FILE", help="File with one prompt per line; - reads stdin.")
+]
+Source = Annotated[
+    Text,
+    typer.Option("--from", metavar="IMAGE", help="Regenerate an image from its metadata; other options override it."),
+]
+Show = Annotated[str, typer.Option("--show", help=f"How to show images in the terminal: {', '.join(PROTOCOLS)}.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Print the placement plan and generate nothing.")]
 
 
-def generate_pictures(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="What each picture shows.")] = None,
-    model: Annotated[Text, typer.Option("--model", "-m", help="A hub id or a folder; else the embedded one.")] = None,
-    device: Annotated[Text, typer.Option("--device", "-d", help="auto, a name, hpu:3, virtual:neuron.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", "-s", help="One seed, one picture; else a random one.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="How many steps a picture takes.")] = None,
-    size: Annotated[
-        Text, typer.Option("--size", metavar="WxH", help="In pixels: 640x480, or 512 for a square.")
-    ] = None,
-    count: Annotated[int, typer.Option("-n", help="Pictures of each prompt; the seed goes up by one.")] = 1,
-    negative: Annotated[Text, typer.Option("--negative", help="What the pictures shall not show.")] = None,
-    guidance: Annotated[float | None, typer.Option("--guidance", help="How closely to follow the prompt.")] = None,
-    dtype: Annotated[Text, typer.Option("--dtype", help="float32, bf16, fp16; else the device's best.")] = None,
-    speed: Annotated[Text, typer.Option("--speed", help="exact; fast and draft are not quite the same.")] = None,
-    output: Annotated[
-        Text, typer.Option("--output", "-o", metavar="PATH|-", help="A file (png, jpg, webp), a folder/, or stdout.")
-    ] = None,
-    prompts_file: Annotated[
-        Text, typer.Option("--prompts", metavar="FILE", help="A prompt a line; - is stdin.")
-    ] = None,
-    source: Annotated[Text, typer.Option("--from", metavar="PICTURE", help="Make this picture again.")] = None,
-    grid: Annotated[bool, typer.Option("--grid", help="Write a contact sheet besides.")] = False,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Write over files that are there.")] = False,
-    show: Annotated[str, typer.Option("--show", help=f"In the terminal: {', '.join(WAYS)}.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print the plan with its reasons; no picture.")] = False,
+def run_generate(
+    prompts: Prompts = None,
+    model: Model = None,
+    device: OptionalDevice = None,
+    seed: Seed = None,
+    steps: Steps = None,
+    size: ImageSize = None,
+    count: Count = 1,
+    negative: Negative = None,
+    guidance: Guidance = None,
+    dtype: Dtype = None,
+    speed: OptionalSpeed = None,
+    output: Output = None,
+    prompts_file: PromptsFile = None,
+    source: Source = None,
+    grid: Annotated[bool, typer.Option("--grid", help="Also write a contact sheet of all images.")] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Overwrite existing files.")] = False,
+    show: Show = "auto",
+    as_json: AsJson = False,
+    explain: Explain = False,
 ) -> None:
-    """Make pictures from prompts, with the model that comes along, a folder's or the hub's.
+    """Generate images from prompts.
 
-    The file of each picture holds its whole recipe. --from makes it again, with whatever else is given changed.
+    Each image file stores the metadata that is needed to generate the image again with --from.
     """
     GenerateRun(
         Options(

@@ -1,4 +1,4 @@
-"""What the options of `anyaccel generate` ask for, read and checked before anything is loaded."""
+"""Options of `anyaccel generate`, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["STDOUT", "Options", "read_prompts_file"]
 
+# Name of stdout for `--output`, and of stdin for `--prompts`.
 STDOUT = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options as they were given; None where one was not."""
+    """Options of the command; None for an option that was not given."""
 
     prompts: Sequence[str] = ()
     prompts_file: str | None = None
     source: str | None = None
+    """The image of `--from`."""
     model: str | None = None
     device: str | None = None
     seed: int | None = None
     steps: int | None = None
     size: str | None = None
     count: int = 1
+    """Images per prompt."""
     negative: str | None = None
     guidance: float | None = None
     dtype: str | None = None
@@ -47,7 +50,7 @@ class Options:
     show: str = "auto"
 
     def read_call(self) -> dict[str, Any]:
-        """The arguments of a pipeline's call that were given."""
+        """Return the arguments for the pipeline call, without those that were not given."""
         width, height = (None, None) if self.size is None else parse_image_size(self.size)
         call = {
             "num_inference_steps": self.steps,
@@ -60,66 +63,72 @@ class Options:
         return {name: value for name, value in call.items() if value is not None}
 
     def read_prompts(self) -> list[str]:
-        """Every prompt, those of the file after those of the command."""
+        """Return the prompts of the command line, followed by those of the file."""
         return [*self.prompts, *(read_prompts_file(self.prompts_file) if self.prompts_file else ())]
 
     def check(self) -> None:
-        """Raise if two options do not go together, or a number makes no sense."""
+        """Raise if options conflict or a value is out of range."""
         if self.source and (self.prompts or self.prompts_file):
             raise UsageError(
-                "--from makes a picture again with the prompt that it was made with, and another prompt is given",
-                hint="leave one of the two out",
+                "--from reuses the prompt of the image and cannot be combined with another prompt",
+                hint="omit --from or the prompt",
             )
         if not (self.source or self.prompts or self.prompts_file or self.explain):
-            raise UsageError("nothing says what the picture is to show", hint='anyaccel generate "a red apple"')
+            raise UsageError("no prompt was given", hint='anyaccel generate "a red apple"')
         if self.seed is not None:
-            read_seed(self.seed, hint="for example --seed 7; without --seed one is drawn")
+            read_seed(self.seed, hint="for example --seed 7; omit --seed for a random one")
         if self.count < 1:
-            raise UsageError(f"at least one picture is made of each prompt, not {self.count}", hint="-n 1")
+            raise UsageError(f"the number of images per prompt must be at least 1, not {self.count}", hint="-n 1")
         if self.steps is not None:
             check_steps(self.steps, hint="for example --steps 20")
         if self.guidance is not None and not math.isfinite(self.guidance):
-            raise UsageError(f"guidance is a number, not {self.guidance}", hint="for example --guidance 5")
+            raise UsageError(f"the guidance scale must be finite, not {self.guidance}", hint="for example --guidance 5")
         self.read_call()
         check_protocol(self.show)
         if self.output == STDOUT and self.as_json:
-            raise UsageError("-o - and --json both want stdout", hint="write the picture to a file: -o picture.png")
+            raise UsageError("-o - and --json both write to stdout", hint="write the image to a file: -o image.png")
 
-    def read_destination(self, pictures: int) -> Destination | None:
-        """Where the pictures go, which is looked at before the long work begins; None is stdout."""
+    def read_destination(self, images: int) -> Destination | None:
+        """Return the destination of the images, or None for stdout; raise if it cannot be written."""
         if self.output == STDOUT:
             if sys.stdout.isatty():
-                raise UsageError("a picture is no text for a terminal", hint="-o picture.png, or send it on with |")
-            if pictures > 1 and not self.grid:
                 raise UsageError(
-                    f"{pictures} pictures do not fit into one stream", hint="--grid puts them on one; or -o FOLDER/"
+                    "refusing to write binary image data to the terminal", hint="use -o image.png or pipe the output"
+                )
+            if images > 1 and not self.grid:
+                raise UsageError(
+                    f"cannot write {images} images to stdout",
+                    hint="add --grid for a contact sheet, or write to a folder with -o FOLDER/",
                 )
             return None
+        # Imported here: the option checks must not import Pillow.
         from anyaccel.generation.output_files import read_destination
 
-        return read_destination(self.output, pictures=pictures, sheet=self.grid, force=self.force)
+        return read_destination(self.output, images=images, sheet=self.grid, force=self.force)
 
     def read_metadata(self) -> tuple[ImageMetadata, ...]:
-        """How the pictures of `--from` were made; none without it."""
+        """Return the metadata of the image of `--from`; one per image of a contact sheet, empty without `--from`."""
         from anyaccel.generation.image_format import read_metadata
 
         return () if self.source is None else read_metadata(self.source)
 
 
 def read_prompts_file(name: str) -> list[str]:
-    """The prompts of a file, one a line; blank lines and lines that begin with # are left out; - is stdin."""
+    """Return the prompts of a file, one per line; `-` reads stdin. Blank lines and # comments are skipped."""
     try:
         content = sys.stdin.buffer.read() if name == STDOUT else Path(name).expanduser().read_bytes()
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")  # some Windows editors write a byte order mark
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise UsageError(f"line {line} of {name} is not UTF-8", hint="save the file as UTF-8") from error
+        raise UsageError(f"line {line} of {name} is not valid UTF-8", hint="save the file as UTF-8") from error
     except OSError as error:
         raise UsageError(
-            f"{name} cannot be read: {error.strerror}", hint="give a text file, a prompt a line"
+            f"cannot read {name}: {error.strerror}", hint="give a text file with one prompt per line"
         ) from error
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
-        raise UsageError(f"{name} has no prompt", hint="a prompt a line; lines that begin with # are left out")
+        raise UsageError(
+            f"{name} contains no prompt", hint="write one prompt per line; lines that begin with # are skipped"
+        )
     return prompts

@@ -1,4 +1,4 @@
-"""What `anyaccel generate` has to do: an order for the prompts, or one for each picture that is made again."""
+"""Generation requests of `anyaccel generate`: one for all prompts, or one per regenerated image."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.generation.metadata import ImageMetadata
 from anyaccel.generation.request import GenerationRequest, make_request
 
-__all__ = ["GenerateTask", "make_jobs"]
+__all__ = ["GenerateTask", "make_tasks"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateTask:
-    """An order, and what it repeats."""
+    """A generation request and the metadata that it reproduces."""
 
-    order: GenerationRequest
-    then: ImageMetadata | None = None
-    """How the picture was made that is to be made again."""
+    request: GenerationRequest
+    original: ImageMetadata | None = None
+    """Metadata of the image to regenerate; None for a new image."""
 
 
-def make_jobs(options: Options, prompts: Sequence[str], origins: Sequence[ImageMetadata]) -> list[GenerateTask]:
-    """Everything that is to be made, with the options that were given over what a record says."""
-    if origins:
-        return [_repeat(options, origin) for origin in origins]
+def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[ImageMetadata]) -> list[GenerateTask]:
+    """Return the tasks of a run. Given options override the metadata of the original images."""
+    if originals:
+        return [_regenerate(options, original) for original in originals]
     if not prompts and options.explain:
-        prompts = [""]  # a plan needs no prompt
-    order = make_request(
+        prompts = [""]  # a plan does not depend on the prompt
+    request = make_request(
         prompts,
         options.model,
         options.device or "auto",
@@ -39,35 +39,37 @@ def make_jobs(options: Options, prompts: Sequence[str], origins: Sequence[ImageM
         speed=options.speed or "exact",
         **options.read_call(),
     )
-    return [GenerateTask(order=order)]
+    return [GenerateTask(request=request)]
 
 
-def _repeat(options: Options, origin: ImageMetadata) -> GenerateTask:
-    """The order that makes a picture again; on the kind of device that made it, if that is here."""
-    recorded = origin.arguments()
+def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
+    """Return the task that regenerates an image, on the same kind of device if that is available."""
+    recorded = original.arguments()
     kind = recorded["device"]
-    changed: dict[str, Any] = {"device": options.device or (kind if _can_have(kind) else "auto")}
-    if changed["device"] != kind:
-        changed["dtype"] = None  # what was best there may be a hundred times slower here
+    overrides: dict[str, Any] = {"device": options.device or (kind if _is_usable(kind) else "auto")}
+    if overrides["device"] != kind:
+        # The recorded dtype can be very slow on another device, such as float16 on a CPU.
+        overrides["dtype"] = None
     if options.model is not None:
-        changed |= {"model": options.model, "revision": None}
-    given = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed}
-    changed |= {name: value for name, value in given.items() if value is not None}
+        overrides |= {"model": options.model, "revision": None}
+    optional = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed}
+    overrides |= {name: value for name, value in optional.items() if value is not None}
     try:
-        order = make_request(**(recorded | changed | options.read_call()))
+        request = make_request(**(recorded | overrides | options.read_call()))
     except ModelError as error:
         raise ModelError(
-            f"the picture was made with {origin.model}, which is not here: {error.message}",
-            hint="--model says where it is now",
+            f"the image was generated with {original.model}, which is not available: {error.message}",
+            hint="give its current location with --model",
         ) from error
-    return GenerateTask(order=order, then=origin)
+    return GenerateTask(request=request, original=original)
 
 
-def _can_have(kind: str) -> bool:
-    """Whether this process can work on such a device: one that is here or, of the virtual ones, one that is not."""
+def _is_usable(kind: str) -> bool:
+    """Whether this process can use such a device."""
     try:
         spec = read_device(kind)
-        found = find_device(spec)
-    except UsageError:  # a plugin's, which is not installed here
+        device = find_device(spec)
+    except UsageError:  # the device of a plugin that is not installed
         return False
-    return found.virtual or found.available != spec.virtual
+    # The real device takes precedence: its virtual version can be opened only on machines without it.
+    return device.virtual or device.available != spec.virtual

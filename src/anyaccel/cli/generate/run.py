@@ -1,4 +1,4 @@
-"""One run of `anyaccel generate`: load, make picture after picture, write each as it is done, and say so."""
+"""One run of `anyaccel generate`: load the model, then generate and write one image after the other."""
 
 from __future__ import annotations
 
@@ -31,196 +31,207 @@ __all__ = ["GenerateRun"]
 
 
 class GenerateRun(ProgressListener):
-    """Carries the options out. It imports torch as late as it can: what is wrong with them is said at once."""
+    """Executes the command. Imports torch late, to report wrong options immediately."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.display = Display()
-        self.interruption = Interruption(on_wait=self.display.warn_of_end, on_end=self.display.abandon)
+        self.interruption = Interruption(on_wait=self.display.show_stopping, on_end=self.display.restore_cursor)
         self.destination: Destination | None = None
-        """None is stdout."""
+        """Where the images are written; None for stdout."""
         self.total = 0
-        self.made: list[tuple[Path | None, GeneratedImage]] = []
+        """Number of images to generate."""
+        self.finished: list[tuple[Path | None, GeneratedImage]] = []
+        """Path and image of each finished image; the path is None for stdout."""
         self.sheet_path: Path | None = None
-        self.refused: UsageError | None = None
+        self.name_conflict: UsageError | None = None
+        """Raised at the end of the run if another process wrote one of the requested files."""
 
     def run(self) -> None:
-        """Do it, and leave the terminal as it was whatever happens."""
+        """Run the command and restore the terminal, whatever happens."""
         try:
             with self.interruption.handling():
                 self._run()
         except BaseException as error:
-            if not self.interruption.asked:
+            if not self.interruption.requested:
                 raise
-            # A library may turn the interruption into an error of its own; one that is another's is told all the same.
-            made = f": {len(self.made)} of {self.total} pictures were made" if self.total > 1 else ""
-            self.display.say(f"interrupted{made}")
+            # A library may turn the interruption into an error of its own, so any error counts as the interruption.
+            # An unrelated error at the same moment is printed as a note.
+            progress = f": {len(self.finished)} of {self.total} images were generated" if self.total > 1 else ""
+            self.display.print_line(f"interrupted{progress}")
             if not isinstance(error, KeyboardInterrupt):
-                self.display.say(f"note: at that moment {type(error).__name__}: {error}")
+                self.display.print_line(f"note: error during the interruption: {type(error).__name__}: {error}")
             raise typer.Exit(INTERRUPTED) from None
         finally:
             self.display.clear()
-            if self.options.as_json and self.made:
-                _print_json([self._as_json(path, picture) for path, picture in self.made])
-        if self.refused is not None:
-            raise self.refused
+            if self.options.as_json and self.finished:
+                _print_json([self._as_json(path, generated) for path, generated in self.finished])
+        if self.name_conflict is not None:
+            raise self.name_conflict
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        """The runtime loads a component."""
+        """Show the number of loaded components."""
         self.display.on_component(done, total, name)
 
     def on_step(self, done: int, total: int | None) -> None:
-        """The runtime has done a step."""
+        """Show the number of finished steps; stop here after Ctrl-C."""
         self.display.on_step(done, total)
         self.interruption.check()
 
     def _run(self) -> None:
         options = self.options
         options.check()
-        prompts, origins = options.read_prompts(), options.read_metadata()
-        self.total = (len(prompts) + len(origins)) * options.count
+        prompts, originals = options.read_prompts(), options.read_metadata()
+        self.total = (len(prompts) + len(originals)) * options.count
         if not options.explain:
+            # Checking the destination creates a temporary file, which a signal must not leave behind.
             with self.interruption.after_file():
                 self.destination = options.read_destination(self.total)
         if len(options.prompts) > 1 and not any(" " in prompt for prompt in options.prompts):
             quoted = " ".join(options.prompts)
-            self.display.say(
-                f'note: this makes {self.total} pictures; for one of several words, quote them: "{quoted}"'
+            self.display.print_line(
+                f'note: each word is a separate prompt ({self.total} images); quote them for one prompt: "{quoted}"'
             )
-        self.display.begin("starting")
+        self.display.start_phase("Starting")
         with gc_paused():
-            from anyaccel.cli.generate.requests import make_jobs
+            from anyaccel.cli.generate.requests import make_tasks
 
-            jobs = make_jobs(options, prompts, origins)
-        for job in jobs:
-            loaded = self._load(job)
+            tasks = make_tasks(options, prompts, originals)
+        for task in tasks:
+            loaded = self._load(task)
             if options.explain:
-                self._explain(loaded)
+                self._print_plan(loaded)
                 return
-            for prompt, seed in job.order.pictures:
-                self._make(loaded, job, prompt, seed)
+            for prompt, seed in task.request.images:
+                self._generate(loaded, task, prompt, seed)
         if options.grid:
             with self.interruption.after_file():
-                self._write_sheet()
+                self._write_contact_sheet()
 
-    def _load(self, job: GenerateTask) -> LoadedModel:
+    def _load(self, task: GenerateTask) -> LoadedModel:
         with gc_paused():
             from anyaccel.generation.model_cache import load_model
 
-        model = job.order.model
-        words = f"loading {model.name}"
-        # The hub shows its own bars for what it downloads, and ours would be in their way.
-        self.display.say(words) if model.kind == "hub" else self.display.begin(words)
+        model = task.request.model
+        text = f"Loading {model.name}"
+        # huggingface_hub shows its own progress bars for downloads, which a second bar would overwrite.
+        self.display.print_line(text) if model.kind == "hub" else self.display.start_phase(text)
         try:
-            loaded = load_model(job.order, self)
+            loaded = load_model(task.request, self)
         except ModelError as error:
-            if job.then is None:
+            if task.original is None:
                 raise
             raise ModelError(
-                f"the picture was made with {job.then.model}, which cannot be loaded: {error.message}",
-                hint=f"--model says where it is now; {error.hint}",
+                f"the image was generated with {task.original.model}, which cannot be loaded: {error.message}",
+                hint=f"give its current location with --model; {error.hint}",
             ) from error
         if loaded.load_s:
-            self._introduce(loaded)
-        if job.then is not None:
-            self._warn_of_differences(loaded, job)
+            self._print_placement(loaded)
+        if task.original is not None:
+            self._warn_about_differences(loaded, task)
         return loaded
 
-    def _introduce(self, loaded: LoadedModel) -> None:
-        """Say what is used, that a virtual device is one, and what the user may not expect of it."""
+    def _print_placement(self, loaded: LoadedModel) -> None:
+        """Print model, device and dtype, followed by notes."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
-        virtual = ", virtual: nothing here is about hardware" if plan.virtual else ""
-        self.display.say(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
+        virtual = " (virtual device; timings say nothing about hardware)" if plan.virtual else ""
+        self.display.print_line(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
         if plan.virtual and self.options.dtype is None and self.options.source is None:
-            self.display.say(f"note: {dtype}: {plan.dtype.reason}; --dtype chooses another")
+            self.display.print_line(f"note: {dtype}: {plan.dtype.reason}; use --dtype to choose another dtype")
         for note in find_notes(loaded, self.options.read_call(), self.options.read_prompts()):
-            self.display.say(f"note: {note}")
+            self.display.print_line(f"note: {note}")
 
-    def _warn_of_differences(self, loaded: LoadedModel, job: GenerateTask) -> None:
+    def _warn_about_differences(self, loaded: LoadedModel, task: GenerateTask) -> None:
         from anyaccel.generation.image import expected_metadata
         from anyaccel.generation.metadata import find_differences
 
-        assert job.then is not None
-        now = expected_metadata(loaded, *job.order.pictures[0], job.order.call)
-        for difference in find_differences(job.then, now):
-            self.display.say(f"warning: {difference}: the picture may not be the same")
+        assert task.original is not None
+        current = expected_metadata(loaded, *task.request.images[0], task.request.call)
+        for difference in find_differences(task.original, current):
+            self.display.print_line(f"warning: {difference}; the image may differ")
 
-    def _explain(self, loaded: LoadedModel) -> None:
+    def _print_plan(self, loaded: LoadedModel) -> None:
         self.display.clear()
         plan = loaded.pipe.plan
         _print_json(plan.to_dict()) if self.options.as_json else print(plan)
 
-    def _make(self, loaded: LoadedModel, job: GenerateTask, prompt: str, seed: int) -> None:
+    def _generate(self, loaded: LoadedModel, task: GenerateTask, prompt: str, seed: int) -> None:
+        """Generate one image and write it."""
         from anyaccel.generation.image import generate_image
 
-        place = len(self.made)
-        self.display.begin(f"picture {place + 1} of {self.total}" if self.total > 1 else "picture")
+        index = len(self.finished)
+        self.display.start_phase(
+            f"Generating image {index + 1} of {self.total}" if self.total > 1 else "Generating image"
+        )
         with self.interruption.at_steps():
-            picture = generate_image(loaded, prompt, seed, job.order.call, self)
+            generated = generate_image(loaded, prompt, seed, task.request.call, self)
         self.display.clear()
         with self.interruption.after_file():
-            path = self._write(picture, place)
-            self.made.append((path, picture))
+            path = self._write(generated, index)
+            self.finished.append((path, generated))
             if path is None:
-                self.display.say(f"seed {seed}")
+                self.display.print_line(f"seed {seed}")
             elif not self.options.as_json:
-                show_image(picture.image, sys.stdout, self.options.show)
-                _tell(f"{path}  seed {seed}")
+                show_image(generated.image, sys.stdout, self.options.show)
+                _print_result(f"{path}  seed {seed}")
 
-    def _write(self, picture: GeneratedImage, place: int) -> Path | None:
+    def _write(self, generated: GeneratedImage, index: int) -> Path | None:
+        """Write an image and return its path; None for stdout."""
         from anyaccel.generation.image_format import encode_image
 
-        origin = picture.origin
+        metadata = generated.metadata
         if self.destination is None:
             if not self.options.grid:
-                _write_to_stdout(encode_image(picture.image, ".png", [origin]))
+                _write_to_stdout(encode_image(generated.image, ".png", [metadata]))
             return None
-        content = encode_image(picture.image, self.destination.suffix, [origin])
-        return self._save(self.destination, self.destination.path_of(place, origin.prompt, origin.seed), content)
+        content = encode_image(generated.image, self.destination.suffix, [metadata])
+        return self._save(self.destination, self.destination.path_of(index, metadata.prompt, metadata.seed), content)
 
-    def _write_sheet(self) -> None:
+    def _write_contact_sheet(self) -> None:
         from anyaccel.generation.contact_sheet import make_contact_sheet
         from anyaccel.generation.image_format import encode_image
 
-        origins = [picture.origin for _, picture in self.made]
-        several = len({origin.prompt for origin in origins}) > 1 and self.options.count > 1
-        columns = self.options.count if several else None  # a row a prompt
-        sheet = make_contact_sheet([picture.image for _, picture in self.made], columns)
+        metadata = [generated.metadata for _, generated in self.finished]
+        # Several images of several prompts: one row per prompt.
+        several = len({item.prompt for item in metadata}) > 1 and self.options.count > 1
+        columns = self.options.count if several else None
+        sheet = make_contact_sheet([generated.image for _, generated in self.finished], columns)
         if self.destination is None:
-            _write_to_stdout(encode_image(sheet, ".png", origins))
+            _write_to_stdout(encode_image(sheet, ".png", metadata))
             return
-        content = encode_image(sheet, self.destination.suffix, origins)
-        path = self.destination.sheet_path(origins[0].prompt, origins[0].seed)
+        content = encode_image(sheet, self.destination.suffix, metadata)
+        path = self.destination.sheet_path(metadata[0].prompt, metadata[0].seed)
         self.sheet_path = self._save(self.destination, path, content)
         if not self.options.as_json:
-            _tell(f"{self.sheet_path}  {len(origins)} pictures")
+            _print_result(f"{self.sheet_path}  {len(metadata)} images")
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
-        """Write a file; a name that was taken meanwhile is left alone, and the picture is not lost for it."""
-        from anyaccel.generation.output_files import write_free
+        """Write a file and return its path. If the file now exists, use a free name and report the conflict later."""
+        from anyaccel.generation.output_files import write_unique
 
         try:
             return destination.write(path, content)
         except FileExistsError:
-            kept = write_free(path, content)
-            self.refused = UsageError(
-                f"{path} was written by another while the picture was made, which is in {kept}",
-                hint="--force writes over what is there",
+            saved = write_unique(path, content)
+            self.name_conflict = UsageError(
+                f"{path} was created by another process during the run; the image was saved to {saved}",
+                hint="use --force to overwrite existing files",
             )
-            return kept
+            return saved
 
-    def _as_json(self, path: Path | None, picture: GeneratedImage) -> dict[str, Any]:
-        record = asdict(picture.origin)
+    def _as_json(self, path: Path | None, generated: GeneratedImage) -> dict[str, Any]:
+        record = asdict(generated.metadata)
         del record["scheduler_config"]
         sheet = {"grid": str(self.sheet_path)} if self.sheet_path else {}
-        return {"path": str(path), **record, "seconds": round(picture.seconds, 3), **sheet}
+        return {"path": str(path), **record, "seconds": round(generated.seconds, 3), **sheet}
 
 
-def _tell(line: str) -> None:
-    """A line for whoever reads stdout; that nobody does any more is no reason to stop."""
+def _print_result(line: str) -> None:
+    """Print a line to stdout; continue if its reader has exited."""
     try:
         print(line, flush=True)
     except BrokenPipeError:
+        # Python flushes stdout once more at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

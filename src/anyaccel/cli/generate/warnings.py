@@ -1,4 +1,4 @@
-"""What a user of `anyaccel generate` should know before the wait, and would not expect."""
+"""Notes that `anyaccel generate` prints before the first image."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ if TYPE_CHECKING:
 
 __all__ = ["find_notes"]
 
-_MUCH_SLOWER = 4
+# Slowdown of half precision relative to float32 that is worth a note.
+_SLOWDOWN_LIMIT = 4
+# Side in pixels of the images that the embedded model was trained on.
 _EMBEDDED_SIDE = 128
-_MOST_WORDS = 5
+_MAX_WORDS = 5
 
 
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
-    """Each in a sentence."""
+    """Yield notes about slow dtypes, sizes and words that the user may not expect."""
     from anyaccel.backends.half_precision_probe import measure_half_precision
     from anyaccel.backends.torch_device import is_host
     from anyaccel.embedded.vocabulary import find_unknown_words
 
     plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
-    on_host = plan.virtual or is_host(loaded.pipe.device)
-    times = measure_half_precision().get(dtype, 1.0) if on_host else 1.0
-    if times > _MUCH_SLOWER:
-        yield f"this host computes {dtype} {times:.0f} times slower than float32"
+    # A virtual device computes on the CPU as well.
+    on_cpu = plan.virtual or is_host(loaded.pipe.device)
+    slowdown = measure_half_precision().get(dtype, 1.0) if on_cpu else 1.0
+    if slowdown > _SLOWDOWN_LIMIT:
+        yield f"{dtype} is {slowdown:.0f} times slower than float32 on this CPU"
     sides = {call.get(name, _EMBEDDED_SIDE) for name in ("width", "height")}
     if loaded.model.kind == "embedded" and sides != {_EMBEDDED_SIDE}:
-        yield f"the embedded model knows pictures of {_EMBEDDED_SIDE}x{_EMBEDDED_SIDE} alone: others are muddles"
+        yield f"the embedded model supports only {_EMBEDDED_SIDE}x{_EMBEDDED_SIDE} pixels; other sizes look distorted"
     unknown = find_unknown_words(" ".join(prompts)) if loaded.model.kind == "embedded" else []
     if unknown:
-        told = ", ".join(unknown[:_MOST_WORDS]) + (", …" if len(unknown) > _MOST_WORDS else "")
-        yield f"the embedded model was not taught: {told}; it draws emoji by their names"
+        listed = ", ".join(unknown[:_MAX_WORDS]) + (", …" if len(unknown) > _MAX_WORDS else "")
+        yield f"the embedded model does not know: {listed}; it draws emoji by their names"

@@ -1,4 +1,4 @@
-"""What a worker does, wherever it runs: one model on one device, which makes the pictures of rows."""
+"""Worker of a batch: one model on one device, which generates the images of rows."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from anyaccel.progress import ProgressListener
 
 __all__ = ["ImageWorker", "RowFailed", "RowImage", "WorkerFacts", "WorkerSettings"]
 
-_ROWS_A_CALL = 8
-_LONGEST_ERROR = 500
+_MAX_ROWS_PER_CALL = 8
+_MAX_ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a worker needs to know."""
+    """Options of a worker."""
 
     model: str | None = None
-    """A hub id or a folder; None is the embedded one."""
+    """Hub id or folder; None is the embedded model."""
     device: str = "auto"
     index: int | None = None
-    """Which of the devices of that name; None leaves it to the process."""
+    """Index of the device; None is the default device of the process."""
     dtype: str | None = None
     speed: str = "exact"
-    rows_a_call: int | None = None
-    """How many rows of one shape are made at once; None decides."""
+    rows_per_call: int | None = None
+    """Maximum number of rows of the same shape per pipeline call; None chooses for the device."""
     threads: int | None = None
-    """How many of the host's threads it may use; None leaves it to the process."""
+    """Number of CPU threads; None is torch's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFacts:
-    """What a worker found when it had loaded its model."""
+    """Properties of a worker that has loaded its model."""
 
     pipeline: str
     parameters: tuple[str, ...]
-    """What the pipeline's call takes."""
+    """Parameters of the pipeline's call."""
     revision: str | None
     device: str
     virtual: bool
     dtype: str
-    rows_a_call: int
+    rows_per_call: int
     load_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowImage:
-    """A picture, as the bytes of its file."""
+    """Image of a row, as the content of a PNG file."""
 
     row: int
     content: bytes
@@ -62,21 +62,23 @@ class RowImage:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFailed:
-    """A row that failed, and why."""
+    """Error of a row."""
 
     row: int
     error: str
 
 
 class ImageWorker:
-    """A model on its device."""
+    """A loaded model on a device."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Load the model; this is where torch is imported."""
+        """Load the model."""
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
+        # tqdm's default lock is a multiprocessing semaphore, which a killed worker would leak.
         use_process_local_tqdm_lock()
+        # Imported here and not by the parent process, which only reads and writes files.
         with gc_paused():
             import torch
 
@@ -87,11 +89,11 @@ class ImageWorker:
 
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        self.order = make_request(
-            "", settings.model, _name_device(settings), 0, dtype=settings.dtype, speed=settings.speed
+        self.request = make_request(
+            "", settings.model, _device_name(settings), 0, dtype=settings.dtype, speed=settings.speed
         )
-        options = PlacementOptions(dtype=self.order.dtype, speed=settings.speed)
-        self.loaded = load_uncached(self.order, options, ProgressListener())
+        options = PlacementOptions(dtype=self.request.dtype, speed=settings.speed)
+        self.loaded = load_uncached(self.request, options, ProgressListener())
         self.loaded.pipe.set_progress_bar_config(disable=True)
         plan = self.loaded.pipe.plan
         self.facts = WorkerFacts(
@@ -101,27 +103,28 @@ class ImageWorker:
             device=plan.device,
             virtual=plan.virtual,
             dtype=plan.dtype.value,
-            rows_a_call=settings.rows_a_call or _choose_rows_a_call(self.loaded.pipe),
+            rows_per_call=settings.rows_per_call or _choose_rows_per_call(self.loaded.pipe),
             load_s=round(self.loaded.load_s, 3),
         )
 
-    def make(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
-        """The pictures of rows of one shape; where they cannot be made at once, each is made by itself."""
+    def generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
+        """Generate the images of rows of the same shape in one call, or one by one if that call fails."""
         try:
-            return self._make(rows)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is that row's, and the others go on
+            return self._generate(rows)
+        except Exception as error:  # noqa: BLE001 - any error belongs to the row; the other rows continue
             if len(rows) == 1:
-                return [RowFailed(row=rows[0].number, error=_describe(error))]
-        return [outcome for row in rows for outcome in self.make([row])]
+                return [RowFailed(row=rows[0].number, error=_format_error(error))]
+        # Outside of the except block, so that its traceback no longer holds device memory.
+        return [outcome for row in rows for outcome in self.generate([row])]
 
-    def _make(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
+    def _generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:
         from anyaccel.generation.image import generate_images
         from anyaccel.generation.image_format import encode_image
 
         start = time.perf_counter()
-        call = {**self.order.call, **rows[0].call}
-        pictures = generate_images(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
-        contents = [encode_image(picture.image, ".png", [picture.origin]) for picture in pictures]
+        call = {**self.request.call, **rows[0].call}
+        images = generate_images(self.loaded, [row.prompt for row in rows], [row.seed for row in rows], call)
+        contents = [encode_image(image.image, ".png", [image.metadata]) for image in images]
         seconds = round((time.perf_counter() - start) / len(rows), 4)
         facts = self.facts
         return [
@@ -130,8 +133,8 @@ class ImageWorker:
         ]
 
 
-def _name_device(settings: WorkerSettings) -> str:
-    """The device of this worker, with its index."""
+def _device_name(settings: WorkerSettings) -> str:
+    """Return the name of the worker's device, with its index."""
     if settings.index is None:
         return settings.device
     from anyaccel.backends.device import read_device
@@ -139,22 +142,25 @@ def _name_device(settings: WorkerSettings) -> str:
     return str(read_device(settings.device).with_index(settings.index))
 
 
-def _choose_rows_a_call(pipe: Any) -> int:
-    """One on the host, which gains nothing by more and loses that each picture is, to the bit, the one made alone."""
+def _choose_rows_per_call(pipe: Any) -> int:
+    """Return the number of rows per call: 1 on a CPU, where larger batches are not faster.
+
+    With one row per call every image is bit-identical to the image generated alone.
+    """
     from anyaccel.runtime.placement_state import find_placement
 
     placement, plan = find_placement(pipe), pipe.plan
     if plan.virtual or placement is None or placement.opened.sheet.is_host:
         return 1
-    most = plan.images_per_call.value
-    return min(_ROWS_A_CALL, most) if most else _ROWS_A_CALL
+    limit = plan.images_per_call.value
+    return min(_MAX_ROWS_PER_CALL, limit) if limit else _MAX_ROWS_PER_CALL
 
 
-def _describe(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     if isinstance(error, AnyaccelError):
         return _shorten(f"{error.message} (hint: {error.hint})")
     return _shorten(f"{type(error).__name__}: {error}")
 
 
 def _shorten(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_ERROR]
+    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS]

@@ -1,7 +1,7 @@
-"""The folder of a batch: what run it is of, its pictures, and a manifest with a line for each row that is over.
+"""Output folder of a batch: `run.json`, the images, and `manifest.jsonl` with one line per finished row.
 
-A picture is written whole under the name that its row gives it, and then its line: whatever ends the process between
-the two, the next start finds the picture by the record that it carries, and writes the line that is missing.
+An image is written atomically before its manifest line. If the process dies in between, the next start recognizes the
+image by its embedded metadata and writes the missing line.
 """
 
 from __future__ import annotations
@@ -17,32 +17,38 @@ from typing import IO, Any
 from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.generation.image_format import read_metadata
-from anyaccel.generation.output_files import make_stem, write_whole
+from anyaccel.generation.output_files import make_stem, write_output_file
 from anyaccel.storage.atomic_write import remove_temporary_files
 from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["OutputFolder"]
 
-_RUN, _MANIFEST, _LOCK, _PICTURES = "run.json", "manifest.jsonl", ".lock", "pictures"
+_RUN, _MANIFEST, _LOCK, _IMAGES = "run.json", "manifest.jsonl", ".lock", "images"
+# Name of the image folder in version 0.1.
+_V0_1_IMAGES = "pictures"
 _FORMAT = 1
-_MAKE_ROOM = "make room and start again: what is made is kept"
+_FREE_SPACE = "free disk space and run the same command again; finished images are reused"
 
 
 class OutputFolder:
-    """The folder, held by this process alone until it is closed."""
+    """Output folder of a batch, locked for this process until it is closed."""
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
-        """Take a folder that is new, empty, or of the same run; `run` says what it depends on."""
+        """Open a folder that is new, empty, or from the same run; `run` is what the images depend on."""
         self.path = path
-        self._make()
+        # A folder of version 0.1 continues with its name, since the paths in its manifest contain it.
+        continues_v0_1 = (path / _V0_1_IMAGES).is_dir() and not (path / _IMAGES).exists()
+        self._images = path / (_V0_1_IMAGES if continues_v0_1 else _IMAGES)
+        self._create()
         self._lock = lock_file(
-            path / _LOCK, f"another process writes to {path}", "let it end, or take another folder with --out"
+            path / _LOCK, f"another process writes to {path}", "wait for it, or use another folder with --out"
         )
         self.run: dict[str, Any] = {"format": _FORMAT, **run}
         try:
+            # The lock is held, so no other process can be writing these files.
             remove_temporary_files(path, older_than_s=0)
-            remove_temporary_files(path / _PICTURES, older_than_s=0)
-            self._join_run()
+            remove_temporary_files(self._images, older_than_s=0)
+            self._load_run()
             self.entries = self._read_manifest()
             self._file: IO[bytes] = (path / _MANIFEST).open("ab")
         except BaseException:
@@ -50,13 +56,14 @@ class OutputFolder:
             raise
 
     def close(self) -> None:
-        """Let go of it."""
-        with contextlib.suppress(OSError):  # a line that could not be written was told; the others are on the disk
+        """Close the manifest and release the lock."""
+        # Closing flushes a line that failed to be written. That error was raised before; all other lines are on disk.
+        with contextlib.suppress(OSError):
             self._file.close()
         self._lock.close()
 
-    def tidy(self) -> None:
-        """Leave the last line of each row alone, where one was tried or made again."""
+    def compact(self) -> None:
+        """Reduce the manifest to the last line of each row, if rows were retried."""
         path = self.path / _MANIFEST
         if path.read_bytes().count(b"\n") > len(self.entries):
             self._file.close()
@@ -69,135 +76,141 @@ class OutputFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def picture_path(self, row: BatchRow) -> Path:
-        """Where a row's picture goes."""
-        return self.path / _PICTURES / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
+    def image_path(self, row: BatchRow) -> Path:
+        """Return the path for a row's image."""
+        return self._images / f"{row.number:06}-{make_stem(row.prompt)}-{row.seed}.png"
 
-    def settle(self, name: str, value: Any) -> Any:
-        """Remember something that was decided once for the whole run; gives what was decided first."""
+    def record_once(self, name: str, value: Any) -> Any:
+        """Store a value in `run.json` unless it has one; return the stored value."""
         if name not in self.run:
             self.run[name] = value
             self._write(self.path / _RUN, _as_line(self.run, indent=1))
         return self.run[name]
 
-    def find_open(self, rows: Iterable[BatchRow]) -> list[BatchRow]:
-        """The rows that are yet to be made: those without a picture, and those that failed the last time."""
-        found = []
+    def find_unfinished(self, rows: Iterable[BatchRow]) -> list[BatchRow]:
+        """Return the rows without an intact image, including those that failed in an earlier run."""
+        unfinished = []
         for row in rows:
             entry = self.entries.get(row.number)
-            if entry is not None and "error" not in entry and self._holds(row, entry):
+            if entry is not None and "error" not in entry and self._is_intact(row, entry):
                 continue
-            if not self._adopt(row):
-                found.append(row)
-        return found
+            if not self._recover(row):
+                unfinished.append(row)
+        return unfinished
 
-    def add_picture(self, row: BatchRow, content: bytes, facts: Mapping[str, Any]) -> None:
-        """Write a picture, and its line."""
-        path = self.picture_path(row)
+    def add_image(self, row: BatchRow, content: bytes, facts: Mapping[str, Any]) -> None:
+        """Write an image and its manifest line."""
+        path = self.image_path(row)
         self._write(path, content)
-        self._add(row, {**self._describe(path, content), **facts})
+        self._add(row, {**self._path_and_digest(path, content), **facts})
 
     def add_failure(self, row: BatchRow, error: str, facts: Mapping[str, Any]) -> None:
-        """Write the line of a row that failed."""
+        """Write the manifest line of a failed row."""
         self._add(row, {"error": error, **facts})
 
-    def _make(self) -> None:
-        """Make the folder, unless what is there is something else."""
+    def _create(self) -> None:
+        """Create the folder; raise if the path has other content."""
         if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"{self.path} is a file, and not a folder", hint="give another name to --out")
+            raise UsageError(f"{self.path} is a file, not a folder", hint="pass another path to --out")
         if self.path.is_dir() and not (self.path / _RUN).exists():
-            there = [one.name for one in self.path.iterdir() if not one.name.startswith(".") and not _is_bare(one)]
-            if there:
+            names = [
+                path.name
+                for path in self.path.iterdir()
+                if not path.name.startswith(".") and not _is_empty_image_folder(path)
+            ]
+            if names:
                 raise UsageError(
-                    f"{self.path} holds other things ({', '.join(sorted(there)[:3])}), and no batch",
-                    hint="take a new or an empty folder with --out",
+                    f"{self.path} is not the folder of a batch: it contains {', '.join(sorted(names)[:3])}",
+                    hint="pass a new or empty folder to --out",
                 )
         try:
-            (self.path / _PICTURES).mkdir(parents=True, exist_ok=True)
+            self._images.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"no folder can be made at {self.path}: {error.strerror}", hint="choose another with --out"
+                f"cannot create the folder {self.path}: {error.strerror}", hint="pass another path to --out"
             ) from error
 
-    def _join_run(self) -> None:
+    def _load_run(self) -> None:
         path = self.path / _RUN
         if not path.exists() or self._is_unused():
             self._write(path, _as_line(self.run, indent=1))
             return
         try:
-            found = json.loads(path.read_bytes())
-            assert isinstance(found, dict)
+            stored = json.loads(path.read_bytes())
+            assert isinstance(stored, dict)
         except (ValueError, AssertionError) as error:
-            raise UsageError(f"{path} is damaged", hint="take another folder with --out") from error
+            raise UsageError(f"{path} is damaged", hint="use another folder with --out") from error
         for name, value in self.run.items():
-            if found.get(name) != value:
-                both = "the rows are others" if name == "input" else f"{name} was {found.get(name)}, and is {value}"
+            if stored.get(name) != value:
+                reason = "the input differs" if name == "input" else f"{name} was {stored.get(name)} and is now {value}"
                 raise UsageError(
-                    f"{self.path} is of another run: {both}",
-                    hint="take another folder with --out, or start it as it was started",
+                    f"{self.path} belongs to another run: {reason}",
+                    hint="use another folder with --out, or the input and options of that run",
                 )
-        self.run = found
+        self.run = stored
 
     def _is_unused(self) -> bool:
-        """Whether nothing was made yet: then another run may have the folder, such as the same without its mistake."""
+        """Return whether no row has finished; then a run with other options, such as a corrected one, may use it."""
         manifest = self.path / _MANIFEST
-        lines = manifest.stat().st_size if manifest.exists() else 0
-        return not lines and not any((self.path / _PICTURES).iterdir())
+        size = manifest.stat().st_size if manifest.exists() else 0
+        return not size and not any(self._images.iterdir())
 
     def _read_manifest(self) -> dict[int, dict[str, Any]]:
-        """The last line of each row; half a line at the end, which a crash left, is cut off."""
+        """Return the last line of each row, after truncating an incomplete line that a crash left at the end."""
         path = self.path / _MANIFEST
         if not path.exists():
             return {}
         content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            os.truncate(path, len(whole))
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            os.truncate(path, len(complete))
         entries: dict[int, dict[str, Any]] = {}
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(complete.splitlines(), 1):
             try:
                 entry = json.loads(line)
                 entries[entry["row"]] = entry
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(
-                    f"line {number} of {path} is damaged", hint="remove it, or take another folder with --out"
+                    f"line {number} of {path} is damaged", hint="remove it, or use another folder with --out"
                 ) from error
         return entries
 
-    def _holds(self, row: BatchRow, entry: Mapping[str, Any]) -> bool:
-        """Whether the picture of a line is there as it was written."""
+    def _is_intact(self, row: BatchRow, entry: Mapping[str, Any]) -> bool:
+        """Return whether the image of a manifest line exists and is unchanged."""
         try:
             content = (self.path / entry["path"]).read_bytes()
         except (OSError, KeyError, TypeError, ValueError):
             return False
         return hashlib.sha256(content).hexdigest() == entry.get("sha256") and entry.get("seed") == row.seed
 
-    def _adopt(self, row: BatchRow) -> bool:
-        """Write the line of a picture that is there without one, if it says itself that it is this row's."""
-        path = self.picture_path(row)
+    def _recover(self, row: BatchRow) -> bool:
+        """Write the manifest line of an image without one, if its metadata matches the row and the run."""
+        path = self.image_path(row)
         if not path.exists():
             return False
         try:
-            (origin,) = read_metadata(path)
-            asked = origin.arguments()
+            (metadata,) = read_metadata(path)
+            arguments = metadata.arguments()
         except (UsageError, ValueError):
             return False
-        given = {"prompt": row.prompt, "seed": row.seed, **row.call}
-        if any(asked.get(name) != value for name, value in given.items()) or origin.model != self.run["model"]:
+        expected = {"prompt": row.prompt, "seed": row.seed, **row.call}
+        if any(arguments.get(name) != value for name, value in expected.items()) or metadata.model != self.run["model"]:
             return False
-        if any(getattr(origin, name) != self.run.get(name) for name in ("revision", "dtype") if name in self.run):
+        # The run has these two only after the first worker has loaded the model.
+        if any(getattr(metadata, name) != self.run.get(name) for name in ("revision", "dtype") if name in self.run):
             return False
-        self._add(row, {**self._describe(path, path.read_bytes()), "device": origin.device, "dtype": origin.dtype})
+        facts = {"device": metadata.device, "dtype": metadata.dtype}
+        self._add(row, {**self._path_and_digest(path, path.read_bytes()), **facts})
         return True
 
-    def _describe(self, path: Path, content: bytes) -> dict[str, Any]:
+    def _path_and_digest(self, path: Path, content: bytes) -> dict[str, Any]:
         return {"path": path.relative_to(self.path).as_posix(), "sha256": hashlib.sha256(content).hexdigest()}
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
-            write_whole(path, content, force=True)
+            write_output_file(path, content, force=True)
         except AnyaccelError as error:
-            raise AnyaccelError(error.message, hint=_MAKE_ROOM) from error
+            raise AnyaccelError(error.message, hint=_FREE_SPACE) from error
 
     def _add(self, row: BatchRow, facts: Mapping[str, Any]) -> None:
         entry = {"row": row.number, "prompt": row.prompt, "seed": row.seed, **row.call, **facts}
@@ -207,15 +220,15 @@ class OutputFolder:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise AnyaccelError(
-                f"{self.path / _MANIFEST} could not be written: {error.strerror}",
-                hint=_MAKE_ROOM,
+                f"cannot write {self.path / _MANIFEST}: {error.strerror}",
+                hint=_FREE_SPACE,
             ) from error
         self.entries[row.number] = entry
 
 
-def _is_bare(path: Path) -> bool:
-    """Whether it is where pictures go, without any: a batch that could not write down what it was of leaves that."""
-    return path.name == _PICTURES and path.is_dir() and not any(path.iterdir())
+def _is_empty_image_folder(path: Path) -> bool:
+    """Return whether this is an empty image folder, which remains if a batch could not write `run.json`."""
+    return path.name in (_IMAGES, _V0_1_IMAGES) and path.is_dir() and not any(path.iterdir())
 
 
 def _as_line(document: Mapping[str, Any], indent: int | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""A crew of Ray actors: the same worker inside, on whichever machine has a device free."""
+"""Worker pool of Ray actors: the same worker as in the local pool, on any machine with a free device."""
 
 from __future__ import annotations
 
@@ -20,89 +20,96 @@ __all__ = ["RayWorkerPool"]
 
 
 class _Actor:
-    """What Ray runs; an error on loading is an answer, so that it is told from a death."""
+    """Ray actor with one worker.
+
+    `load` is separate from the constructor and returns errors: an exception in the constructor of an actor looks like
+    the death of the actor.
+    """
 
     def __init__(self, settings: WorkerSettings, counted_by_ray: bool) -> None:
-        self.settings, self.counted = settings, counted_by_ray
+        self.settings, self.counted_by_ray = settings, counted_by_ray
 
     def load(self) -> WorkerFacts | AnyaccelError:
         try:
-            if not self.counted:
-                device, self.claim = claim_device(self.settings.device)
+            if not self.counted_by_ray:
+                # The lock stays open as long as the actor lives.
+                device, self.device_lock = claim_device(self.settings.device)
                 self.settings = replace(self.settings, device=device)
             self.quiet = ExitStack()  # until the actor's process ends
             self.quiet.enter_context(quiet_libraries())
-            self.maker = ImageWorker(self.settings)
+            self.worker = ImageWorker(self.settings)
         except AnyaccelError as error:
             return error
-        except Exception as error:  # noqa: BLE001 - whatever it is, the leader tells it
+        except Exception as error:  # noqa: BLE001 - reported by the runner
             return AnyaccelError(
-                f"{type(error).__name__}: {error}", hint="does `anyaccel generate` work with the same?"
+                f"{type(error).__name__}: {error}", hint="check whether `anyaccel generate` works with the same options"
             )
-        return self.maker.facts
+        return self.worker.facts
 
-    def make(self, rows: list[BatchRow]) -> list[RowImage | RowFailed]:
-        return self.maker.make(rows)
+    def generate(self, rows: list[BatchRow]) -> list[RowImage | RowFailed]:
+        return self.worker.generate(rows)
 
 
 @dataclass
 class _RayWorker:
     actor: Any
-    answers: deque[Any] = field(default_factory=deque)
-    """What it will say, in turn."""
+    pending: deque[Any] = field(default_factory=deque)
+    """Object references of the actor's results, in the order of its calls."""
 
 
 class RayWorkerPool:
-    """Actors of the cluster that was joined; `options` are what each takes of it."""
+    """Pool of actors on the joined cluster; `options` are Ray's actor options for each worker."""
 
     def __init__(self, options: Mapping[str, Any], counted_by_ray: bool) -> None:
         import ray
 
-        self._ray, self._counted = ray, counted_by_ray
+        self._ray, self._counted_by_ray = ray, counted_by_ray
         self._actor = ray.remote(_Actor).options(**options, max_restarts=0, runtime_env=environment())
         self._workers: dict[int, _RayWorker] = {}
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Ask for an actor; it waits until the cluster has room."""
-        actor: Any = self._actor.remote(settings, self._counted)
+        """Create an actor; Ray starts it when the cluster has free resources."""
+        actor: Any = self._actor.remote(settings, self._counted_by_ray)
         self._workers[worker] = _RayWorker(actor, deque([actor.load.remote()]))
 
-    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Ask an actor, which does things in turn."""
-        found = self._workers.get(worker)
-        if found is not None:
-            found.answers.append(found.actor.make.remote(list(rows)))
+    def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
+        """Call an actor, which runs its calls in order."""
+        state = self._workers.get(worker)
+        if state is not None:
+            state.pending.append(state.actor.generate.remote(list(rows)))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Look at the next answer of each."""
-        awaited = {found.answers[0]: worker for worker, found in self._workers.items() if found.answers}
+        """Wait for the oldest pending result of any actor."""
+        awaited = {state.pending[0]: worker for worker, state in self._workers.items() if state.pending}
         if not awaited:
             return []
-        there, _ = self._ray.wait(list(awaited), num_returns=1, timeout=seconds)
-        return [self._read(awaited[answer]) for answer in there]
+        ready, _ = self._ray.wait(list(awaited), num_returns=1, timeout=seconds)
+        return [self._read(awaited[reference]) for reference in ready]
 
     def stop(self) -> None:
-        """Kill all."""
-        for found in self._workers.values():
-            self._ray.kill(found.actor)
+        """Kill all actors."""
+        for state in self._workers.values():
+            self._ray.kill(state.actor)
         self._workers.clear()
 
     def _read(self, worker: int) -> Event:
-        found = self._workers[worker]
+        state = self._workers[worker]
         try:
-            said = self._ray.get(found.answers.popleft())
+            result = self._ray.get(state.pending.popleft())
         except self._ray.exceptions.RayError as error:
             del self._workers[worker]
-            return WorkerDied(worker, _describe(error))
-        if isinstance(said, WorkerFacts):
-            return WorkerStarted(worker, said)
-        if isinstance(said, AnyaccelError):
+            return WorkerDied(worker, _format_error(error))
+        if isinstance(result, WorkerFacts):
+            return WorkerStarted(worker, result)
+        if isinstance(result, AnyaccelError):
+            # Frees the device for other actors.
             del self._workers[worker]
-            self._ray.kill(found.actor)
-            return WorkerStartFailed(worker, said)
-        return RowsFinished(worker, said)
+            self._ray.kill(state.actor)
+            return WorkerStartFailed(worker, result)
+        return RowsFinished(worker, result)
 
 
-def _describe(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
+    # Only the first line: Ray's messages list nodes, processes and tips.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -1,4 +1,4 @@
-"""The rows of a batch: a prompt and any parameter of the pipeline's call on each line of a JSONL file."""
+"""Rows of a batch: every line of a JSONL file has a prompt and any argument of the pipeline's call."""
 
 from __future__ import annotations
 
@@ -16,68 +16,71 @@ from anyaccel.errors import UsageError, nearest
 
 __all__ = ["BatchRow", "check_parameters", "read_rows"]
 
-_NOT_TAKEN = {
-    "generator": "give the row a seed",
-    "num_images_per_prompt": "write the row as often as there shall be pictures, each with its seed",
-    "output_type": "a batch writes pictures",
-    "return_dict": "a batch writes pictures",
-    "callback_on_step_end": "a file holds no function",
+# Arguments of a pipeline's call that a row cannot have, and what to do instead.
+_UNSUPPORTED = {
+    "generator": "use a seed",
+    "num_images_per_prompt": "write one row per image, each with its own seed",
+    "output_type": "a batch always writes images",
+    "return_dict": "a batch always writes images",
+    "callback_on_step_end": "a file cannot contain a function",
 }
-_MOST_TOLD = 5
+_MAX_REPORTED = 5
+_EXAMPLE = 'a row looks like {"prompt": "a red apple", "seed": 7}'
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRow:
-    """One picture that is to be made."""
+    """One image to generate."""
 
     number: int
-    """Its line, the first being 1; blank lines count."""
+    """Line number, starting at 1; blank lines count."""
     prompt: str
     seed: int
     call: Mapping[str, Any] = field(default_factory=dict)
-    """The other parameters of the pipeline's call."""
+    """Other arguments of the pipeline's call."""
 
     @functools.cached_property
     def shape(self) -> str:
-        """What rows must have in common to be made in one call."""
+        """Key of the rows that can run in the same call."""
         return json.dumps(self.call, sort_keys=True)
 
 
 def read_rows(source: str) -> tuple[list[BatchRow], str]:
-    """The rows of a file, `-` being stdin, and a digest of it; says what is wrong with the first lines that are.
+    """Read the rows of a file (`-` is stdin) and return them with the SHA-256 of the file.
 
-    A row without a seed gets one that its line and its prompt decide, so that a second start means the same picture.
+    Raises an error that lists the first invalid lines. A row without a seed gets one that depends only on its line
+    number and prompt, so a resumed batch generates the same image.
     """
-    content, where = _read(source), "stdin" if source == "-" else source
-    rows, wrong = [], []
+    content, name = _read(source), "stdin" if source == "-" else source
+    rows, problems = [], []
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             rows.append(_read_row(number, line))
-        except ValueError as error:
-            wrong.append(f"line {number}: {error.message if isinstance(error, UsageError) else error}")
-    if wrong:
-        told = "\n".join(wrong[:_MOST_TOLD]) + _tell_more(wrong)
-        raise UsageError(
-            f"{where} has rows that cannot be read:\n{told}", hint='a row is {"prompt": "a red apple", "seed": 7}'
-        )
+        except ValueError as error:  # UsageError is a ValueError
+            problems.append(f"line {number}: {error.message if isinstance(error, UsageError) else error}")
+    if problems:
+        listed = "\n".join(problems[:_MAX_REPORTED]) + _format_remaining(problems)
+        raise UsageError(f"{name} has invalid rows:\n{listed}", hint=_EXAMPLE)
     if not rows:
-        raise UsageError(f"{where} has no row", hint='a row is {"prompt": "a red apple", "seed": 7}')
+        raise UsageError(f"{name} has no rows", hint=_EXAMPLE)
     return rows, hashlib.sha256(content).hexdigest()
 
 
-def check_parameters(rows: Iterable[BatchRow], known: Iterable[str], pipeline: str) -> None:
-    """Raise if a row has a parameter that the pipeline does not take."""
-    names = [name for name in known if name not in _NOT_TAKEN]
+def check_parameters(rows: Iterable[BatchRow], parameters: Iterable[str], pipeline: str) -> None:
+    """Raise if a row has an argument that the pipeline does not accept."""
+    names = [name for name in parameters if name not in _UNSUPPORTED]
     unknown = [(row.number, name) for row in rows for name in row.call if name not in names]
     if unknown:
-        told = "\n".join(f"line {number}: {pipeline} takes no {name}" for number, name in unknown[:_MOST_TOLD])
-        raise UsageError(told + _tell_more(unknown), hint=f"leave it out; {nearest(unknown[0][1], names)}")
+        listed = "\n".join(
+            f"line {number}: unknown argument {name!r} of {pipeline}" for number, name in unknown[:_MAX_REPORTED]
+        )
+        raise UsageError(listed + _format_remaining(unknown), hint=f"remove it; {nearest(unknown[0][1], names)}")
 
 
-def _tell_more(wrong: Sequence[object]) -> str:
-    return f"\n… and {len(wrong) - _MOST_TOLD} more" if len(wrong) > _MOST_TOLD else ""
+def _format_remaining(problems: Sequence[object]) -> str:
+    return f"\n… and {len(problems) - _MAX_REPORTED} more" if len(problems) > _MAX_REPORTED else ""
 
 
 def _read(source: str) -> bytes:
@@ -85,47 +88,50 @@ def _read(source: str) -> bytes:
         return sys.stdin.buffer.read() if source == "-" else Path(source).expanduser().read_bytes()
     except OSError as error:
         raise UsageError(
-            f"{source} cannot be read: {error.strerror}", hint="give a JSONL file, a row a line"
+            f"cannot read {source}: {error.strerror}", hint="pass a JSONL file with one row per line"
         ) from error
 
 
 def _read_row(number: int, line: bytes) -> BatchRow:
     try:
-        found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_refuse_constant)
+        # Editors on Windows write a byte order mark at the start of the file.
+        fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_reject_constant)
     except UnicodeDecodeError as error:
-        raise ValueError("it is not UTF-8") from error
+        raise ValueError("not valid UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error.msg} at column {error.colno}") from error
+        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError("it is no object with a prompt")
-    prompt = found.pop("prompt", None)
+        raise ValueError("nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    prompt = fields.pop("prompt", None)
     if not isinstance(prompt, str):
-        raise ValueError(f"its prompt is a text, not {json.dumps(prompt)[:60]}" if prompt else "it has no prompt")
-    _check_values({"prompt": prompt, **found})
-    for name, way in _NOT_TAKEN.items():
-        if name in found:
-            raise ValueError(f"{name} is not taken here: {way}")
-    seed = found.pop("seed", None)
+        raise ValueError(f"prompt must be a string, not {json.dumps(prompt)[:60]}" if prompt else "prompt is missing")
+    _check_values({"prompt": prompt, **fields})
+    for name, advice in _UNSUPPORTED.items():
+        if name in fields:
+            raise ValueError(f"{name} is not supported in a batch: {advice}")
+    seed = fields.pop("seed", None)
     if seed is None:
         seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
-    return BatchRow(number=number, prompt=prompt, seed=read_seed(seed), call=found)
+    return BatchRow(number=number, prompt=prompt, seed=read_seed(seed), call=fields)
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+def _reject_constant(text: str) -> Any:
+    """Reject NaN and Infinity, which Python's JSON parser accepts."""
+    raise ValueError(f"{text} is not a valid JSON number")
 
 
 def _check_values(call: Mapping[str, Any]) -> None:
-    """What no manifest can hold is refused, however deep it is."""
+    """Raise for values that the manifest cannot store: lone surrogates, and numbers that overflow to infinity."""
     for name, value in call.items():
+        # Encoding is the check: it visits nested values too.
         try:
             json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name!a} has half characters") from error
+            raise ValueError(f"{name!a} contains a lone surrogate") from error
         except ValueError as error:
-            raise ValueError(f"{name} is larger than any number") from error
+            raise ValueError(f"{name} is too large for a float") from error
         if name in SIDES and value is not None:
             check_side(name, value)
         if name == "num_inference_steps" and value is not None:

@@ -1,4 +1,4 @@
-"""A batch from its command to its end: what is wrong is said first, then workers are found, here or on Ray."""
+"""Entry point of a batch: checks the input, finds workers here or on Ray, and runs the rows."""
 
 from __future__ import annotations
 
@@ -21,76 +21,80 @@ __all__ = ["BatchJob", "run_batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What was asked for."""
+    """Options of a batch."""
 
     source: str
-    """The file with the rows."""
+    """Path of the JSONL file, or `-` for stdin."""
     out: Path
     settings: WorkerSettings
     workers: int | None = None
-    """None is one a device."""
+    """Number of workers; None is one per device."""
     ray: str | None = None
-    """The address of a Ray cluster; None works on this machine alone."""
+    """Address of a Ray cluster; None uses only this machine."""
 
 
 def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
-    """Make a picture of every row that has none yet."""
+    """Generate an image for every row that has none yet."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.planning.options import check_speed
 
+    # Everything cheap is checked before workers are found, and before the folder is created.
     rows, digest = read_rows(job.source)
-    named = resolve_model(job.settings.model)
+    model = resolve_model(job.settings.model)
     check_speed(job.settings.speed)
-    crew, workers, places = _find_crew(job)
+    pool, workers, slots = _create_pool(job)
     run = {
         "input": digest,
         "rows": len(rows),
-        "model": named.name,
-        "device": str(DeviceSpec(name=places.name, virtual=places.virtual)),
+        "model": model.name,
+        "device": str(DeviceSpec(name=slots.name, virtual=slots.virtual)),
         "asked_dtype": job.settings.dtype,
         "speed": job.settings.speed,
     }
     with OutputFolder(job.out, run) as folder:
-        summary = BatchRun(folder, rows, crew, workers, listener).run()
-        folder.tidy()
+        summary = BatchRun(folder, rows, pool, workers, listener).run()
+        folder.compact()
         return summary
 
 
-def _find_crew(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
-    return _find_local(job) if job.ray is None else _find_on_ray(job, job.ray)
+def _create_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
+    return _create_local_pool(job) if job.ray is None else _create_ray_pool(job, job.ray)
 
 
-def _find_local(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
-    places = find_device_slots(job.settings.device)
-    count = check_workers(places, job.workers)
-    shared = replace(job.settings, device=places.device, threads=share_threads(count))
-    if places.on_host:
-        return LocalWorkerPool(), [shared] * count, places
-    indices = range(count) if places.index is None else [places.index]
-    return LocalWorkerPool(), [replace(shared, index=index) for index in indices], places
+def _create_local_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
+    slots = find_device_slots(job.settings.device)
+    count = check_workers(slots, job.workers)
+    shared = replace(job.settings, device=slots.device, threads=share_threads(count))
+    if slots.on_host:
+        return LocalWorkerPool(), [shared] * count, slots
+    indices = range(count) if slots.index is None else [slots.index]
+    return LocalWorkerPool(), [replace(shared, index=index) for index in indices], slots
 
 
-def _find_on_ray(job: BatchJob, address: str) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
-    """Workers wherever the cluster has such devices; which one of a machine's is Ray's to say."""
+def _create_ray_pool(job: BatchJob, address: str) -> tuple[WorkerPool, Sequence[WorkerSettings], DeviceSlots]:
+    """Create workers on the nodes of the cluster that have such devices; Ray assigns the device of each."""
     from anyaccel.backends.device import sheet
     from anyaccel.cluster.batch.ray_worker_pool import RayWorkerPool
-    from anyaccel.cluster.ray_cluster import check_places, count_places, join, resources_for
+    from anyaccel.cluster.ray_cluster import check_slots, count_slots, join, resources_for
 
     if job.settings.device == AUTO:
-        raise UsageError("a cluster's devices are not known here", hint="name the device that it has: --device hpu")
-    places = slots_from_name(job.settings.device)
+        raise UsageError(
+            "--ray requires a device name", hint="name the device of the cluster, for example --device hpu"
+        )
+    slots = slots_from_name(job.settings.device)
     join(address)
-    found = sheet(places.name)
-    count = job.workers or count_places(found, places.virtual)
-    check_places(found, places.virtual, max(count, 1))
-    settings = replace(job.settings, device=places.device)
-    workers = [replace(settings, index=_index_of(places, number)) for number in range(count)]
-    counted = places.virtual or bool(found.ray_resource)
-    return RayWorkerPool(resources_for(found, places.virtual), counted), workers, places
+    device_sheet = sheet(slots.name)
+    count = job.workers or count_slots(device_sheet, slots.virtual)
+    # At least one, so that a cluster without such devices raises an error instead of starting no worker.
+    check_slots(device_sheet, slots.virtual, max(count, 1))
+    settings = replace(job.settings, device=slots.device)
+    workers = [replace(settings, index=_device_index(slots, number)) for number in range(count)]
+    counted_by_ray = slots.virtual or bool(device_sheet.ray_resource)
+    return RayWorkerPool(resources_for(device_sheet, slots.virtual), counted_by_ray), workers, slots
 
 
-def _index_of(places: DeviceSlots, number: int) -> int | None:
-    """Of virtual devices each worker has its own; of real ones a worker sees the one that it was given."""
-    if places.index is not None:
-        return places.index
-    return number % places.count if places.virtual else None
+def _device_index(slots: DeviceSlots, number: int) -> int | None:
+    """Return the index of a worker's virtual device; None for a real one, since Ray shows a worker only its own."""
+    if slots.index is not None:
+        return slots.index
+    return number % slots.count if slots.virtual else None

@@ -1,4 +1,4 @@
-"""A crew: the workers of a batch as the one who leads it sees them, and the one of this machine's processes."""
+"""Worker pool of a batch: the interface that the runner uses, and the pool of local processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker, wait_for_mess
 
 __all__ = ["Event", "LocalWorkerPool", "RowsFinished", "WorkerDied", "WorkerPool", "WorkerStartFailed", "WorkerStarted"]
 
-_END_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A worker has its model."""
+    """A worker has loaded its model."""
 
     worker: int
     facts: WorkerFacts
@@ -28,7 +28,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class RowsFinished:
-    """A worker has done the first of what it was given."""
+    """A worker has finished the oldest rows in its queue."""
 
     worker: int
     outcomes: list[RowImage | RowFailed]
@@ -36,7 +36,7 @@ class RowsFinished:
 
 @dataclass(frozen=True)
 class WorkerStartFailed:
-    """A worker cannot have its model, and says why."""
+    """A worker could not load its model."""
 
     worker: int
     error: AnyaccelError
@@ -44,7 +44,7 @@ class WorkerStartFailed:
 
 @dataclass(frozen=True)
 class WorkerDied:
-    """A worker is gone, with all that it had to do."""
+    """A worker died, and its queued rows are lost."""
 
     worker: int
     reason: str
@@ -54,84 +54,90 @@ Event: TypeAlias = WorkerStarted | RowsFinished | WorkerStartFailed | WorkerDied
 
 
 class WorkerPool(Protocol):
-    """Workers by number; each does what it is given in turn."""
+    """Numbered workers, each with a queue of rows."""
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
-        """Let a worker begin to load its model; one of that number that is gone is replaced."""
+        """Start a worker, or replace one that died; it loads its model in the background."""
 
-    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Give a worker rows of one shape to make."""
+    def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
+        """Queue rows of the same shape on a worker."""
 
     def wait(self, seconds: float) -> list[Event]:
-        """What has happened, or nothing after so many seconds."""
+        """Return the next events, or an empty list after this time."""
 
     def stop(self) -> None:
-        """End all workers at once."""
+        """Kill all workers."""
 
 
 class LocalWorkerPool:
-    """A process a worker, each at the end of a pipe."""
+    """Pool with one process per worker, each connected by a pipe."""
 
     def __init__(self) -> None:
         self._workers: dict[int, PipeWorker] = {}
 
     def start(self, worker: int, settings: WorkerSettings) -> None:
         """Start a process."""
+        # OpenMP reads this when torch is imported, before the worker can call torch.set_num_threads.
         threads = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
         process = PipeWorker(run_worker, settings, name=f"anyaccel-batch-{worker}", env=threads)
         process.start()
         self._workers[worker] = process
 
-    def give(self, worker: int, rows: Sequence[BatchRow]) -> None:
-        """Send rows; that a worker is gone is told by `wait`."""
+    def submit(self, worker: int, rows: Sequence[BatchRow]) -> None:
+        """Send rows to a process; if it has died, `wait` reports that."""
         self._workers[worker].send(list(rows))
 
     def wait(self, seconds: float) -> list[Event]:
-        """Read what workers say; what one said before it died is read before its death is told."""
+        """Read one message per process; messages sent before a death come before `WorkerDied`."""
         ready = wait_for_messages(self._workers.values(), seconds)
         return [self._read(worker, process) for worker, process in list(self._workers.items()) if process in ready]
 
     def stop(self) -> None:
-        """Kill all: nothing of theirs is on disk."""
+        """Kill all processes, which is safe because they write no files."""
+        # Kill all before waiting for any, so that they exit concurrently.
         for process in self._workers.values():
             process.kill()
         for process in self._workers.values():
-            process.wait(_END_S)
+            process.wait(_EXIT_TIMEOUT_S)
         self._workers.clear()
 
     def _read(self, worker: int, process: PipeWorker) -> Event:
         try:
-            said = process.receive()
+            message = process.receive()
         except EOFError:
             del self._workers[worker]
-            return WorkerDied(worker, _describe_end(process.wait(_END_S)))
-        if isinstance(said, WorkerFacts):
-            return WorkerStarted(worker, said)
-        return WorkerStartFailed(worker, said) if isinstance(said, AnyaccelError) else RowsFinished(worker, said)
+            return WorkerDied(worker, _format_exit(process.wait(_EXIT_TIMEOUT_S)))
+        if isinstance(message, WorkerFacts):
+            return WorkerStarted(worker, message)
+        return (
+            WorkerStartFailed(worker, message) if isinstance(message, AnyaccelError) else RowsFinished(worker, message)
+        )
 
 
-def _describe_end(code: int | None) -> str:
+def _format_exit(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}"
-    return f"it ended with status {code}"
+        return f"killed by {signal.Signals(-code).name}"
+    return f"ended with status {code}"
 
 
 def run_worker(pipe: ParentPipe, settings: WorkerSettings) -> None:
-    """The entry of a worker's process."""
+    """Run the main function of a worker process."""
     with quiet_libraries():
         _serve(pipe, settings)
 
 
 def _serve(pipe: ParentPipe, settings: WorkerSettings) -> None:
-    said: Any
+    message: Any
     try:
-        maker = ImageWorker(settings)
+        worker = ImageWorker(settings)
     except AnyaccelError as error:
-        said = error
-    except Exception as error:  # noqa: BLE001 - whatever it is, the leader tells it
-        said = AnyaccelError(f"{type(error).__name__}: {error}", hint="does `anyaccel generate` work with the same?")
+        message = error
+    except Exception as error:  # noqa: BLE001 - reported by the parent process
+        message = AnyaccelError(
+            f"{type(error).__name__}: {error}", hint="check whether `anyaccel generate` works with the same options"
+        )
     else:
-        said = maker.facts
-    pipe.send(said)
-    while not isinstance(said, AnyaccelError):
-        pipe.send(maker.make(pipe.receive()))
+        message = worker.facts
+    pipe.send(message)
+    while not isinstance(message, AnyaccelError):
+        pipe.send(worker.generate(pipe.receive()))

@@ -1,4 +1,4 @@
-"""What a pool of unlike devices says of itself: what all of them take, and what all of them hold."""
+"""Facts of a pool of different devices: the parameters that all of them accept, and their total memory."""
 
 from __future__ import annotations
 
@@ -11,45 +11,54 @@ from anyaccel.server.worker.messages import Heartbeat, ModelFacts
 __all__ = ["add_heartbeats", "merge_facts"]
 
 
-def merge_facts(kinds: Sequence[Sequence[ModelFacts]], room: int) -> tuple[ModelFacts, ...]:
-    """One model a name: a request is checked against what every device takes, since any of them may answer."""
-    return tuple(_join(list(same), room) for same in zip(*kinds, strict=True))
+def merge_facts(groups: Sequence[Sequence[ModelFacts]], capacity: int) -> tuple[ModelFacts, ...]:
+    """Merge the facts of each model over all device groups.
+
+    A request is checked against what every device accepts, since any of them may run it.
+    """
+    # All groups serve the same models in the same order.
+    return tuple(_merge(list(facts), capacity) for facts in zip(*groups, strict=True))
 
 
-def _join(same: Sequence[ModelFacts], room: int) -> ModelFacts:
-    first = same[0]
-    tasks = tuple(task for task in first.tasks if all(task in one.tasks for one in same))
-    takes = {
-        task: tuple(name for name in first.takes[task] if all(name in one.takes[task] for one in same))
+def _merge(all_facts: Sequence[ModelFacts], capacity: int) -> ModelFacts:
+    first = all_facts[0]
+    tasks = tuple(task for task in first.tasks if all(task in facts.tasks for facts in all_facts))
+    parameters = {
+        task: tuple(
+            name for name in first.parameters[task] if all(name in facts.parameters[task] for facts in all_facts)
+        )
         for task in tasks
     }
-    sizes = tuple(size for size in first.sizes if all(size in one.sizes for one in same))
-    plans = [one.plan if len(same) == 1 else f"on {one.device}:\n{one.plan}" for one in same]
+    sizes = tuple(size for size in first.sizes if all(size in facts.sizes for facts in all_facts))
+    plans = [facts.plan if len(all_facts) == 1 else f"on {facts.device}:\n{facts.plan}" for facts in all_facts]
+    models = {name for facts in all_facts for name in facts.batched}
     return replace(
         first,
-        device=", ".join(dict.fromkeys(one.device for one in same)),
-        virtual=all(one.virtual for one in same),
-        dtype=", ".join(dict.fromkeys(one.dtype for one in same)),
+        device=", ".join(dict.fromkeys(facts.device for facts in all_facts)),
+        virtual=all(facts.virtual for facts in all_facts),
+        dtype=", ".join(dict.fromkeys(facts.dtype for facts in all_facts)),
         tasks=tasks,
-        takes=takes,
-        multiple=math.lcm(*(one.multiple for one in same)),
+        parameters=parameters,
+        multiple=math.lcm(*(facts.multiple for facts in all_facts)),
         sizes=sizes or first.sizes,
-        fixed_sizes=any(one.fixed_sizes for one in same),
-        joins={
-            name: any(one.joins.get(name, False) for one in same) for name in {key for one in same for key in one.joins}
-        },
-        at_once=room,
+        fixed_sizes=any(facts.fixed_sizes for facts in all_facts),
+        batched={name: any(facts.batched.get(name, False) for facts in all_facts) for name in models},
+        max_concurrent=capacity,
         plan="\n\n".join(plans),
     )
 
 
-def add_heartbeats(new: Heartbeat, last: Iterable[Heartbeat]) -> Heartbeat:
-    """What all replicas hold together, as each told last; the rounds are those of the one that tells now."""
-    all_of_them = list(last)
-    held = [one.device_bytes for one in all_of_them if one.device_bytes is not None]
+def add_heartbeats(new: Heartbeat, latest: Iterable[Heartbeat]) -> Heartbeat:
+    """Return the sum of the latest heartbeats of all replicas.
+
+    The batch counts are those of the new heartbeat only: they count events since the previous one.
+    """
+    heartbeats = list(latest)
+    # Devices without a memory counter report None.
+    device_bytes = [heartbeat.device_bytes for heartbeat in heartbeats if heartbeat.device_bytes is not None]
     return Heartbeat(
-        device_bytes=sum(held) if held else None,
-        host_bytes=sum(one.host_bytes for one in all_of_them),
-        rounds=new.rounds,
-        loaded=tuple(dict.fromkeys(name for one in all_of_them for name in one.loaded)),
+        device_bytes=sum(device_bytes) if device_bytes else None,
+        host_bytes=sum(heartbeat.host_bytes for heartbeat in heartbeats),
+        batches=new.batches,
+        loaded=tuple(dict.fromkeys(name for heartbeat in heartbeats for name in heartbeat.loaded)),
     )

@@ -1,4 +1,4 @@
-"""A replica: one device of the cluster with the models of a service on it, in a process that Ray Serve keeps alive."""
+"""Replica: a worker with the models of the service on one device, in a process that Ray Serve supervises."""
 
 from __future__ import annotations
 
@@ -22,104 +22,111 @@ from anyaccel.server.worker.messages import (
     ModelFacts,
     RunJob,
 )
-from anyaccel.server.worker.worker import Worker, describe_start
+from anyaccel.server.worker.worker import Worker, make_load_failed
 
 __all__ = ["Replica"]
 
-_PATIENCE_S = 20.0
-"""A replica that cannot start says why, to whoever asks in this time, before it is replaced."""
+# How long a replica that failed to load reports its error before Serve replaces it.
+_FAILURE_VISIBLE_S = 20.0
 
 
 class Replica:
-    """What Serve runs; a picture is one request, whose answer is a stream of what becomes of it."""
+    """Ray Serve deployment: one request generates one image and returns a stream of its messages."""
 
     def __init__(self, settings: ServerSettings, counted_by_ray: bool) -> None:
         use_one_malloc_arena()
         self.settings = settings
-        self.outlets: dict[str, _Outlet] = {}
-        self.broken: LoadFailed | None = None
-        self.last_beat: Heartbeat | None = None
-        self.last_sign = self.born = time.monotonic()
+        self.mailboxes: dict[str, _Mailbox] = {}
+        self.load_error: LoadFailed | None = None
+        self.heartbeat: Heartbeat | None = None
+        """Heartbeat that no stream has sent yet."""
+        self.last_message_at = self.created_at = time.monotonic()
         self.models: tuple[ModelFacts, ...] = ()
+        # An exception here would make Serve restart the replica forever; the service needs to know the reason.
         try:
             if not counted_by_ray:
-                device, self.claim = claim_device(settings.device)
+                # The lock stays open as long as the replica lives.
+                device, self.device_lock = claim_device(settings.device)
                 settings = replace(settings, device=device)
-            self.worker = Worker(settings, self._tell)
+            self.worker = Worker(settings, self._on_message)
             self.models = self.worker.load()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
-            self.broken = describe_start(error)
+        except Exception as error:  # noqa: BLE001 - reported by the service
+            self.load_error = make_load_failed(error)
             return
         threading.Thread(target=self.worker.beat, daemon=True).start()
 
     def facts(self) -> tuple[ModelFacts, ...] | LoadFailed:
-        """The models with their plans here, or why there are none."""
-        return self.broken or self.models
+        """Return the models with their plans on this device, or the error of loading them."""
+        return self.load_error or self.models
 
-    async def make(self, said: RunJob) -> AsyncIterator[list[Any]]:
-        """Make the picture of a job that has one; what is told meanwhile goes out together.
+    async def generate(self, message: RunJob) -> AsyncIterator[list[Any]]:
+        """Generate the image of a job with a single image, and yield its messages in groups.
 
-        Where the caller goes away or cancels, the picture stops at its next step.
+        If the caller disconnects or cancels, the image stops at its next step.
         """
-        if self.broken is not None:
-            yield [self.broken]
+        if self.load_error is not None:
+            yield [self.load_error]
             return
-        outlet = self.outlets[said.job] = _Outlet()
-        self.last_sign = time.monotonic()
-        self.worker.begin(said)
+        mailbox = self.mailboxes[message.job] = _Mailbox()
+        self.last_message_at = time.monotonic()
+        self.worker.begin(message)
         try:
             ended = False
             while not ended:
-                told = await outlet.take()
-                ended = any(isinstance(one, ImageDone | JobFailed | JobStopped) for one in told)
-                beat, self.last_beat = self.last_beat, None
-                yield [*told, *([beat] if beat is not None else [])]
+                messages = await mailbox.take()
+                ended = any(isinstance(item, ImageDone | JobFailed | JobStopped) for item in messages)
+                # Heartbeats have no stream of their own: the next stream sends the latest one.
+                heartbeat, self.heartbeat = self.heartbeat, None
+                yield [*messages, *([heartbeat] if heartbeat is not None else [])]
         finally:
-            self.worker.cancel(said.job)
-            del self.outlets[said.job]
+            self.worker.cancel(message.job)
+            del self.mailboxes[message.job]
 
     def check_health(self) -> None:
-        """Asked by Serve: where this raises, the replica is replaced."""
+        """Raise if Serve should replace this replica. Called periodically by Serve."""
         limit = self.settings.limits.hang_s
-        if self.broken is not None and time.monotonic() - self.born > _PATIENCE_S:
-            raise RuntimeError(self.broken.message)
-        if self.outlets and time.monotonic() - self.last_sign > limit:
-            raise RuntimeError(f"no step was taken for {limit:.0f} s")
+        if self.load_error is not None and time.monotonic() - self.created_at > _FAILURE_VISIBLE_S:
+            raise RuntimeError(self.load_error.message)
+        if self.mailboxes and time.monotonic() - self.last_message_at > limit:
+            raise RuntimeError(f"no step finished for {limit:.0f} s")
 
-    def _tell(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
-            before = self.last_beat
-            self.last_beat = message if before is None else replace(message, rounds=_add(before.rounds, message.rounds))
+            unsent = self.heartbeat
+            self.heartbeat = (
+                message if unsent is None else replace(message, batches=_add_counts(unsent.batches, message.batches))
+            )
             return
-        self.last_sign = time.monotonic()
+        self.last_message_at = time.monotonic()
         if isinstance(message, LoadProgress):
             return
-        outlet = self.outlets.get(message.job)
-        if outlet is not None:
-            outlet.put(message)
+        mailbox = self.mailboxes.get(message.job)
+        if mailbox is not None:
+            mailbox.put(message)
 
 
-class _Outlet:
-    """What threads tell of one picture, for the coroutine that sends it."""
+class _Mailbox:
+    """Messages of one image, passed from the worker's threads to the coroutine that streams them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.waiting: list[Any] = []
-        self.there = asyncio.Event()
+        self.messages: list[Any] = []
+        self.filled = asyncio.Event()
 
     def put(self, message: Any) -> None:
+        # asyncio.Event is not thread-safe.
         self.loop.call_soon_threadsafe(self._put, message)
 
     def _put(self, message: Any) -> None:
-        self.waiting.append(message)
-        self.there.set()
+        self.messages.append(message)
+        self.filled.set()
 
     async def take(self) -> list[Any]:
-        await self.there.wait()
-        self.there.clear()
-        taken, self.waiting = self.waiting, []
+        await self.filled.wait()
+        self.filled.clear()
+        taken, self.messages = self.messages, []
         return taken
 
 
-def _add(one: Any, other: Any) -> dict[int, int]:
-    return {size: one.get(size, 0) + other.get(size, 0) for size in {*one, *other}}
+def _add_counts(first: Any, second: Any) -> dict[int, int]:
+    return {size: first.get(size, 0) + second.get(size, 0) for size in {*first, *second}}

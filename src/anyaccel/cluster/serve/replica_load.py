@@ -1,7 +1,8 @@
-"""Which replica makes a picture: one where few of another shape run, and of those the least busy.
+"""Load of the replicas, and the choice of a replica for an image.
 
-Only calls of one shape are joined into a batch; two shapes on one device take turns. So shapes part: once one runs here
-and another there, each goes where its own is, and an idle device is taken first.
+Only images of the same shape run in one batch; two shapes on one device take turns. The score therefore prefers a
+replica without images of other shapes, then the least busy one. An idle device comes first, and once two shapes run on
+two replicas, new images go to the replica that already runs their shape.
 """
 
 from __future__ import annotations
@@ -12,89 +13,96 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["BOARD", "ReplicaLoad", "Shape", "find_shape"]
+__all__ = ["REPLICA_LOAD", "ReplicaLoad", "Shape", "find_shape"]
 
 Shape: TypeAlias = tuple[Any, ...]
-_NOTICED_S = 30.0
-"""In this time Serve finds out that a replica is gone."""
+# How long a lost replica gets no images; Serve notices within this time that it is dead.
+_LOST_S = 30.0
 
 
-def find_shape(work: Mapping[str, Any]) -> Shape:
-    """What two pictures must share to be made in one batch."""
-    return tuple(work.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
+def find_shape(spec: Mapping[str, Any]) -> Shape:
+    """Return the values that images of one batch must share."""
+    return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
 
 
 @dataclass(frozen=True)
-class _ReplicaState:
+class _Assignment:
     app: str
     replica: str
     shape: Shape
 
 
 class ReplicaLoad:
-    """Which picture is made where, as this process knows it: it is the only one that gives them out."""
+    """The images that run on each replica. Complete, because only this process sends images to the replicas."""
 
     def __init__(self) -> None:
+        # Serve calls the routers on its own event loop, the pool uses one thread per image.
         self._lock = threading.Lock()
         self._routers: dict[str, Any] = {}
-        self._places: dict[str, _ReplicaState] = {}
+        self._assignments: dict[str, _Assignment] = {}
         self._lost: dict[str, float] = {}
 
     def add_router(self, app: str, router: Any) -> None:
-        """Serve made a router for an application of ours."""
+        """Register the router that Serve has created for an application."""
         with self._lock:
             self._routers[app] = router
 
     def list_replicas(self, app: str) -> list[str]:
-        """Those that take pictures now."""
+        """Return the ids of the replicas of an application that can run images now."""
         router = self._routers.get(app)
-        known = [] if router is None else [one.unique_id for one in list(router.curr_replicas)]
-        return [one for one in known if not self.is_lost(one)]
+        replicas = [] if router is None else [replica.unique_id for replica in list(router.curr_replicas)]
+        return [replica for replica in replicas if not self.is_lost(replica)]
 
-    def put(self, errand: str, app: str, replica: str, shape: Shape) -> None:
-        """A picture goes there."""
+    def assign(self, task: str, app: str, replica: str, shape: Shape) -> None:
+        """Record that an image runs on a replica."""
         with self._lock:
-            self._places[errand] = _ReplicaState(app, replica, shape)
+            self._assignments[task] = _Assignment(app, replica, shape)
 
-    def take_off(self, errand: str) -> str | None:
-        """A picture ended, or its replica did; where it was."""
+    def release(self, task: str) -> str | None:
+        """Record that an image has ended or was lost; return the id of its replica."""
         with self._lock:
-            place = self._places.pop(errand, None)
-        return None if place is None else place.replica
+            assignment = self._assignments.pop(task, None)
+        return None if assignment is None else assignment.replica
 
-    def find(self, errand: str) -> str | None:
-        """Where a picture is made."""
+    def find_replica(self, task: str) -> str | None:
+        """Return the id of the replica that runs an image."""
         with self._lock:
-            place = self._places.get(errand)
-        return None if place is None else place.replica
+            assignment = self._assignments.get(task)
+        return None if assignment is None else assignment.replica
 
-    def lose(self, replica: str) -> bool:
-        """A replica ended before Serve noticed; whether that is news."""
+    def mark_lost(self, replica: str) -> bool:
+        """Exclude a replica that died before Serve has noticed; return False if it was already marked."""
         with self._lock:
-            news = replica not in self._lost
+            is_new = replica not in self._lost
             self._lost[replica] = time.monotonic()
-            return news
+            return is_new
 
     def is_lost(self, replica: str) -> bool:
-        """Whether nothing must be sent there; one that Serve still knows after a while was only out of reach."""
-        with self._lock:
-            return time.monotonic() - self._lost.get(replica, -_NOTICED_S) < _NOTICED_S
+        """Return whether a replica is excluded.
 
-    def weigh(self, replica: str, shape: Shape, most: int) -> tuple[bool, int, float]:
-        """How little a replica suits a picture: it is full, others of another shape run there, how busy it is."""
+        A replica that Serve still lists after a while was only unreachable, and is used again.
+        """
         with self._lock:
-            here = [place.shape for place in self._places.values() if place.replica == replica]
-        return len(here) >= most, sum(one != shape for one in here), len(here) / most
+            return time.monotonic() - self._lost.get(replica, -_LOST_S) < _LOST_S
 
-    def choose(self, apps: Mapping[str, int], shape: Shape) -> str | None:
-        """The application whose best replica suits best, if any is there; with each, what its replicas make at once."""
-        found = [
-            (self.weigh(replica, shape, most), place, app)
-            for place, (app, most) in enumerate(apps.items())
+    def score(self, replica: str, shape: Shape, limit: int) -> tuple[bool, int, float]:
+        """Return a sort key of a replica for an image, lower is better: full, images of other shapes, utilization."""
+        with self._lock:
+            shapes = [item.shape for item in self._assignments.values() if item.replica == replica]
+        return len(shapes) >= limit, sum(other != shape for other in shapes), len(shapes) / limit
+
+    def choose_app(self, apps: Mapping[str, int], shape: Shape) -> str | None:
+        """Return the application with the best replica for an image, or None if there is no replica.
+
+        `apps` has the number of concurrent images per replica of each application.
+        """
+        scores = [
+            (self.score(replica, shape, limit), position, app)
+            for position, (app, limit) in enumerate(apps.items())
             for replica in self.list_replicas(app)
         ]
-        return min(found)[2] if found else None
+        return min(scores)[2] if scores else None
 
 
-BOARD = ReplicaLoad()
-"""Serve makes the routers, and they find the board here."""
+# Shared by the pool and the routers. Serve creates the routers, so it cannot be passed to them.
+REPLICA_LOAD = ReplicaLoad()

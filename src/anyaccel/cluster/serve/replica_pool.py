@@ -1,6 +1,6 @@
-"""A pool of replicas in the place of a service's one worker: each picture is one request to Ray Serve.
+"""Pool of replicas that replaces the worker process of a service: each image is one request to Ray Serve.
 
-A picture whose replica dies is asked for again, of another one; its job never hears of it.
+If a replica dies, its images run again on another replica, without any effect on their jobs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from anyaccel.cluster.serve.applications import Application, Applications, DeploymentState
 from anyaccel.cluster.serve.merged_facts import add_heartbeats, merge_facts
-from anyaccel.cluster.serve.replica_load import BOARD, Shape, find_shape
+from anyaccel.cluster.serve.replica_load import REPLICA_LOAD, Shape, find_shape
 from anyaccel.server.worker.messages import (
     CancelJob,
     Heartbeat,
@@ -35,41 +35,43 @@ from anyaccel.server.worker.messages import (
 __all__ = ["ReplicaPool"]
 
 _LOG = logging.getLogger(__name__)
-_LOOK_S = 0.25
-_SILENT_S = 60.0
-"""A cluster that answers nothing for so long is gone."""
-_MOST_DEATHS = 5
-"""A picture that so many replicas died with is not tried again: it may be what kills them."""
+_POLL_S = 0.25
+# Time without an answer after which the cluster counts as lost.
+_CLUSTER_TIMEOUT_S = 60.0
+# Replica deaths while an image was running before the image fails: it may be the cause.
+_MAX_DEATHS = 5
 
 
 @dataclass
 class _ImageTask:
-    """One picture of a job, until it is made."""
+    """One image of a job."""
 
     job: _PoolJob
-    picture: int
+    index: int
     run: RunJob
-    """What a replica is sent: a job with this one picture."""
+    """Message for the replica: a job with this image only."""
     shape: Shape
     deaths: int = 0
     previews: int = 0
-    """How many were told: what is made again shows none twice."""
+    """Number of previews sent; a retry does not send them again."""
     stream: Any = None
 
 
 @dataclass
 class _PoolJob:
+    """A job and its images."""
+
     name: str
-    errands: list[_ImageTask] = field(default_factory=list)
-    left: int = 0
+    tasks: list[_ImageTask] = field(default_factory=list)
+    unfinished: int = 0
     error: JobFailed | None = None
     stopped: bool = False
 
 
 class ReplicaPool:
-    """A `WorkerTransport` on a cluster that was joined."""
+    """`WorkerTransport` for the replicas on the joined cluster."""
 
-    heals = True
+    self_healing = True
 
     def __init__(self, applications: Applications) -> None:
         self._applications = applications
@@ -78,18 +80,18 @@ class ReplicaPool:
         self._deploying = threading.Lock()
         self._jobs: dict[str, _PoolJob] = {}
         self._facts: dict[str, tuple[ModelFacts, ...]] = {}
-        self._beats: dict[str, Heartbeat] = {}
+        self._heartbeats: dict[str, Heartbeat] = {}
         self._apps: dict[str, int] = {}
-        """The applications that are ready, with the pictures that a replica of each makes at once."""
+        """Ready applications with the number of concurrent images per replica."""
         self._ended = self._broken = False
-        self._words = ""
+        self._status = ""
 
     def start(self) -> None:
-        """Ask Serve for the replicas, and watch them."""
-        threading.Thread(target=self._watch, name="replicas", daemon=True).start()
+        """Deploy the replicas and monitor them in a thread."""
+        threading.Thread(target=self._monitor, name="replicas", daemon=True).start()
 
     def send(self, message: RunJob | CancelJob) -> None:
-        """Begin with a job, or stop it."""
+        """Start or cancel a job."""
         if isinstance(message, CancelJob):
             with self._lock:
                 job = self._jobs.get(message.job)
@@ -100,31 +102,31 @@ class ReplicaPool:
             job = _split(message)
         except OSError as error:
             self._inbox.put(
-                JobFailed(message.job, "storage", f"what came with the request cannot be read: {error}", 500)
+                JobFailed(message.job, "storage", f"cannot read the input images of the request: {error}", 500)
             )
             return
         with self._lock:
             self._jobs[job.name] = job
-        for errand in job.errands:
-            threading.Thread(target=self._run, args=(errand,), name="errand", daemon=True).start()
+        for task in job.tasks:
+            threading.Thread(target=self._run, args=(task,), name="task", daemon=True).start()
 
-    def hear(self, timeout_s: float) -> Any:
-        """What replicas tell, in the order in which it comes."""
+    def receive(self, timeout_s: float) -> Any:
+        """Return the next message of any replica, or None after `timeout_s` seconds."""
         try:
-            said = self._inbox.get(timeout=timeout_s)
+            message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if said is EOFError:
+        if message is EOFError:
             raise EOFError
-        return said
+        return message
 
-    def has_room(self, busy: int, pictures: int) -> bool:
-        """As many as all replicas make at once; what is more waits in the service, where turns are fair."""
-        room = self._count_room()
-        return room > 0 and (busy == 0 or busy + pictures <= room)
+    def has_capacity(self, busy: int, images: int) -> bool:
+        """Return whether the replicas have capacity; other jobs wait in the service, which shares it fairly."""
+        capacity = self._count_capacity()
+        return capacity > 0 and (busy == 0 or busy + images <= capacity)
 
     def end(self) -> None:
-        """Stop all pictures, and take the applications out of the cluster."""
+        """Stop all images and delete the applications from the cluster."""
         with self._lock:
             if self._ended:
                 return
@@ -135,27 +137,27 @@ class ReplicaPool:
         try:
             with self._deploying:
                 self._applications.delete()
-        except Exception as error:  # noqa: BLE001 - a cluster that is gone must not keep the service from ending
-            _LOG.warning("anyaccel: replicas may be left in the cluster: %r", error)
+        except Exception as error:  # noqa: BLE001 - a lost cluster must not keep the service from ending
+            _LOG.warning("anyaccel: replicas may remain in the cluster: %r", error)
         self._inbox.put(EOFError)
 
     def describe_end(self) -> str:
-        """What is known of it."""
-        return f"with its cluster: {self._words}" if self._words else "with its cluster"
+        """Return how it ended."""
+        return f"with its cluster: {self._status}" if self._status else "with its cluster"
 
-    # One picture
+    # One image
 
-    def _run(self, errand: _ImageTask) -> None:
+    def _run(self, task: _ImageTask) -> None:
         try:
-            outcome = self._make(errand)
-        except Exception as error:  # noqa: BLE001 - a fault here must not leave a job without an end
-            _LOG.exception("anyaccel: a picture was given up")
-            outcome = JobFailed(errand.job.name, "internal_error", f"{type(error).__name__}: {error}", 500)
-        job = errand.job
+            outcome = self._generate(task)
+        except Exception as error:  # noqa: BLE001 - a job must end even if this code has a bug
+            _LOG.exception("anyaccel: cannot generate an image")
+            outcome = JobFailed(task.job.name, "internal_error", f"{type(error).__name__}: {error}", 500)
+        job = task.job
         with self._lock:
-            job.left -= 1
+            job.unfinished -= 1
             job.error = job.error or outcome
-            last, failed = job.left == 0, job.error is not None
+            last, failed = job.unfinished == 0, job.error is not None
             if last:
                 self._jobs.pop(job.name, None)
         if last and not self._ended:
@@ -166,167 +168,176 @@ class ReplicaPool:
         elif failed:
             self._stop(job)
 
-    def _make(self, errand: _ImageTask) -> JobFailed | None:
-        """Ask replicas until one has made it; None where that, or its stop, came about."""
-        while not errand.job.stopped:
-            app = BOARD.choose(self._apps, errand.shape)
+    def _generate(self, task: _ImageTask) -> JobFailed | None:
+        """Send an image to replicas until one has generated it; return None if it is finished or stopped."""
+        while not task.job.stopped:
+            app = REPLICA_LOAD.choose_app(self._apps, task.shape)
             if app is None:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 continue
-            errand.run = replace(errand.run, job=f"{errand.job.name}#{errand.picture}#{errand.deaths}")
+            # A new name per attempt: the earlier one may still run on a replica that was only unreachable.
+            task.run = replace(task.run, job=f"{task.job.name}#{task.index}#{task.deaths}")
             try:
-                outcome = self._ask(errand, self._applications.all[app])
+                outcome = self._run_on_replica(task, self._applications.all[app])
             finally:
-                replica = BOARD.take_off(errand.run.job)
-            if not isinstance(outcome, _Lost):
+                replica = REPLICA_LOAD.release(task.run.job)
+            if not isinstance(outcome, _ReplicaLost):
                 return outcome
-            self._note_loss(replica, outcome.words)
-            errand.deaths += 1
-            if errand.deaths >= _MOST_DEATHS:
-                words = f"{errand.deaths} replicas ended while they made this picture"
-                return JobFailed(errand.job.name, "worker_died", words, 500)
+            self._report_loss(replica, outcome.reason)
+            task.deaths += 1
+            if task.deaths >= _MAX_DEATHS:
+                message = f"{task.deaths} replicas died while they generated this image"
+                return JobFailed(task.job.name, "worker_died", message, 500)
         return None
 
-    def _ask(self, errand: _ImageTask, app: Application) -> JobFailed | _Lost | None:
+    def _run_on_replica(self, task: _ImageTask, app: Application) -> JobFailed | _ReplicaLost | None:
         from ray.exceptions import RayError, RayTaskError, TaskCancelledError
         from ray.serve.exceptions import RayServeException, RequestCancelledError
 
-        errand.stream = app.handle.options(stream=True).make.remote(errand.run)
-        if errand.job.stopped:
-            errand.stream.cancel()
+        task.stream = app.handle.options(stream=True).generate.remote(task.run)
+        # The job may have been stopped before `_stop` could see the stream.
+        if task.job.stopped:
+            task.stream.cancel()
         try:
-            for told in errand.stream:
-                for said in told:
-                    if isinstance(said, ImageDone | JobFailed | JobStopped | LoadFailed):
-                        return self._conclude(errand, said)
-                    self._pass_on(errand, said)
+            for messages in task.stream:
+                for message in messages:
+                    if isinstance(message, ImageDone | JobFailed | JobStopped | LoadFailed):
+                        return self._finish(task, message)
+                    self._forward(task, message)
         except (RequestCancelledError, TaskCancelledError):
-            return None if errand.job.stopped else _Lost("it was cancelled")
+            return None if task.job.stopped else _ReplicaLost("the request was cancelled")
         except RayTaskError as error:
-            return JobFailed(errand.job.name, "internal_error", f"{type(error.cause).__name__}: {error.cause}", 500)
+            return JobFailed(task.job.name, "internal_error", f"{type(error.cause).__name__}: {error.cause}", 500)
         except (RayError, RayServeException) as error:
-            return _Lost(type(error).__name__)
+            return _ReplicaLost(type(error).__name__)
         finally:
-            errand.stream = None
-        return _Lost("it said nothing to the end")
+            task.stream = None
+        return _ReplicaLost("the stream ended without a result")
 
-    def _conclude(
-        self, errand: _ImageTask, said: ImageDone | JobFailed | JobStopped | LoadFailed
-    ) -> JobFailed | _Lost | None:
-        if isinstance(said, ImageDone):
-            self._pass_on(errand, said)
-        if isinstance(said, JobFailed):
-            return replace(said, job=errand.job.name)
-        return _Lost(said.message) if isinstance(said, LoadFailed) else None
+    def _finish(
+        self, task: _ImageTask, message: ImageDone | JobFailed | JobStopped | LoadFailed
+    ) -> JobFailed | _ReplicaLost | None:
+        if isinstance(message, ImageDone):
+            self._forward(task, message)
+        if isinstance(message, JobFailed):
+            return replace(message, job=task.job.name)
+        return _ReplicaLost(message.message) if isinstance(message, LoadFailed) else None
 
-    def _pass_on(self, errand: _ImageTask, said: Any) -> None:
-        if isinstance(said, Heartbeat):
-            self._inbox.put(self._note_beat(BOARD.find(errand.run.job) or "", said))
+    def _forward(self, task: _ImageTask, message: Any) -> None:
+        """Pass a message of a replica to the service, as a message of the original job."""
+        if isinstance(message, Heartbeat):
+            self._inbox.put(self._merge_heartbeat(REPLICA_LOAD.find_replica(task.run.job) or "", message))
             return
-        if isinstance(said, PreviewImage):
-            if said.number < errand.previews:
+        if isinstance(message, PreviewImage):
+            if message.number < task.previews:
                 return
-            errand.previews = said.number + 1
-        self._inbox.put(replace(said, job=errand.job.name, picture=errand.picture))
+            task.previews = message.number + 1
+        self._inbox.put(replace(message, job=task.job.name, index=task.index))
 
-    def _note_beat(self, replica: str, beat: Heartbeat) -> Heartbeat:
-        living = {replica, *(one for app in self._apps for one in BOARD.list_replicas(app))}
+    def _merge_heartbeat(self, replica: str, heartbeat: Heartbeat) -> Heartbeat:
+        running = {replica, *(name for app in self._apps for name in REPLICA_LOAD.list_replicas(app))}
         with self._lock:
-            self._beats = {name: last for name, last in self._beats.items() if name in living} | {replica: beat}
-            return add_heartbeats(beat, self._beats.values())
+            # Drops the heartbeats of dead replicas: their memory is free.
+            latest = {name: last for name, last in self._heartbeats.items() if name in running}
+            self._heartbeats = latest | {replica: heartbeat}
+            return add_heartbeats(heartbeat, self._heartbeats.values())
 
     def _stop(self, job: _PoolJob) -> None:
         with self._lock:
             job.stopped = True
-            streams = [errand.stream for errand in job.errands if errand.stream is not None]
+            streams = [task.stream for task in job.tasks if task.stream is not None]
         for stream in streams:
             stream.cancel()
 
-    def _note_loss(self, replica: str | None, words: str) -> None:
-        if replica is not None and BOARD.lose(replica):
-            self._inbox.put(WorkerLost(replica, words))
+    def _report_loss(self, replica: str | None, reason: str) -> None:
+        if replica is not None and REPLICA_LOAD.mark_lost(replica):
+            self._inbox.put(WorkerLost(replica, reason))
 
     # The replicas
 
-    def _watch(self) -> None:
-        answered, ready, told = time.monotonic(), False, -1
+    def _monitor(self) -> None:
+        last_answer, ready, reported = time.monotonic(), False, -1
         try:
+            # Holding the lock, `end` cannot delete the applications while they are being created.
             with self._deploying:
                 if not self._ended:
                     self._applications.deploy()
-        except Exception as error:  # noqa: BLE001 - whatever Ray raises, the service ends with its words
-            self._inbox.put(LoadFailed(f"Ray Serve cannot start: {error}", "look at the cluster with `ray status`"))
+        except Exception as error:  # noqa: BLE001 - whatever Ray raises, the service ends with this message
+            self._inbox.put(LoadFailed(f"cannot start Ray Serve: {error}", "check the cluster with `ray status`"))
             return
         while not self._ended and not self._broken:
             try:
-                ready = ready or self._look_for_facts()
-                answered = time.monotonic()
+                ready = ready or self._load_facts()
+                last_answer = time.monotonic()
             except Exception as error:  # noqa: BLE001 - a cluster may be slow for a while
-                self._words = f"{type(error).__name__}: {error}"
-                if time.monotonic() - answered > _SILENT_S:
+                self._status = f"{type(error).__name__}: {error}"
+                if time.monotonic() - last_answer > _CLUSTER_TIMEOUT_S:
                     self._inbox.put(EOFError)
                     return
-            room = self._count_room()
-            if ready and room != told:
-                told = room
-                self._inbox.put(self._describe(room))
-            time.sleep(_LOOK_S)
+            capacity = self._count_capacity()
+            if ready and capacity != reported:
+                reported = capacity
+                self._inbox.put(self._make_ready_message(capacity))
+            time.sleep(_POLL_S)
 
-    def _describe(self, room: int) -> ModelsReady | NotReady:
-        if not room:
-            return NotReady("no replica is there now; what waits is made as soon as one is")
-        return ModelsReady(merge_facts([self._facts[app] for app in self._apps], room))
+    def _make_ready_message(self, capacity: int) -> ModelsReady | NotReady:
+        if not capacity:
+            return NotReady("no replica is running; queued jobs start when one is ready")
+        return ModelsReady(merge_facts([self._facts[app] for app in self._apps], capacity))
 
-    def _look_for_facts(self) -> bool:
-        """Ask each application that has a replica for its plans; whether all have answered."""
-        states = self._applications.look()
+    def _load_facts(self) -> bool:
+        """Request the facts of every application that has a replica; return whether all are loaded."""
+        states = self._applications.read_states()
         for name, app in self._applications.all.items():
             state = states[name]
             if name in self._facts:
                 continue
             if not state.running and not state.failed:
                 continue
-            found = _describe_failure(app, state) if state.failed else app.ask_for_facts(_SILENT_S)
-            if isinstance(found, LoadFailed):
+            facts = _make_load_failed(app, state) if state.failed else app.request_facts(_CLUSTER_TIMEOUT_S)
+            if isinstance(facts, LoadFailed):
                 self._broken = True
-                self._inbox.put(found)
+                self._inbox.put(facts)
                 return False
-            self._facts[name] = found
-            self._apps[name] = min(app.kind.at_once, max(facts.at_once for facts in found))
-        words = ", ".join(f"{app.kind.device}: {states[name].words}" for name, app in self._applications.all.items())
-        if words != self._words:
-            self._words = words
-            self._inbox.put(LoadProgress(len(self._facts), len(self._applications.all), words))
+            self._facts[name] = facts
+            self._apps[name] = min(app.group.max_concurrent, max(model.max_concurrent for model in facts))
+        status = ", ".join(
+            f"{app.group.device}: {states[name].message}" for name, app in self._applications.all.items()
+        )
+        if status != self._status:
+            self._status = status
+            self._inbox.put(LoadProgress(len(self._facts), len(self._applications.all), status))
         return len(self._facts) == len(self._applications.all)
 
-    def _count_room(self) -> int:
-        return sum(most * len(BOARD.list_replicas(app)) for app, most in list(self._apps.items()))
+    def _count_capacity(self) -> int:
+        return sum(limit * len(REPLICA_LOAD.list_replicas(app)) for app, limit in list(self._apps.items()))
 
 
-def _describe_failure(app: Application, state: DeploymentState) -> LoadFailed:
-    return LoadFailed(f"no replica can start on {app.kind.device}: {state.words}", "its own log is among those of Ray")
+def _make_load_failed(app: Application, state: DeploymentState) -> LoadFailed:
+    return LoadFailed(f"no replica can start on {app.group.device}: {state.message}", "see its log among Ray's logs")
 
 
 @dataclass(frozen=True)
-class _Lost:
-    """A replica did not end what it began."""
+class _ReplicaLost:
+    """A replica did not finish an image."""
 
-    words: str
+    reason: str
 
 
 def _split(message: RunJob) -> _PoolJob:
-    """A job as errands of one picture each."""
-    inputs = {name: _read(given) for name, given in message.inputs.items()}
-    seeds: Sequence[int] = message.work["seeds"]
-    job = _PoolJob(message.job, left=len(seeds))
-    for picture, seed in enumerate(seeds):
-        work: Mapping[str, Any] = {**message.work, "seeds": [seed]}
-        job.errands.append(_ImageTask(job, picture, RunJob(message.job, work, inputs), find_shape(work)))
+    """Split a job into tasks of one image each."""
+    inputs = {name: _read(value) for name, value in message.inputs.items()}
+    seeds: Sequence[int] = message.spec["seeds"]
+    job = _PoolJob(message.job, unfinished=len(seeds))
+    for index, seed in enumerate(seeds):
+        spec: Mapping[str, Any] = {**message.spec, "seeds": [seed]}
+        job.tasks.append(_ImageTask(job, index, RunJob(message.job, spec, inputs), find_shape(spec)))
     return job
 
 
-def _read(given: str | bytes) -> bytes:
-    if isinstance(given, bytes):
-        return given
-    with open(given, "rb") as file:
+def _read(value: str | bytes) -> bytes:
+    """Return an input image, which is content or a path: replicas on other machines cannot read the file."""
+    if isinstance(value, bytes):
+        return value
+    with open(value, "rb") as file:
         return file.read()

@@ -1,4 +1,4 @@
-"""Serve's router for pictures, which goes by the board."""
+"""Router for Ray Serve that chooses replicas by their load and the shape of the image."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+# Serve pickles the router class by value. `from replica_load import REPLICA_LOAD` would copy the object with the class;
+# an attribute of the module is looked up in the current process.
 from anyaccel.cluster.serve import replica_load
 from anyaccel.server.worker.messages import RunJob
 
@@ -14,40 +16,50 @@ __all__ = ["ShapeRouter"]
 
 
 class ShapeRouter(RequestRouter):
-    """Serve's router in the process that holds the handle; Serve still asks the replica whether it has room."""
+    """Serve's router in the process that holds the deployment handle.
+
+    It only ranks the replicas: Serve still asks the chosen one whether it accepts the request.
+    """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Tell the board that this is the one that knows the replicas."""
-        replica_load.BOARD.add_router(self.app_name, self)
+        """Register this router, which has the list of running replicas."""
+        replica_load.REPLICA_LOAD.add_router(self.app_name, self)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas in the order in which they suit; the best is noted at once, for those that come meanwhile."""
-        living = [one for one in candidate_replicas if not replica_load.BOARD.is_lost(one.replica_id.unique_id)]
-        said = _find_run(pending_request)
-        if said is None or not living:
-            return [living]
-        shape = replica_load.find_shape(said.work)
-        replica_load.BOARD.take_off(said.job)
-        ranked = _rank(living, shape)
-        replica_load.BOARD.put(said.job, self.app_name, ranked[0].replica_id.unique_id, shape)
-        return [[one] for one in ranked]
+        """Return the replicas in order of their score."""
+        running = [
+            replica
+            for replica in candidate_replicas
+            if not replica_load.REPLICA_LOAD.is_lost(replica.replica_id.unique_id)
+        ]
+        message = _find_run_job(pending_request)
+        if message is None or not running:
+            return [running]
+        shape = replica_load.find_shape(message.spec)
+        replica_load.REPLICA_LOAD.release(message.job)
+        ranked = _rank(running, shape)
+        # Assigned before Serve has routed it, so that concurrent requests see this image.
+        replica_load.REPLICA_LOAD.assign(message.job, self.app_name, ranked[0].replica_id.unique_id, shape)
+        return [[replica] for replica in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """It went there, which may be the second best."""
-        said = _find_run(pending_request)
-        if said is not None:
-            replica_load.BOARD.put(said.job, self.app_name, replica_id.unique_id, replica_load.find_shape(said.work))
+        """Record the replica that accepted the request, which may not be the first choice."""
+        message = _find_run_job(pending_request)
+        if message is not None:
+            shape = replica_load.find_shape(message.spec)
+            replica_load.REPLICA_LOAD.assign(message.job, self.app_name, replica_id.unique_id, shape)
 
 
 def _rank(replicas: Iterable[RunningReplica], shape: replica_load.Shape) -> list[RunningReplica]:
+    load = replica_load.REPLICA_LOAD
     return sorted(
         replicas,
-        key=lambda one: replica_load.BOARD.weigh(one.replica_id.unique_id, shape, max(1, one.max_ongoing_requests)),
+        key=lambda replica: load.score(replica.replica_id.unique_id, shape, max(1, replica.max_ongoing_requests)),
     )
 
 
-def _find_run(pending: PendingRequest | None) -> RunJob | None:
-    given = pending.args[0] if pending is not None and pending.args else None
-    return given if isinstance(given, RunJob) else None
+def _find_run_job(pending: PendingRequest | None) -> RunJob | None:
+    argument = pending.args[0] if pending is not None and pending.args else None
+    return argument if isinstance(argument, RunJob) else None

@@ -10,7 +10,7 @@ from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.runtime.call_request import CallRequest
 from anyaccel.runtime.placement_state import Placement
 
-__all__ = ["find_multiple", "validate_call"]
+__all__ = ["find_size_multiple", "validate_call"]
 
 
 def validate_call(placement: Placement, request: CallRequest) -> None:
@@ -19,12 +19,12 @@ def validate_call(placement: Placement, request: CallRequest) -> None:
         raise DeviceUnavailableError(
             f"{placement.plan.device} is no longer available", hint='place the pipeline again: pipe.to("auto")'
         )
-    _check_steps(request)
+    _validate_steps(request)
     _check_size(request)
     _check_generators(request)
 
 
-def _check_steps(request: CallRequest) -> None:
+def _validate_steps(request: CallRequest) -> None:
     """Raise for less than one step, unless the call has custom timesteps or sigmas."""
     # Some schedulers accept 0 steps, and the pipeline would return decoded noise.
     steps = request.arguments.get("num_inference_steps")
@@ -57,7 +57,7 @@ def _check_generators(request: CallRequest) -> None:
         )
 
 
-def find_multiple(pipe: Any) -> int | None:
+def find_size_multiple(pipe: Any) -> int | None:
     """Return the required multiple of height and width (the VAE's scale factor); None if unknown."""
     factor = getattr(pipe, "vae_scale_factor", None)
     return factor if isinstance(factor, int) and factor > 0 else None

@@ -22,10 +22,10 @@ __all__ = ["split_cfg_over_ranks"]
 Forward = Callable[..., Any]
 
 _LOG = logging.getLogger("anyaccel")
+# Largest difference between the joined halves and the whole batch, relative to the largest absolute output.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference between the joined halves and the whole batch, relative to the largest absolute output."""
+# The same for half precision, where kernels for another batch size sum in another order.
 _HALF_PRECISION_TOLERANCE = 5e-2
-"""The same for half precision, where kernels for another batch size sum in another order."""
 
 
 def split_cfg_over_ranks(model: torch.nn.Module, *, required: bool) -> None:

@@ -50,13 +50,13 @@ __all__ = [
     "split_models",
 ]
 
+# Environment variables that torchrun sets in each process.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that torchrun sets in each process."""
 T = TypeVar("T")
+# Key of the `Split` in the `__dict__` of a split model.
 _SPLIT_ATTRIBUTE = "_anyaccel_split"
-"""Key of the `Split` in the `__dict__` of a split model."""
+# Larger weights leave too little memory for activations.
 _MAX_WEIGHTS_SHARE = 0.8
-"""Larger weights leave too little memory for activations."""
 
 
 def count_ranks() -> int:
@@ -72,7 +72,9 @@ def read_ranks(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptio
     if options.parallel is None:
         return Ranks()
     device_types = read_tensor_parallel_devices()
-    return Ranks(count=count_ranks(), tensor_types=device_types, fits_alone=_fits_one_device(opened, facts, options))
+    return Ranks(
+        count=count_ranks(), tensor_types=device_types, fits_one_device=_fits_one_device(opened, facts, options)
+    )
 
 
 def _fits_one_device(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> bool | None:

@@ -21,10 +21,10 @@ from anyaccel.upstream.diffusers_internals import GROUP_OFFLOADING, HOOK_ATTRIBU
 __all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
 
 # Attributes of diffusers' hook registries.
+# The `forward` in the module's `__dict__` before streaming, or None.
 _ORIGINAL_FORWARD = "_anyaccel_before"
-"""The `forward` in the module's `__dict__` before streaming, or None."""
+# The parameters of the model when streaming began.
 _WEIGHTS = "_anyaccel_weights"
-"""The parameters of the model when streaming began."""
 
 
 def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream: bool, pin: bool) -> None:

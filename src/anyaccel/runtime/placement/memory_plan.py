@@ -23,10 +23,10 @@ from anyaccel.planning.memory import (
     make_forecast,
 )
 from anyaccel.planning.options import PlacementOptions
-from anyaccel.planning.parallel import weigh_rank
+from anyaccel.planning.parallel import count_rank_parameters
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
-from anyaccel.runtime.introspection import find_components, read_facts
+from anyaccel.runtime.introspection import find_components, plain_class, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -47,15 +47,15 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 # Generous upper bounds: a call below them is not traced.
+# Upper bound of activation bytes per pixel in half precision: six times what decoding needs.
 _MAX_BYTES_PER_PIXEL = 16 * 2**10
-"""Upper bound of activation bytes per pixel in half precision: six times what decoding needs."""
 _DEFAULT_SIDE = 1024
+# A model with weights below 1/4096 of the memory cannot fill it with one image.
 _TINY_FRACTION = 4096
-"""A model with weights below 1/4096 of the memory cannot fill it with one image."""
 _DEFAULT_FRAMES = 96
 _HEADS, _PIXELS_PER_TOKEN = 24, 64
+# Arguments that do not affect shapes. A trace must not use them: it would advance generators and call user code.
 _SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
-"""Arguments that do not affect shapes. A trace must not use them: it would advance generators and call user code."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def list_pipeline_rules(
     options = replace(options, images_per_call=None if whole else images_per_call)
     residences = _list_residences(pipe, unified_memory)
     # One image if the batch must stay whole: for one image no rule splits.
-    rules = list_rules(1 if whole else images, options, residences, has_parts=supports_tiling(pipe))
+    rules = list_rules(1 if whole else images, options, residences, supports_tiling=supports_tiling(pipe))
     return list(dict.fromkeys(rules))
 
 
@@ -156,7 +156,7 @@ def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
     """Return the memory rule before an image size is known; raise if the requested residence cannot fit."""
     split = placement.plan.parallel.value
     weights = {
-        component.name: weigh_rank(component, split) * _bytes_per_parameter(component.name, placement)
+        component.name: count_rank_parameters(component, split) * _bytes_per_parameter(component.name, placement)
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
@@ -268,7 +268,7 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
 
 def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
     traced = PipelineTrace()
-    clone = clone_pipeline(pipe, type(pipe)._plain_class, traced)
+    clone = clone_pipeline(pipe, plain_class(pipe), traced)
 
     def arguments(images: int) -> dict[str, Any]:
         chunk = split_request(request, images)[0]
@@ -284,7 +284,7 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         arguments=arguments,
         attention=placement.plan.attention.value,
         unified_memory=placement.opened.sheet.unified_memory,
-        fetches_ahead=placement.opened.driver.marks,
+        fetches_ahead=placement.opened.driver.has_events,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )
 

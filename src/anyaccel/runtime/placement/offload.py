@@ -44,8 +44,8 @@ __all__ = [
     "set_residence",
 ]
 
+# Key of the `_PhaseOffloader` in the pipeline's `__dict__`.
 _OFFLOADER = "_anyaccel_offloader"
-"""Key of the `_PhaseOffloader` in the pipeline's `__dict__`."""
 
 
 def set_residence(pipe: Any, residence: Residence, device: torch.device, opened: OpenDevice) -> None:
@@ -56,7 +56,7 @@ def set_residence(pipe: Any, residence: Residence, device: torch.device, opened:
         elif residence == "component":
             pipe.enable_model_cpu_offload(device=device)
         elif residence == "layer" and not opened.sheet.unified_memory:
-            _stream(pipe, device, use_stream=opened.driver.marks)
+            _stream(pipe, device, use_stream=opened.driver.has_events)
         else:
             _offload_to_disk(pipe, device, by_layer=residence == "layer")
 

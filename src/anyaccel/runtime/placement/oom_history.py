@@ -15,10 +15,10 @@ from anyaccel.storage.cache_dir import find_cache_folder
 
 __all__ = ["has_outcome", "load_outcome", "save_outcome"]
 
+# A stored outcome is ignored if the device has more than this times the memory that it had then.
 _MARGIN = 1.02
-"""A stored outcome is ignored if the device has more than this times the memory that it had then."""
+# Rule and capacity in bytes of each key, for this process.
 _OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}
-"""Rule and capacity in bytes of each key, for this process."""
 
 
 def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:

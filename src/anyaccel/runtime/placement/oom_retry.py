@@ -41,14 +41,14 @@ from anyaccel.runtime.placement_state import Placement, being_offloaded, find_pl
 from anyaccel.runtime.speed.session import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
-from anyaccel.tracing.footprint_measurement import set_parts
+from anyaccel.tracing.footprint_measurement import set_vae_tiling
 
 __all__ = ["apply_rule", "clear_traceback_frames", "free_memory", "move_weights", "run_within_memory", "weights_on_cpu"]
 
 _LOG = logging.getLogger(__name__)
 
+# Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks.
 Run = Callable[[CallRequest, int, int], Any]
-"""Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks."""
 
 
 def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:
@@ -167,7 +167,7 @@ def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], 
     if rule.residence != placement.residence:
         move_weights(pipe, placement, rule.residence)
     if rule.savings.vae_in_parts != placement.vae_in_parts:
-        set_parts(pipe, rule.savings.vae_in_parts)
+        set_vae_tiling(pipe, rule.savings.vae_in_parts)
         placement.vae_in_parts = rule.savings.vae_in_parts
     sheet, plan = placement.opened.sheet, placement.plan
     attention = plan.attention

@@ -39,7 +39,7 @@ from anyaccel.runtime.placement.group_offload import is_streamed
 from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, plan_weights
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free_memory, move_weights
-from anyaccel.runtime.placement_state import Placement, drop_placement, find_options, find_placement, keep_placement
+from anyaccel.runtime.placement_state import Placement, drop_placement, find_options, find_placement, set_placement
 from anyaccel.runtime.speed.quantize import check_not_quantized
 from anyaccel.runtime.speed.session import remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
@@ -304,7 +304,7 @@ def attach_placement(pipe: Any, placement: Placement, before: Placement | None =
     drop_stale_casts(components)
     placement.placed = {name: weakref.ref(model) for name, model in find_models(pipe).items()}
     placement.denoisers = read_facts(pipe).denoisers
-    keep_placement(pipe, placement)
+    set_placement(pipe, placement)
 
 
 def place_new_models(pipe: Any, placement: Placement) -> None:

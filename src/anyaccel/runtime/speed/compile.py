@@ -22,8 +22,8 @@ from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forw
 from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
-from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
-from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
+from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
+from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_ptxas_path
 
 __all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
 
@@ -66,6 +66,7 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     policy = plan.compile_policy.value
     options = _find_options(placement, plan.compiler.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
+    # Compiled code would bypass a forward that another library has replaced.
     denoisers = [
         name for name, model in find_denoisers(pipe, placement).items() if not LayerHooks(model).has_foreign_forward()
     ]
@@ -132,8 +133,8 @@ def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> Non
 def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     plan = placement.plan
     rule: CompileRule = plan.compiler.value
-    if rule.backend == "inductor":
-        set_triton_assembler()
+    if rule.backend == "inductor":  # before the first lookup in Triton's cache
+        set_ptxas_path()
     return {
         "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),
         "fullgraph": fullgraph,
@@ -187,9 +188,9 @@ def _find_default_cache(placement: Placement, variable: str) -> str | None:
 @functools.cache  # one warning per process
 def _can_write(folder: Path) -> bool:
     """Return whether the cache directory is writable; the compiler otherwise uses its own default."""
-    fault = find_write_fault(folder)
+    fault = find_write_error(folder)
     if fault:
-        tell_write_fault(fault)
+        warn_not_cached(fault)
     return not fault
 
 

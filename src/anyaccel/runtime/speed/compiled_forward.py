@@ -17,13 +17,13 @@ from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.errors import summarize_error
 from anyaccel.forward_overrides import Slot, get_override, set_override
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, PatchedCode
-from anyaccel.upstream.torch_internals import forget_compiled_call, restore_compiled_call
+from anyaccel.upstream.torch_internals import remove_compiled_call, restore_compiled_call
 
 __all__ = ["CompiledForward", "compile_blocks", "compile_forward", "find_compiled", "remove_compiled_blocks"]
 
-# Dynamo skips guards on hooks by default (skip_nnmodule_hook_guards), so compiled code silently ignores hooks added after
-# the first call: https://github.com/pytorch/pytorch/issues/117758 and https://github.com/pytorch/pytorch/pull/98371
-# (torch 2.13).
+# Dynamo skips guards on hooks by default (skip_nnmodule_hook_guards), so compiled code silently ignores hooks that are
+# added after the first call: https://github.com/pytorch/pytorch/issues/117758 and
+# https://github.com/pytorch/pytorch/pull/98371 (torch 2.13).
 
 _LOG = logging.getLogger("anyaccel")
 Forward = Callable[..., Any]
@@ -104,7 +104,7 @@ def find_compiled(module: Any) -> CompiledForward | None:
 
 def remove_compiled_blocks(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
     """Make blocks that were compiled in place run eagerly; return the removed calls with their modules."""
-    removed = [(layer, forget_compiled_call(layer)) for layer in module.modules()]
+    removed = [(layer, remove_compiled_call(layer)) for layer in module.modules()]
     return [(layer, compiled) for layer, compiled in removed if compiled is not None]
 
 

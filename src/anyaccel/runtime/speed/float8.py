@@ -4,8 +4,8 @@ It uses plain tensor operations only. A compiler can fuse the quantization of th
 which it cannot do for a tensor subclass.
 """
 
-# Why not torchao: with its tensor subclass a compiled FLUX.1 had not finished the first image after 170 s, this layer took
-# 132 s (torchao 0.18, torch 2.11, one H200; docs/decisions/0008).
+# Why not torchao: with its tensor subclass a compiled FLUX.1 had not finished the first image after 170 s. This layer
+# took 132 s (torchao 0.18, torch 2.11, one H200; docs/decisions/0008).
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Float8Linear", "check_float8"]
 
 FLOAT8 = torch.float8_e4m3fn
 _MAX_FLOAT8 = torch.finfo(FLOAT8).max
+# Lower bound of a row's maximum, to avoid a division by zero for rows of zeros.
 _MIN_ROW_MAX = 1e-12
-"""Lower bound of a row's maximum, to avoid a division by zero for rows of zeros."""
 
 
 class Float8Linear(torch.nn.Module):

@@ -22,6 +22,10 @@ from anyaccel.runtime.workarounds import sliced_attention, uninitialized_memory
 
 __all__ = ["GraphWorkarounds", "read_graph_workarounds"]
 
+# Why not a function mode as in eager models: Dynamo traces through one only until the model calls a Python method of
+# `Tensor` such as `unflatten`, and then breaks the graph (torch 2.13):
+# https://github.com/pytorch/pytorch/issues/130104
+
 _REPLACED_DTYPES = ("float64",)
 
 
@@ -77,6 +81,7 @@ def _replace_dtypes(module: torch.fx.GraphModule, dtypes: dict[torch.dtype, torc
         if node.op in ("call_function", "call_method"):
             node.args = tuple(replace(value) for value in node.args)
             node.kwargs = {name: replace(value) for name, value in node.kwargs.items()}
+            # `Tensor.double()` has no dtype argument to replace.
             if node.op == "call_method" and node.target == "double" and torch.float64 in dtypes:
                 node.target, node.args = "to", (*node.args, dtypes[torch.float64])
 

@@ -19,16 +19,17 @@ __all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]
 
 _LOG = logging.getLogger("anyaccel")
 _QUANTIZED_ATTRIBUTE = "_anyaccel_quantized"
+# `torch._scaled_mm` requires dimensions that are multiples of this.
 _SIZE_MULTIPLE = 16
-"""`torch._scaled_mm` requires dimensions that are multiples of this."""
+# Parts of the names of layers that are applied to the timestep embedding: one row per image.
 _FEW_ROWS = ("norm", "embed", "modulation")
-"""Parts of the names of layers that are applied to the timestep embedding: one row per image."""
 
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
     """Quantize the denoisers of a pipeline once; if the device cannot, add the reason to the report."""
     if not placement.plan.quantization.value or placement.report.quantization is not None:
         return
+    # Pipelines share models: another one may have quantized them already.
     todo = {name: model for name, model in find_denoisers(pipe, placement).items() if not is_quantized(model)}
     for name, model in todo.items():
         layers = _find_layers(model)

@@ -29,7 +29,7 @@ from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.quantize import quantize_denoisers
 from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable
-from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
+from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_gc_after_compile
 
 __all__ = [
     "SpeedState",
@@ -96,7 +96,7 @@ def _pause_gc(pause: bool) -> Iterator[None]:
     if not pause:
         yield
         return
-    with gc_paused(), pause_collection_after_compile():
+    with gc_paused(), pause_gc_after_compile():
         yield
 
 
@@ -109,7 +109,7 @@ def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
             yield
             return
         for model in find_denoisers(pipe, placement).values():
-            set_override(model, Slot.STEP_REUSE, functools.partial(_run_or_reuse, id(model)))
+            set_override(model, Slot.STEP_SKIPPING, functools.partial(_run_or_reuse, id(model)))
         yield
     text = f"{skipper.run} runs, {skipper.reused} outputs reused" if skipper.reused else "every step was run"
     placement.report.step_skipping = Decision(text, "the last call")
@@ -164,7 +164,7 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
         placement.report.not_compiled = Decision(tuple(find_denoisers(pipe, placement)), reason)
         return
     speed.compiled, placement.report.not_compiled = True, None
-    _LOG.info("anyaccel: compiling takes about %.0f s and is expected to save time overall", policy.takes_s)
+    _LOG.info("anyaccel: compiling takes about %.0f s and is expected to save time overall", policy.compile_s)
     names = speed.models = compile_for_speed(pipe, placement)
     reason = f"{placement.plan.compile_policy}: {placement.plan.compile_policy.reason}"
     placement.report.compiled_models = Decision(names, reason)
@@ -252,7 +252,7 @@ def remove_speedups(pipe: Any, placement: Placement | None) -> None:
     """Remove compiled code, captured graphs and step skipping, before weights move or dtypes change."""
     for model in find_models(pipe).values():
         for module in (model, *model.children()):
-            for slot in (Slot.STEP_REUSE, Slot.CAPTURE, Slot.COMPILE):
+            for slot in (Slot.STEP_SKIPPING, Slot.CAPTURE, Slot.COMPILE):
                 remove_override(module, slot)
     if placement is None:
         return

@@ -20,8 +20,8 @@ from anyaccel.upstream.torch_internals import tree_map
 
 __all__ = ["StepSkipper", "current_step_skipper", "track_steps"]
 
-# The caches of diffusers (first block, TaylorSeer, MagCache) support some transformers and no UNet. They also decide by a
-# value read from the device at every step, which breaks a compiled or captured graph (docs/decisions/0008).
+# The caches of diffusers (first block, TaylorSeer, MagCache) support some transformers and no UNet. They also read a
+# value from the device at every step to decide, which breaks a compiled or captured graph (docs/decisions/0008).
 
 Forward = Callable[..., Any]
 _ACTIVE = threading.local()

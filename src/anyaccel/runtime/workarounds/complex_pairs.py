@@ -25,8 +25,8 @@ __all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
 
 # Gaudi rejects complex dtypes (https://github.com/vllm-project/vllm-gaudi/pull/1617), and so does the Neuron compiler
 # (NCC_EVRF004, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/compiler/error-codes/index.html). diffusers
-# avoids complex arithmetic on MLU too (https://github.com/huggingface/diffusers/pull/13824). Computing the embeddings on
-# the CPU instead would cost one device-to-host copy per layer.
+# avoids complex arithmetic on MLU too (https://github.com/huggingface/diffusers/pull/13824). Computing the embeddings
+# on the CPU instead would cost one device-to-host copy per layer.
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -203,6 +203,7 @@ def _ones_like(func: Any, args: Any, kwargs: Any) -> ComplexPair:
     return ComplexPair(func(*tree_map(select, args), **tree_map(select, kwargs)), torch.zeros_like(args[0].real_part))
 
 
+# Operations that mix the parts or need another operation per part.
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.mul: _multiply,
     aten.div: _divide,
@@ -230,7 +231,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
         args[0].real_part.item(), args[0].imaginary_part.item()
     ),
 }
-"""Operations that mix the parts or need another operation per part."""
+# Operations that run on each part unchanged.
 _PARTWISE = {
     aten.alias, aten.clone, aten.contiguous, aten.cumsum, aten.detach, aten.empty_like, aten.expand, aten.flatten,
     aten.flip, aten.gather, aten.index, aten.index_select, aten.lift_fresh, aten.mean, aten.neg, aten.new_empty,
@@ -238,7 +239,6 @@ _PARTWISE = {
     aten.split_with_sizes, aten.squeeze, aten.sum, aten.t, aten.transpose, aten.unbind, aten.unfold, aten.unsqueeze,
     aten.zeros_like, aten.empty_strided, aten.new_empty_strided,
 }  # fmt: skip
-"""Operations that run on each part unchanged."""
 
 
 def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]:

@@ -33,18 +33,18 @@ _FACTORIES = (
     torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like, torch.empty_strided,
     torch.tril_indices, torch.triu_indices, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full,
 )  # fmt: skip
+# Factories that return int64 for integer arguments.
 _INT64_BY_DEFAULT = {torch.arange, torch.full, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices}
-"""Factories that return int64 for integer arguments."""
+# Functions that build a tensor from Python numbers, NumPy arrays or tensors.
 DATA_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
-"""Functions that build a tensor from Python numbers, NumPy arrays or tensors."""
 _CASTS = {Tensor.double: torch.float64, Tensor.long: torch.int64}
+# Functions that accept only int64 indices.
 _NEEDS_INT64 = (
     torch.gather, Tensor.gather, torch.scatter, Tensor.scatter, Tensor.scatter_, torch.scatter_add,
     Tensor.scatter_add, Tensor.scatter_add_, torch.take_along_dim, Tensor.take_along_dim, torch.take, Tensor.take,
     torch.nn.functional.one_hot, torch.nn.functional.cross_entropy, torch.index_fill, Tensor.index_fill,
     Tensor.index_fill_, Tensor.index_copy_, Tensor.put_, torch.scatter_reduce, Tensor.scatter_reduce,
 )  # fmt: skip
-"""Functions that accept only int64 indices."""
 
 
 def make_handlers(

@@ -40,9 +40,10 @@ __all__ = [
     "preserve_function_modes",
 ]
 
+# Runs instead of a torch function: gets the function and its arguments.
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs instead of a torch function: gets the function and its arguments."""
 
+# Functions that accept CPU and device tensors together, or take only one tensor.
 _MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.copy_,
     torch.Tensor.set_,
@@ -57,23 +58,22 @@ _MIXED_DEVICE_FUNCTIONS = {
     torch.is_tensor,
     torch.is_floating_point,
 }
-"""Functions that accept CPU and device tensors together, or take only one tensor."""
 # `tensor.shape` and `tensor.data = other` reach a function mode too. A setter must get the tensor it was called with,
 # on any device: moving it would assign a copy.
 _ATTRIBUTE_ACCESS = ("__get__", "__set__")
 _MAX_SCHEDULE_STEPS = 4096
 _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
+# Functions with handlers that move arguments themselves.
 _HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__}
-"""Functions with handlers that move arguments themselves."""
 
 
 class PipelineFunctionMode(TorchFunctionMode):
     """Mode for the pipeline's own code: applies handlers and moves CPU tensors to the device."""
 
-    def __init__(self, handlers: dict[Any, Handler], meeting: HostTransfer) -> None:
+    def __init__(self, handlers: dict[Any, Handler], host_transfer: HostTransfer) -> None:
         super().__init__()
         self.handlers = handlers
-        self.meeting = meeting
+        self.host_transfer = host_transfer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,11 +83,11 @@ class PipelineFunctionMode(TorchFunctionMode):
         handler = self.handlers.get(func)
         if handler is not None:
             if func not in _HANDLES_DEVICES:
-                args, kwargs = self.meeting.align_arguments(args, kwargs)
+                args, kwargs = self.host_transfer.align_arguments(args, kwargs)
             return handler(func, args, kwargs)
         if func in _MIXED_DEVICE_FUNCTIONS or getattr(func, "__name__", "") in _ATTRIBUTE_ACCESS:
             return func(*args, **kwargs)
-        return self.meeting.run(func, args, kwargs)
+        return self.host_transfer.run(func, args, kwargs)
 
 
 class ModelFunctionMode(TorchFunctionMode):
@@ -155,10 +155,12 @@ def make_pipeline_function_mode(
     if overlapped_copy is not None:
         host_transfer.copy = overlapped_copy.to_device
     handlers = _make_handlers(plan, device, host_transfer.replacements)
+    # After the dtype handlers, which these replace: noise is drawn in float32 and cast before the copy.
     handlers |= noise.make_handlers(device, host_transfer.replacements, host_transfer.copy)
     if overlapped_copy is not None:
         handlers |= overlapped_copy.make_handlers(handlers)
     if cpu_tensors is not None:
+        # Outermost: scheduler tensors must be recognized before another handler copies them.
         handlers |= {func: _keep_schedule_on_cpu(host_transfer, handlers.get(func)) for func in _MOVE_FUNCTIONS}
         handlers |= {
             func: _track_schedules(cpu_tensors, handlers.get(func)) for func in (torch.linspace, torch.logspace)

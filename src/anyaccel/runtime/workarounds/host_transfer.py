@@ -14,8 +14,8 @@ from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
 __all__ = ["CopyFunction", "HostTransfer", "copy_or_fill"]
 
 CopyFunction = Callable[[torch.Tensor, torch.device], torch.Tensor]
+# Larger tensors are copied without checking whether all elements are equal.
 _MAX_FILL_ELEMENTS = 64
-"""Larger tensors are copied without checking whether all elements are equal."""
 
 
 class HostTransfer:
@@ -34,7 +34,7 @@ class HostTransfer:
         self.replacements = replacements
         self.clone_scalars = clone_scalars
         self.complex_as_pairs = complex_as_pairs
-        self.is_cpu = is_host(device)
+        self.targets_cpu = is_host(device)
         self.cpu_tensors: CpuTensors | None = None
         """Tensors of the schedulers, where the plan keeps those on the CPU."""
         self.copy: CopyFunction = torch.Tensor.to
@@ -42,13 +42,13 @@ class HostTransfer:
 
     def align_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with CPU tensors moved if there are device tensors among them."""
-        if self.is_cpu or self._find_devices(args, kwargs) != (True, True):
+        if self.targets_cpu or self._find_devices(args, kwargs) != (True, True):
             return args, kwargs
         return self._move_arguments(args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function with aligned arguments, and track CPU results computed from scheduler tensors."""
-        on_cpu, on_device = (False, False) if self.is_cpu else self._find_devices(args, kwargs)
+        on_cpu, on_device = (False, False) if self.targets_cpu else self._find_devices(args, kwargs)
         if not on_cpu:  # the common case: nothing to move and nothing to track
             return func(*args, **kwargs)
         aligned_args, aligned_kwargs = self._move_arguments(args, kwargs) if on_device else (args, kwargs)

@@ -19,8 +19,8 @@ from typing import Any
 
 __all__ = ["MethodOverride", "MethodWrapper", "override_method"]
 
+# Runs instead of a method: gets the scheduler, the next callable, and the arguments.
 MethodWrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs instead of a method: gets the scheduler, the next callable, and the arguments."""
 
 
 @contextmanager

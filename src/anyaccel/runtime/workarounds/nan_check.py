@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating
+from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating
 
 __all__ = [
-    "Mark",
     "OutputCheck",
+    "RecordEvent",
     "checking_outputs",
     "find_first_non_finite",
     "find_non_finite",
@@ -22,16 +22,16 @@ __all__ = [
     "warn_safety_checker",
 ]
 
-Mark = Callable[[], Callable[[], None]]
-"""Records an event after the last enqueued work; returns a function that waits for it."""
-_ACTIVE = threading.local()
+# Records an event after the last enqueued work; returns a function that waits for it.
+RecordEvent = Callable[[], Callable[[], None]]
+_ACTIVE = threading.local()  # concurrent calls share models, so outputs are recorded per thread
 _LOG = logging.getLogger("anyaccel")
 
 
 class OutputCheck:
     """The last output of each model, or its sum if the output is large. Nothing is read before the call has ended."""
 
-    def __init__(self, record_event: Mark | None = None) -> None:
+    def __init__(self, record_event: RecordEvent | None = None) -> None:
         self.last_outputs: dict[str, torch.Tensor] = {}
         self.forward_counts: dict[str, int] = {}
         self.record_event = record_event
@@ -40,7 +40,7 @@ class OutputCheck:
 
 
 @contextmanager
-def checking_outputs(record_event: Mark | None = None) -> Iterator[OutputCheck]:
+def checking_outputs(record_event: RecordEvent | None = None) -> Iterator[OutputCheck]:
     """Record the outputs of all models that this thread runs during the block."""
     before = getattr(_ACTIVE, "check", None)
     _ACTIVE.check = check = OutputCheck(record_event)
@@ -56,7 +56,7 @@ def record_output(name: str, output: Any) -> None:
     tensor = first_floating(output)
     if check is not None and tensor is not None:
         # The sum of a large output is NaN or Inf if an element is, and does not hold the memory of the output.
-        is_large = tensor.numel() * tensor.element_size() > WATCHED_BYTES
+        is_large = tensor.numel() * tensor.element_size() > MAX_KEPT_OUTPUT_BYTES
         check.last_outputs[name] = tensor.sum(dtype=torch.float32) if is_large else tensor
         check.forward_counts[name] = check.forward_counts.get(name, 0) + 1
         if check.record_event is not None:
@@ -98,6 +98,7 @@ def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str
 
         return hook
 
+    # A module's hook runs after those of its children, so the innermost failing module is recorded first.
     for name, component in components.items():
         if isinstance(component, torch.nn.Module):
             handles.append(component.register_forward_pre_hook(make_count_hook(name)))

@@ -26,8 +26,8 @@ __all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "make_generators",
 # (https://github.com/pytorch/pytorch/issues/166853).
 
 Tensor = torch.Tensor
+# Draws a CPU tensor of a shape from a generator.
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
-"""Draws a CPU tensor of a shape from a generator."""
 _IN_PLACE = (
     Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
     Tensor.log_normal_, Tensor.geometric_,

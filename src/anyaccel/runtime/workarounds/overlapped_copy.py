@@ -25,7 +25,7 @@ _MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
 
 def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
     """Return the copier for a device that several calls share; None for a single call or a device without events."""
-    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.marks else None
+    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.has_events else None
 
 
 class OverlappedCopy:
@@ -40,6 +40,8 @@ class OverlappedCopy:
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a CPU tensor to the device."""
+        # Through pinned memory: a copy from pageable memory would synchronize with the stream
+        # (https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html).
         return self.driver.send(tensor, device)
 
     def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def _attend(
     rows = math.prod(query.shape[:-2])
     heads = _count_heads_at_once(rule, query.shape[-3] if query.dim() > 2 else 1)
     scores = rows * query.shape[-2] * key.shape[-2]
-    fits = rule.most_scores is None or scores <= rule.most_scores
+    fits = rule.max_scores is None or scores <= rule.max_scores
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
     if not scores or (fits and (heads is None or rows <= heads)):
         gqa_option = {"enable_gqa": True} if enable_gqa else {}
@@ -57,7 +57,7 @@ def _attend(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.most_scores, causal=is_causal, **options)
+    return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.max_scores, causal=is_causal, **options)
 
 
 def _count_heads_at_once(rule: AttentionRule, heads: int) -> int | None:
@@ -73,7 +73,7 @@ def attend_in_slices(
     value: Tensor,
     mask: Tensor | None,
     rows_at_once: int,
-    most_scores: int | None,
+    max_scores: int | None,
     *,
     causal: bool = False,
     **options: Any,
@@ -82,9 +82,9 @@ def attend_in_slices(
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     queries, keys = query.shape[-2], key.shape[-2]
     query, key, value = (_flatten(tensor, lead) for tensor in (query, key, value))
-    if most_scores is not None:
-        rows_at_once = max(1, min(rows_at_once, most_scores // (queries * keys)))
-        queries_at_once = max(1, min(queries, most_scores // (rows_at_once * keys)))
+    if max_scores is not None:
+        rows_at_once = max(1, min(rows_at_once, max_scores // (queries * keys)))
+        queries_at_once = max(1, min(queries, max_scores // (rows_at_once * keys)))
     else:
         queries_at_once = queries
     row_outputs = []

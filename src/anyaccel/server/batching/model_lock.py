@@ -1,4 +1,4 @@
-"""Who may use a model now: several at once where their calls are joined, or one alone; in the order of their coming."""
+"""Lock that admits calls to a model: several with the same LoRA adapter, or one exclusive call."""
 
 from __future__ import annotations
 
@@ -11,54 +11,62 @@ from anyaccel.progress import StoppedError
 
 __all__ = ["AdapterLock"]
 
-_LOOK_S = 0.2
-"""How often one that waits looks whether it is still wanted."""
+# How often a waiting call checks whether it was stopped.
+_POLL_S = 0.2
 
 
 class AdapterLock:
-    """Lets calls in: those that need the same adapter together, as many as fit, and none past one that waits."""
+    """First-in, first-out lock that up to `max_holders` calls hold together if they need the same adapter.
 
-    def __init__(self, at_once: int, switch: Callable[[str | None], None] = lambda adapter: None) -> None:
-        self.at_once, self.switch = at_once, switch
+    `switch` is called with the new adapter while no call holds the lock.
+    """
+
+    def __init__(self, max_holders: int, switch: Callable[[str | None], None] = lambda adapter: None) -> None:
+        self.max_holders, self.switch = max_holders, switch
         self.changed = threading.Condition()
         self.waiting: deque[object] = deque()
-        self.inside = 0
+        self.holders = 0
         self.adapter: str | None = None
-        self.alone = False
+        self.exclusive = False
 
     @contextmanager
-    def entering(
-        self, adapter: str | None = None, *, alone: bool = False, is_stopped: Callable[[], bool] = lambda: False
+    def acquire(
+        self, adapter: str | None = None, *, exclusive: bool = False, is_stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[None]:
-        """Wait for one's turn; with `alone`, until nobody else is inside, and nobody comes in meanwhile."""
-        me = object()
+        """Hold the lock in a `with` block; raise `StoppedError` if `is_stopped` becomes true while waiting.
+
+        An exclusive call waits until no other call holds the lock.
+        """
+        ticket = object()
         with self.changed:
-            self.waiting.append(me)
+            self.waiting.append(ticket)
             try:
-                while self.waiting[0] is not me or not self._may_enter(adapter, alone):
+                # Only the head of the queue may proceed: otherwise a steady stream of calls with the current adapter
+                # would starve one that needs another adapter.
+                while self.waiting[0] is not ticket or not self._is_available(adapter, exclusive):
                     if is_stopped():
                         raise StoppedError
-                    self.changed.wait(_LOOK_S)
+                    self.changed.wait(_POLL_S)
                 if self.adapter != adapter:
                     self.switch(adapter)
                     self.adapter = adapter
-                self.inside, self.alone = self.inside + 1, alone
+                self.holders, self.exclusive = self.holders + 1, exclusive
             finally:
-                self.waiting.remove(me)
+                self.waiting.remove(ticket)
                 self.changed.notify_all()
         try:
             yield
         finally:
             with self.changed:
-                self.inside, self.alone = self.inside - 1, False
+                self.holders, self.exclusive = self.holders - 1, False
                 self.changed.notify_all()
 
-    def _may_enter(self, adapter: str | None, alone: bool) -> bool:
-        if self.inside == 0:
+    def _is_available(self, adapter: str | None, exclusive: bool) -> bool:
+        if self.holders == 0:
             return True
-        return not alone and not self.alone and adapter == self.adapter and self.inside < self.at_once
+        return not exclusive and not self.exclusive and adapter == self.adapter and self.holders < self.max_holders
 
     def is_idle(self) -> bool:
-        """Whether nobody is inside or waits."""
+        """Return whether no call holds the lock or waits for it."""
         with self.changed:
-            return self.inside == 0 and not self.waiting
+            return self.holders == 0 and not self.waiting

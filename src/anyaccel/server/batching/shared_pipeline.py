@@ -1,4 +1,4 @@
-"""One pipeline for many requests: each call runs in a light copy of its own, and the copies' models are the same."""
+"""One pipeline for many concurrent requests: each call runs on a light copy, and all copies share the same models."""
 
 from __future__ import annotations
 
@@ -15,122 +15,124 @@ import torch
 from anyaccel.backends.torch_device import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.runtime.introspection import find_components, find_models
-from anyaccel.runtime.placement_state import Placement, find_placement, keep_placement
+from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.workarounds.nan_check import Mark
+from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
 from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher
 
 __all__ = ["SharedPipeline"]
 
-_MOST_CALLS = 8
+_DEFAULT_MAX_CALLS = 8
 
 
 class SharedPipeline:
-    """A placed pipeline whose calls may come from several threads at once, and are joined where that is right."""
+    """A placed pipeline that several threads call concurrently; their model calls are batched where results match."""
 
-    def __init__(self, pipe: Any, *, most_calls: int = _MOST_CALLS, patience_s: float | None = None) -> None:
+    def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
         placement = find_placement(pipe)
-        exact = placement is not None and placement.opened.driver.marks
-        self.rendezvous = StepBatcher(
-            most_calls=most_calls, patience_s=patience_s, mark=_find_mark(placement), exact=exact
-        )
+        exact = placement is not None and placement.opened.driver.has_events
+        self.batcher = StepBatcher(max_calls=max_calls, max_wait_s=max_wait_s, mark=_find_mark(placement), exact=exact)
         denoisers = placement.denoisers if placement is not None else ()
-        self.meetings = {name: self._put(module, name in denoisers) for name, module in _list_meeting_places(pipe)}
+        self.forwards = {name: self._install(module, name in denoisers) for name, module in _batchable_modules(pipe)}
 
-    def run(self, call: Mapping[str, Any], copied: Any = None) -> Any:
-        """What the pipeline makes of a call; the picture is the one that it would make if nobody else called.
+    def run(self, call: Mapping[str, Any], pipe_copy: Any = None) -> Any:
+        """Run a pipeline call and return its output, which is the same as without concurrent calls.
 
-        The call runs in a light copy of its own: one that the caller made, of this pipeline or of another one of the
-        same models, or a new one.
+        The call runs on `pipe_copy`, a light copy of this pipeline or of another one with the same models, or on a new
+        copy.
         """
-        with self.rendezvous.taking_part():
-            return (light_copy(self.pipe) if copied is None else copied)(**call)
+        with self.batcher.participating():
+            return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
-        """Run two calls, and find out which models give joined what they give alone; only those are joined."""
-        seen: dict[str, list[CallArgs]] = {name: [] for name in self.meetings}
-        with self._listening(seen):
+        """Run two calls, enable batching for the models that match their unbatched results, and return which do."""
+        recorded: dict[str, list[CallArgs]] = {name: [] for name in self.forwards}
+        with self._recording_args(recorded):
             for call in (first, second):
                 self.run(call)
         placement = find_placement(self.pipe)
-        reliable = placement is None or placement.plan.images_per_call.value != 1  # batches are right on this device
-        for name, meeting in self.meetings.items():
-            meeting.joins = reliable and meeting.try_out(seen[name])
-            meeting.example = seen[name][0] if seen[name] and meeting.joins else None
-        return {name: meeting.joins for name, meeting in self.meetings.items()}
+        # Some devices compute wrong results for batches; the plan then limits a call to one image.
+        reliable = placement is None or placement.plan.images_per_call.value != 1
+        for name, forward in self.forwards.items():
+            forward.enabled = reliable and forward.matches_unbatched(recorded[name])
+            forward.example_args = recorded[name][0] if recorded[name] and forward.enabled else None
+        return {name: forward.enabled for name, forward in self.forwards.items()}
 
-    def allow(self, joins: Mapping[str, bool]) -> None:
-        """Say which models run several calls as one."""
-        for name, meeting in self.meetings.items():
-            meeting.joins = joins[name]
+    def enable(self, enabled: Mapping[str, bool]) -> None:
+        """Set for each model whether its calls are batched."""
+        for name, forward in self.forwards.items():
+            forward.enabled = enabled[name]
 
-    def prepare_rows(self, calls: int) -> None:
-        """Where every shape is a graph of its own: run rounds of 1, 2, 4 … calls, and fill later ones up to these."""
+    def prepare_batch_sizes(self, calls: int) -> None:
+        """Run batches of 1, 2, 4, ... calls ahead of time; later batches are padded to one of these sizes.
+
+        For devices that compile a graph per shape.
+        """
         sizes = [1]
         while sizes[-1] < calls:
             sizes.append(min(calls, 2 * sizes[-1]))
-        for meeting in self.meetings.values():
-            if meeting.example is not None:
-                meeting.prepare_rows(sizes)
+        for forward in self.forwards.values():
+            if forward.example_args is not None:
+                forward.prepare_batch_sizes(sizes)
 
     @contextmanager
-    def _listening(self, seen: dict[str, list[CallArgs]]) -> Iterator[None]:
-        """While the block runs: no call is joined, and the arguments of each call's first run of a model are kept."""
-        for name, meeting in self.meetings.items():
-            meeting.joins, meeting.heard = False, seen[name]
+    def _recording_args(self, recorded: dict[str, list[CallArgs]]) -> Iterator[None]:
+        """Disable batching in the block and record the arguments of each call's first run of a model."""
+        for name, forward in self.forwards.items():
+            forward.enabled, forward.recorded_args = False, recorded[name]
         try:
             yield
         finally:
-            for meeting in self.meetings.values():
-                meeting.heard = None
+            for forward in self.forwards.values():
+                forward.recorded_args = None
 
     def close(self) -> None:
-        """Let the models run as before."""
-        for meeting in self.meetings.values():
-            remove_override(meeting.module, Slot.BATCHING)
+        """Restore the models' own forwards."""
+        for forward in self.forwards.values():
+            remove_override(forward.module, Slot.BATCHING)
 
-    def renew(self) -> None:
-        """Nobody is inside, and the models may be others: what was recorded of them before holds no longer."""
-        for meeting in self.meetings.values():
-            capture = get_override(meeting.module, Slot.CAPTURE)
+    def drop_stale_captures(self) -> None:
+        """Drop captured graphs of models that have changed since; no call may be running."""
+        for forward in self.forwards.values():
+            capture = get_override(forward.module, Slot.CAPTURE)
             if isinstance(capture, GraphCapture):
                 capture.begin_call()
 
-    def _put(self, module: torch.nn.Module, steps: bool) -> BatchedForward:
-        meeting = BatchedForward(module, self.rendezvous, joins=False, steps=steps)
-        set_override(module, Slot.BATCHING, meeting)
-        return meeting
+    def _install(self, module: torch.nn.Module, is_denoiser: bool) -> BatchedForward:
+        forward = BatchedForward(module, self.batcher, enabled=False, is_denoiser=is_denoiser)
+        set_override(module, Slot.BATCHING, forward)
+        return forward
 
 
-def _find_mark(placement: Placement | None) -> Mark | None:
-    """What marks how far the device was asked; None on the host, which has done all when a call returns."""
+def _find_mark(placement: Placement | None) -> RecordEvent | None:
+    """Return a function that records a device event, or None on the CPU, which runs synchronously."""
     if placement is None or is_host(placement.opened.torch_device):
         return None
     return functools.partial(placement.opened.driver.record_event, placement.opened.index)
 
 
-def _list_meeting_places(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Where calls meet: at every model, and at what decodes inside an autoencoder, whose own forward nobody calls."""
+def _batchable_modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, model in find_models(pipe).items():
         decoder = getattr(model, "decoder", None)
         if hasattr(model, "decode") and isinstance(decoder, torch.nn.Module):
+            # Pipelines call `vae.decode`, never `vae.forward`: batch at the decoder inside it.
             yield f"{name}.decoder", decoder
-        elif not hasattr(model, "generate"):  # a language model that writes calls itself, as often as it likes
+        elif not hasattr(model, "generate"):  # a language model calls itself once per generated token
             yield name, model
 
 
 def light_copy(pipe: Any) -> Any:
-    """A pipeline with the same models and all else its own: schedulers and tokenizers change as they are used."""
+    """Copy a pipeline, sharing its models; schedulers and tokenizers hold per-call state and are copied."""
     other = object.__new__(type(pipe))
     vars(other).update(vars(pipe))
-    for name, part in find_components(pipe).items():
-        if not isinstance(part, torch.nn.Module):
-            vars(other)[name] = copy.deepcopy(part)
+    for name, component in find_components(pipe).items():
+        if not isinstance(component, torch.nn.Module):
+            vars(other)[name] = copy.deepcopy(component)
     placement = find_placement(pipe)
     if placement is not None:
-        keep_placement(other, _copy_placement(placement))
+        set_placement(other, _copy_placement(placement))
     return other
 
 

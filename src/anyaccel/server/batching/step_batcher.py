@@ -1,9 +1,8 @@
-"""Step batching: the calls of several requests meet at a model, run as one batch, and go on by themselves.
+"""Step batching: concurrent pipeline calls run their denoiser calls as one batch.
 
-Each request runs its own pipeline call in a thread of its own, and the pipeline knows nothing of others. What is put
-in the place of a model's forward holds a call back for as long as others are on their way to the same model: they are
-joined row by row, at whatever timestep each is, and each gets its rows of the result. The thread that completes a round
-runs it.
+Each request runs its own pipeline call in its own thread; the pipeline does not know about the others. An override of
+the model's forward blocks a call while others are about to reach the same model. It joins the waiting calls row by row,
+each at its own timestep, and returns to each call its rows of the result. The thread that completes a batch runs it.
 """
 
 from __future__ import annotations
@@ -21,154 +20,157 @@ from typing import Any
 import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
-from anyaccel.runtime.workarounds.nan_check import Mark
-from anyaccel.server.batching.batched_args import CallArgs, are_alike, join, make_call_args, split
+from anyaccel.runtime.workarounds.nan_check import RecordEvent
+from anyaccel.server.batching.batched_args import CallArgs, join_args, make_call_args, results_match, split_result
 
 __all__ = ["BatchStats", "BatchedForward", "StepBatcher"]
 
 _LOG = logging.getLogger(__name__)
 
-RunJob = Callable[..., Any]
-_SHORTEST_S, _LONGEST_S, _TURN_S = 0.005, 0.5, 0.005
-_RUNS = 4
-"""Of a size of batch that is made ready: the first compiles, and the third is recorded."""
+_Forward = Callable[..., Any]
+_MIN_WAIT_S, _MAX_WAIT_S, _SLOT_TIMEOUT_S = 0.005, 0.5, 0.005
+# Runs per prepared batch size: the first one compiles and the third one is captured as a graph.
+_WARM_UP_RUNS = 4
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """A call that waits for its round."""
+class _PendingCall:
+    """A call that waits for its batch."""
 
-    ticket: CallArgs
-    who: int
-    since: float
-    taken: bool = False
+    args: CallArgs
+    thread_id: int
+    enqueued_at: float
+    claimed: bool = False
+    """Whether a thread has put the call into a batch."""
     done: bool = False
-    answered: bool = False
-    """Whether there is a result or an error."""
+    resolved: bool = False
+    """Whether `result` or `error` is set."""
     result: Any = None
     error: Exception | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """A round that a device was asked for, and whatever else until the next one."""
+class _EnqueuedBatch:
+    """A batch that was enqueued on the device, with all work that was enqueued after it."""
 
-    begun: float
+    started_at: float
     wait: Callable[[], None]
-    """Waits until it is done."""
+    """Blocks until the device has finished it."""
 
 
 @dataclass
 class BatchStats:
-    """What was run, for those who look."""
+    """Counts of the batches that a model ran."""
 
-    rounds: int = 0
+    batches: int = 0
     calls: int = 0
     largest: int = 0
-    alone: int = 0
-    """Calls that could not be joined with any."""
+    unbatched: int = 0
+    """Calls with arguments that cannot be joined."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """How many rounds had so many calls."""
+    """Number of batches by their number of calls."""
 
-    def note(self, calls: int) -> None:
-        """A round of so many calls was run."""
-        self.rounds, self.calls, self.largest = self.rounds + 1, self.calls + calls, max(self.largest, calls)
+    def record(self, calls: int) -> None:
+        """Count a batch of `calls` calls."""
+        self.batches, self.calls, self.largest = self.batches + 1, self.calls + calls, max(self.largest, calls)
         self.sizes[calls] = self.sizes.get(calls, 0) + 1
 
 
 class StepBatcher:
-    """Where the calls of one pipeline's models meet: one lock, who is on the way to which model, and whether one runs.
+    """Scheduling state that all batched models of one pipeline share.
 
-    Nobody waits for another any longer than `patience_s` after the device became free; without one, than half of the
-    time that the last round took.
+    A call waits for others at most `max_wait_s` after the device became idle; by default, half of the time of the last
+    batch.
 
-    An accelerator is asked for a round and does it later. `mark` notes how far it was asked, and gives what waits until
-    it is there. Where that is exact, the device is asked for the next round while it does one, so that it never stands
-    idle between two, but for no more: whoever comes would find the steps of all others asked for already.
+    Accelerators run asynchronously. `mark` records an event after the work enqueued so far and returns a function that
+    waits for it. If these events are exact, the next batch is enqueued while the device runs the current one, which
+    leaves no gap between the two. No more than one is enqueued ahead: otherwise all steps of the running calls would be
+    enqueued before a new request arrives, and it could not join them.
     """
 
     def __init__(
-        self, *, most_calls: int, patience_s: float | None = None, mark: Mark | None = None, exact: bool = True
+        self, *, max_calls: int, max_wait_s: float | None = None, mark: RecordEvent | None = None, exact: bool = True
     ) -> None:
-        self.most_calls, self.patience_s, self.mark = most_calls, patience_s, mark
-        self.ahead = 1 if exact else 0
-        """Rounds that the device may have to do when it is asked for one more."""
+        self.max_calls, self.max_wait_s, self.mark = max_calls, max_wait_s, mark
+        self.look_ahead = 1 if exact else 0
+        """Number of unfinished batches on the device when the next one may be enqueued."""
         self.changed = threading.Condition()
+        """Guards all fields below except the GIL slot."""
         self.busy = False
-        """Whether somebody asks the device for something, or the host does it."""
-        self.asked: deque[_Asked] = deque(maxlen=2)
-        """The last rounds that the device was asked for, unless it is known to have done them."""
-        self.settling = False
-        self.unsaid = False
-        """Whether the device has done a round, and whoever waited for that has told nobody."""
-        self.free_since, self.last_round_s = 0.0, 0.0
-        self.turn = threading.Lock()
-        self.whose: int | None = None
-        """The call that has the turn."""
-        self.turns = 0
-        """How many had it."""
-        self.where: dict[int, BatchedForward | None] = {}
-        """Each call that is under way, with the model that it was last at."""
+        """Whether a thread is enqueuing work; on the CPU, running it."""
+        self.enqueued: deque[_EnqueuedBatch] = deque(maxlen=2)
+        """The last enqueued batches that are not known to be finished."""
+        self.synchronizing = False
+        self.pending_notify = False
+        """Whether a batch finished and the thread that waited for it has not notified the others yet."""
+        self.idle_since, self.last_batch_s = 0.0, 0.0
+        self.gil_slot = threading.Lock()
+        self.slot_owner: int | None = None
+        """Thread that holds the GIL slot."""
+        self.slot_releases = 0
+        self.active_calls: dict[int, BatchedForward | None] = {}
+        """Running calls by thread, oldest first, with the model that each called last."""
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """While the block runs, this thread's call counts as one that others may wait for."""
-        who = threading.get_ident()
+    def participating(self) -> Iterator[None]:
+        """Register this thread's call in a `with` block: other calls wait for it to join their batches."""
+        thread_id = threading.get_ident()
         with self.changed:
-            self.where[who] = None
+            self.active_calls[thread_id] = None
         try:
             yield
         finally:
-            self.pass_on()
+            self.release_gil_slot()
             with self.changed:
-                self.where.pop(who, None)
-                if not self.where:
-                    self.asked.clear()
+                self.active_calls.pop(thread_id, None)
+                if not self.active_calls:
+                    self.enqueued.clear()
                 self.changed.notify_all()
 
-    def take_turn(self) -> None:
-        """Wait for this thread's turn to go on after a round, or until it seems that whoever has it waits as well.
+    def acquire_gil_slot(self) -> None:
+        """Wait for the slot to continue after a batch, or until its owner seems to be blocked.
 
-        All could go on at once, but Python runs one at a time: what they do between two rounds takes twice as long
-        where each operation is another thread's.
+        After a batch all threads could continue, but the GIL runs one at a time. The Python code between two batches
+        takes about twice as long if the threads alternate after every operation.
         """
-        before = -1
-        while before != self.turns:
-            before = self.turns
-            if self.turn.acquire(timeout=_TURN_S):
-                self.whose = threading.get_ident()
+        releases = -1
+        # Give up only if nobody released the slot during a whole timeout: the owner then waits for something else.
+        while releases != self.slot_releases:
+            releases = self.slot_releases
+            if self.gil_slot.acquire(timeout=_SLOT_TIMEOUT_S):
+                self.slot_owner = threading.get_ident()
                 return
 
-    def pass_on(self) -> None:
-        """Let the next one go on."""
-        if self.whose == threading.get_ident():
-            self.whose, self.turns = None, self.turns + 1
-            self.turn.release()
+    def release_gil_slot(self) -> None:
+        """Release the slot if this thread owns it."""
+        if self.slot_owner == threading.get_ident():
+            self.slot_owner, self.slot_releases = None, self.slot_releases + 1
+            self.gil_slot.release()
 
-    def is_part(self) -> bool:
-        """Whether this thread's call takes part."""
-        return threading.get_ident() in self.where
+    def is_participating(self) -> bool:
+        """Return whether this thread's call is registered."""
+        return threading.get_ident() in self.active_calls
 
-    def find_patience(self) -> float:
-        """How long the device may stand idle for the sake of a fuller round."""
-        if self.patience_s is not None:
-            return self.patience_s
-        return min(_LONGEST_S, max(_SHORTEST_S, self.last_round_s / 2))
+    def compute_max_wait(self) -> float:
+        """Return how many seconds the device may stay idle to fill a batch."""
+        if self.max_wait_s is not None:
+            return self.max_wait_s
+        return min(_MAX_WAIT_S, max(_MIN_WAIT_S, self.last_batch_s / 2))
 
     @contextmanager
-    def occupying(self) -> Iterator[None]:
-        """Wait for the device, and have it while the block runs."""
+    def device_access(self) -> Iterator[None]:
+        """Wait until no other thread enqueues work, and be the only one in the `with` block."""
         with self.changed:
             while self.busy:
                 self.changed.wait()
             self.busy = True
-        with self.releasing():
+        with self.releasing_device():
             yield
 
     @contextmanager
-    def releasing(self, *, is_round: bool = False) -> Iterator[None]:
-        """Let go of the device after the block; it was taken already."""
-        begun = time.monotonic()
+    def releasing_device(self, *, is_batch: bool = False) -> Iterator[None]:
+        """Release the device after the block; the caller has already set `busy`."""
+        started_at = time.monotonic()
         try:
             yield
         finally:
@@ -176,250 +178,264 @@ class StepBatcher:
                 self.busy = False
                 self.changed.notify_all()
                 if self.mark is None:
-                    self._note_free(begun)
-                elif self.where:
-                    self._note_asked(begun, is_round=is_round)
+                    self._record_idle(started_at)
+                elif self.active_calls:
+                    self._record_enqueued(started_at, is_batch=is_batch)
 
-    def _note_asked(self, begun: float, *, is_round: bool) -> None:
-        """Mark how far the device was asked; what is no round, such as a decoder, keeps none from being asked for."""
-        assert self.mark is not None
-        if self.asked and not is_round:
-            self.asked[-1] = replace(self.asked[-1], wait=self.mark())
-        else:
-            self.asked.append(_Asked(begun, self.mark()))
+    def _record_enqueued(self, started_at: float, *, is_batch: bool) -> None:
+        """Record an event after the last enqueued work.
 
-    def settle(self) -> None:
-        """Wait until the device has done the first round that it was asked for; others may ask it for more meanwhile.
-
-        Not where more is waited for than that. The lock is held when this is called, and is not while it waits.
+        Work outside the denoising loop, such as a decoder, does not count against the look-ahead limit.
         """
-        first, self.settling, self.busy = self.asked[0], True, not self.ahead
+        assert self.mark is not None
+        if self.enqueued and not is_batch:
+            self.enqueued[-1] = replace(self.enqueued[-1], wait=self.mark())
+        else:
+            self.enqueued.append(_EnqueuedBatch(started_at, self.mark()))
+
+    def wait_for_oldest(self) -> None:
+        """Wait until the device has finished the oldest enqueued batch.
+
+        The caller holds the lock, which is released while waiting. Other threads may enqueue work meanwhile, unless
+        events are not exact: waiting would then include their work.
+        """
+        oldest, self.synchronizing, self.busy = self.enqueued[0], True, not self.look_ahead
         self.changed.release()
         try:
-            first.wait()
+            oldest.wait()
         finally:
             self.changed.acquire()
-            self.settling = False
-            if not self.ahead:
+            self.synchronizing = False
+            if not self.look_ahead:
                 self.busy = False
-            if self.asked and self.asked[0] is first:
-                self.asked.popleft()
-            self._note_free(first.begun)
-            self.unsaid = True
+            # The deque may have dropped the batch meanwhile.
+            if self.enqueued and self.enqueued[0] is oldest:
+                self.enqueued.popleft()
+            self._record_idle(oldest.started_at)
+            self.pending_notify = True
 
-    def tell(self) -> None:
-        """Let others look whether they can go on, if the device has done something and this thread cannot."""
-        if self.unsaid:
-            self.unsaid = False
+    def notify_if_pending(self) -> None:
+        """Notify the other threads of a finished batch if this thread cannot continue itself."""
+        if self.pending_notify:
+            self.pending_notify = False
             self.changed.notify_all()
 
-    def _note_free(self, begun: float) -> None:
+    def _record_idle(self, started_at: float) -> None:
         now = time.monotonic()
-        self.last_round_s, self.free_since = now - max(begun, self.free_since), now
+        self.last_batch_s, self.idle_since = now - max(started_at, self.idle_since), now
 
 
 class BatchedForward:
-    """The override of one model's forward."""
+    """Override of one model's forward that batches concurrent calls."""
 
     def __init__(
-        self, module: torch.nn.Module, rendezvous: StepBatcher, *, joins: bool = True, steps: bool = True
+        self, module: torch.nn.Module, batcher: StepBatcher, *, enabled: bool = True, is_denoiser: bool = True
     ) -> None:
-        self.module, self.rendezvous, self.joins = module, rendezvous, joins
-        self.steps = steps
-        """Whether calls come again after a round; if not, they may wait for the device next, and take no turns."""
-        self.waiting: list[_Waiting] = []
-        self.heard: list[CallArgs] | None = None
-        """Where the arguments of the first run in each call are kept while somebody listens."""
-        self.example: CallArgs | None = None
-        """A call that was seen, for rounds that are run ahead."""
-        self.full_rows: dict[int, float] = {}
-        """The sizes of batch that rounds have, and the seconds that one takes; none where a batch may be of any."""
-        self.seen = BatchStats()
+        self.module, self.batcher, self.enabled = module, batcher, enabled
+        self.is_denoiser = is_denoiser
+        """Whether calls return for the next step. Others may wait for the device next, and do not take the GIL slot."""
+        self.pending: list[_PendingCall] = []
+        self.recorded_args: list[CallArgs] | None = None
+        """Arguments of each call's first run, while recording."""
+        self.example_args: CallArgs | None = None
+        """Arguments for the batches that `prepare_batch_sizes` runs."""
+        self.batch_seconds: dict[int, float] = {}
+        """Allowed batch sizes in rows, with the seconds that a batch takes. Empty if any size is allowed."""
+        self.stats = BatchStats()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward beneath this override, compiled or captured where it is."""
+        """Run the forward beneath this override, which may be compiled or captured."""
         return run_beneath(self.module, Slot.BATCHING, args, kwargs)
 
-    def try_out(self, tickets: list[CallArgs]) -> bool:
-        """Whether two calls give joined what they give alone."""
-        if len(tickets) != 2 or not tickets[0].joins(tickets[1]):
+    def matches_unbatched(self, calls: list[CallArgs]) -> bool:
+        """Return whether two calls give the same results batched and unbatched."""
+        if len(calls) != 2 or not calls[0].can_join(calls[1]):
             return False
         try:
-            with torch.no_grad(), self.rendezvous.occupying():
-                alone = [self.run(*one[0], **one[1]) for one in (join([ticket]) for ticket in tickets)]
-                args, kwargs = join(tickets)
-                joined = split(self.run(*args, **kwargs), [ticket.rows for ticket in tickets])
-        except Exception as error:  # noqa: BLE001 - whatever it is, they are not joined
-            _LOG.debug("anyaccel: %s is not joined: %r", type(self.module).__name__, error)
+            with torch.no_grad(), self.batcher.device_access():
+                expected = [self.run(*args, **kwargs) for args, kwargs in (join_args([call]) for call in calls)]
+                args, kwargs = join_args(calls)
+                results = split_result(self.run(*args, **kwargs), [call.rows for call in calls])
+        except Exception as error:  # noqa: BLE001 - a model that cannot run the batch is not batched
+            _LOG.debug("anyaccel: calls of %s are not batched: %r", type(self.module).__name__, error)
             return False
-        return all(are_alike(one, other) for one, other in zip(joined, alone, strict=True))
+        return all(results_match(result, wanted) for result, wanted in zip(results, expected, strict=True))
 
-    def prepare_rows(self, sizes: Sequence[int]) -> None:
-        """Run rounds of so many calls ahead; from then on rounds are filled up to one of these sizes."""
-        assert self.example is not None
+    def prepare_batch_sizes(self, sizes: Sequence[int]) -> None:
+        """Run and time batches of the given numbers of calls; later batches are padded to one of these sizes."""
+        assert self.example_args is not None
         for calls in sizes:
-            rows = calls * self.example.rows
-            args, kwargs = join([self.example], rows)
-            with torch.no_grad(), self.rendezvous.occupying():
-                self.full_rows[rows] = min(self._time(args, kwargs) for _ in range(_RUNS))
+            rows = calls * self.example_args.rows
+            args, kwargs = join_args([self.example_args], rows)
+            with torch.no_grad(), self.batcher.device_access():
+                self.batch_seconds[rows] = min(self._measure(args, kwargs) for _ in range(_WARM_UP_RUNS))
 
-    def _time(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        mark = self.rendezvous.mark or (lambda: lambda: None)
-        mark()()
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        mark = self.batcher.mark or (lambda: lambda: None)
+        mark()()  # synchronize: earlier work must not count
         start = time.monotonic()
         self.run(*args, **kwargs)
         mark()()
         return time.monotonic() - start
 
-    def __call__(self, forward: RunJob, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's result for one call, by itself or among others."""
-        there = self.rendezvous
-        if not there.is_part() or torch.is_grad_enabled():
-            with there.occupying():
+    def __call__(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the model's output for one call, run in a batch where possible."""
+        batcher = self.batcher
+        if not batcher.is_participating() or torch.is_grad_enabled():
+            with batcher.device_access():
                 return forward(*args, **kwargs)
-        there.pass_on()
-        if self.heard is not None:
-            self._listen(args, kwargs)
-        ticket = make_call_args(args, kwargs) if self.joins else None
-        if ticket is None:
-            return self._run_alone(args, kwargs)
-        one = _Waiting(ticket, threading.get_ident(), time.monotonic())
-        self._enter(one)
+        batcher.release_gil_slot()
+        if self.recorded_args is not None:
+            self._record_args(args, kwargs)
+        call_args = make_call_args(args, kwargs) if self.enabled else None
+        if call_args is None:
+            return self._run_unbatched(args, kwargs)
+        call = _PendingCall(call_args, threading.get_ident(), time.monotonic())
+        self._enqueue(call)
         try:
-            while not one.done:
-                batch = self._await(one)
+            while not call.done:
+                batch = self._wait_for_batch(call)
                 if batch:
-                    self._run_round(batch)
+                    self._run_batch(batch)
         finally:
-            if not one.taken:
-                self._leave(one)
-        if self.steps:
-            there.take_turn()
-        if one.error is not None:
-            raise one.error
-        return one.result
+            if not call.claimed:
+                self._withdraw(call)
+        if self.is_denoiser:
+            batcher.acquire_gil_slot()
+        if call.error is not None:
+            raise call.error
+        return call.result
 
-    def _listen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = self.rendezvous.where.get(threading.get_ident()) is not self
-        ticket = make_call_args(args, kwargs) if first else None
-        if ticket is not None and self.heard is not None:
-            self.heard.append(ticket)
+    def _record_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_first = self.batcher.active_calls.get(threading.get_ident()) is not self
+        call_args = make_call_args(args, kwargs) if is_first else None
+        if call_args is not None and self.recorded_args is not None:
+            self.recorded_args.append(call_args)
 
-    def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        there = self.rendezvous
-        with there.changed:
-            there.where[threading.get_ident()] = self
-            self.seen.alone += 1
-            there.changed.notify_all()  # whoever waited for this one elsewhere need not
-        with there.occupying():
+    def _run_unbatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batcher = self.batcher
+        with batcher.changed:
+            batcher.active_calls[threading.get_ident()] = self
+            self.stats.unbatched += 1
+            batcher.changed.notify_all()  # calls at another model may be waiting for this one
+        with batcher.device_access():
             return self.run(*args, **kwargs)
 
-    def _enter(self, one: _Waiting) -> None:
-        there = self.rendezvous
-        with there.changed:
-            if there.where.get(one.who) is not self:
-                there.where[one.who] = self
-                there.changed.notify_all()  # whoever waited for this one elsewhere need not; those here see no change
-            self.waiting.append(one)
+    def _enqueue(self, call: _PendingCall) -> None:
+        batcher = self.batcher
+        with batcher.changed:
+            if batcher.active_calls.get(call.thread_id) is not self:
+                batcher.active_calls[call.thread_id] = self
+                # Calls at another model may be waiting for this one. Calls at this model did not expect it.
+                batcher.changed.notify_all()
+            self.pending.append(call)
 
-    def _leave(self, one: _Waiting) -> None:
-        """Whatever ended the wait, nobody is to count on the call any more."""
-        with self.rendezvous.changed:
-            if one in self.waiting:
-                self.waiting.remove(one)
-                self.rendezvous.changed.notify_all()
+    def _withdraw(self, call: _PendingCall) -> None:
+        """Remove a call that an exception ended while it waited."""
+        with self.batcher.changed:
+            if call in self.pending:
+                self.pending.remove(call)
+                self.batcher.changed.notify_all()
 
-    def _await(self, one: _Waiting) -> list[_Waiting]:
-        """Wait until the call is in a round that another runs, or a round is this thread's to run: the calls in it.
+    def _wait_for_batch(self, call: _PendingCall) -> list[_PendingCall]:
+        """Wait until another thread has run the call, or return a batch that this thread must run.
 
-        Once all are here, a round is asked for while the device still does the one before. Until then they are waited
-        for as long as it has something to do, and patiently after that.
+        If all expected calls have arrived, the batch is enqueued while the device still runs the previous one.
+        Otherwise it waits for missing calls until the device is idle, and up to `compute_max_wait` seconds after that.
         """
-        there = self.rendezvous
-        with there.changed:
-            while not one.done:
-                left: float | None = None
-                if not one.taken and not there.busy:
-                    ready = len(there.asked) <= there.ahead and self._all_here()
-                    if there.asked and not ready:
-                        if not there.settling:
-                            there.settle()
+        batcher = self.batcher
+        with batcher.changed:
+            while not call.done:
+                timeout_s: float | None = None
+                if not call.claimed and not batcher.busy:
+                    ready = len(batcher.enqueued) <= batcher.look_ahead and self._all_arrived()
+                    if batcher.enqueued and not ready:
+                        # One thread waits for the device; the others sleep until it notifies them.
+                        if not batcher.synchronizing:
+                            batcher.wait_for_oldest()
                             continue
                     else:
-                        left = max(one.since, there.free_since) + there.find_patience() - time.monotonic()
-                        if ready or left <= 0:
-                            batch = self._take()
-                            there.busy, there.unsaid = True, False
+                        timeout_s = (
+                            max(call.enqueued_at, batcher.idle_since) + batcher.compute_max_wait() - time.monotonic()
+                        )
+                        if ready or timeout_s <= 0:
+                            batch = self._claim_batch()
+                            batcher.busy, batcher.pending_notify = True, False
                             return batch
-                there.tell()
-                there.changed.wait(left)
-            there.tell()
+                batcher.notify_if_pending()
+                batcher.changed.wait(timeout_s)
+            batcher.notify_if_pending()
         return []
 
-    def _all_here(self) -> bool:
-        """Whether nobody who was last at this model is still on the way, or at least nobody whom a full round needs."""
-        here, where = {one.who for one in self.waiting}, self.rendezvous.where
-        coming = {who for who, place in where.items() if place is self and who not in here}
-        return not coming or (len(here) >= self.rendezvous.most_calls and not coming & self._list_regulars())
+    def _all_arrived(self) -> bool:
+        """Return whether every call that was last at this model, and that a full batch needs, is waiting here."""
+        arrived, active = {call.thread_id for call in self.pending}, self.batcher.active_calls
+        missing = {thread_id for thread_id, model in active.items() if model is self and thread_id not in arrived}
+        return not missing or (len(arrived) >= self.batcher.max_calls and not missing & self._oldest_calls())
 
-    def _list_regulars(self) -> set[int]:
-        """Those that are under way longest, as many as go into a round; all others are in reserve."""
-        return set(itertools.islice(self.rendezvous.where, self.rendezvous.most_calls))
+    def _oldest_calls(self) -> set[int]:
+        """Return the oldest running calls, at most a full batch; the remaining calls are in reserve."""
+        return set(itertools.islice(self.batcher.active_calls, self.batcher.max_calls))
 
-    def _take(self) -> list[_Waiting]:
-        """The call that waits longest and those that go with it, as many as fit and are worth it.
+    def _claim_batch(self) -> list[_PendingCall]:
+        """Return the first waiting call and those that fit into its batch.
 
-        Whoever is left out waits longest from then on, and goes into the next round, which may be another's to run. Who
-        is in reserve takes the place of one that is missing, such as one that is decoded, and no other.
+        A call that is left out comes first in the next batch, which another thread may run. A call in reserve only
+        replaces a missing one, such as a call that is at its decoder.
         """
-        regulars = self._list_regulars()
-        waiting = sorted(self.waiting, key=lambda one: one.who not in regulars)
-        group = [one for one in waiting if one.ticket.joins(waiting[0].ticket)][: self.rendezvous.most_calls]
-        most = self._find_size(sum(one.ticket.rows for one in group))
-        batch, rows = [waiting[0]], waiting[0].ticket.rows
-        for one in group[1:]:
-            if rows + one.ticket.rows <= most:
-                batch.append(one)
-                rows += one.ticket.rows
-        for one in batch:
-            one.taken = True
-            self.waiting.remove(one)
+        oldest_calls = self._oldest_calls()
+        # The sort is stable: among the oldest calls, and among the others, the order of arrival stays.
+        waiting = sorted(self.pending, key=lambda call: call.thread_id not in oldest_calls)
+        group = [call for call in waiting if call.args.can_join(waiting[0].args)][: self.batcher.max_calls]
+        max_rows = self._best_batch_rows(sum(call.args.rows for call in group))
+        batch, rows = [waiting[0]], waiting[0].args.rows
+        for call in group[1:]:
+            if rows + call.args.rows <= max_rows:
+                batch.append(call)
+                rows += call.args.rows
+        for call in batch:
+            call.claimed = True
+            self.pending.remove(call)
         return batch
 
-    def _find_size(self, rows: int) -> int:
-        """The size of batch in which most rows are done in a second: a larger one that is half empty may be slower."""
-        if not self.full_rows:
+    def _best_batch_rows(self, rows: int) -> int:
+        """Return the batch size with the highest throughput for `rows` rows.
+
+        A larger batch that is mostly padding may be slower than a smaller full one.
+        """
+        if not self.batch_seconds:
             return rows
-        return max(self.full_rows, key=lambda size: min(rows, size) / self.full_rows[size])
+        return max(self.batch_seconds, key=lambda size: min(rows, size) / self.batch_seconds[size])
 
-    def _run_round(self, batch: list[_Waiting]) -> None:
-        there = self.rendezvous
-        with there.releasing(is_round=self.steps):
+    def _run_batch(self, batch: list[_PendingCall]) -> None:
+        batcher = self.batcher
+        with batcher.releasing_device(is_batch=self.is_denoiser):
             try:
-                self._fill(batch)
+                self._execute(batch)
             finally:
-                with there.changed:
-                    self.seen.note(len(batch))
-                    for one in batch:
-                        one.done = one.answered or one.who == threading.get_ident()
-                    # What ends this thread, such as Ctrl-C, is its own: the others' round is another's to run.
-                    left = [one for one in batch if not one.done]
-                    for one in left:
-                        one.taken = False
-                    self.waiting += left
+                with batcher.changed:
+                    self.stats.record(len(batch))
+                    for call in batch:
+                        call.done = call.resolved or call.thread_id == threading.get_ident()
+                    # A BaseException such as KeyboardInterrupt ends only this thread's call: return the others to the
+                    # queue, where one of their threads runs them.
+                    unresolved = [call for call in batch if not call.done]
+                    for call in unresolved:
+                        call.claimed = False
+                    self.pending += unresolved
 
-    def _fill(self, batch: list[_Waiting]) -> None:
-        """Run a round, and where it fails as one each call by itself: the fault of one is not the others'."""
+    def _execute(self, batch: list[_PendingCall]) -> None:
+        """Run a batch. If it fails, run each call separately, so the error reaches only the call that causes it."""
         try:
-            rows = [one.ticket.rows for one in batch]
-            full = next((size for size in self.full_rows if size >= sum(rows)), None)
-            args, kwargs = join([one.ticket for one in batch], full)
-            results = split(self.run(*args, **kwargs), rows if full is None else [*rows, full - sum(rows)])
-            for one, result in zip(batch, results, strict=False):  # what it was filled up with is nobody's
-                one.result, one.answered = result, True
-        except Exception as error:  # noqa: BLE001 - every waiting call must hear of it
+            rows = [call.args.rows for call in batch]
+            padded = next((size for size in self.batch_seconds if size >= sum(rows)), None)
+            args, kwargs = join_args([call.args for call in batch], padded)
+            results = split_result(self.run(*args, **kwargs), rows if padded is None else [*rows, padded - sum(rows)])
+            for call, result in zip(batch, results, strict=False):  # the last result may be padding
+                call.result, call.resolved = result, True
+        except Exception as error:  # noqa: BLE001 - raised in the threads of the calls
             if len(batch) == 1:
-                batch[0].error, batch[0].answered = error, True
+                batch[0].error, batch[0].resolved = error, True
                 return
-            for one in batch:
-                self._fill([one])
+            for call in batch:
+                self._execute([call])

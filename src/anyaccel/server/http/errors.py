@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-__all__ = ["FINAL", "ApiError", "describe_failure", "describe_invalid", "make_answer"]
+__all__ = ["NO_RETRY", "ApiError", "describe_failure", "describe_invalid", "make_response"]
 
-FINAL = {"x-should-retry": "false"}
-"""Tells OpenAI's clients that the same request would come to the same end."""
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Header that stops OpenAI's clients from sending the request again.
+NO_RETRY = {"x-should-retry": "false"}
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -33,40 +33,40 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that a client reads."""
-        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        """Return the JSON body."""
+        error_type = _ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         if self.code == "content_policy_violation":
-            kind = "image_generation_user_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+            error_type = "image_generation_user_error"
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
-def make_answer(error: ApiError) -> JSONResponse:
-    """The answer to a request."""
+def make_response(error: ApiError) -> JSONResponse:
+    """Return the HTTP response for an error."""
     return JSONResponse(error.to_dict(), error.status, error.headers)
 
 
 def describe_failure(error: Mapping[str, Any] | None) -> ApiError:
-    """The error of a job that failed."""
-    kept = error or {}
+    """Return the error of a failed job."""
+    values = error or {}
     return ApiError(
-        int(kept.get("status", 500)),
-        str(kept.get("code", "internal_error")),
-        str(kept.get("message", "it failed")),
-        headers=FINAL,
+        int(values.get("status", 500)),
+        str(values.get("code", "internal_error")),
+        str(values.get("message", "the job failed")),
+        headers=NO_RETRY,
     )
 
 
 def describe_invalid(error: RequestValidationError | ValidationError) -> ApiError:
-    """What is wrong with the fields of a request, the first of them by name."""
+    """Return the error for the first invalid field of a request."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    name, kind, words = ".".join(where), str(first["type"]), str(first["msg"])
+    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    name, kind, message = ".".join(path), str(first["type"]), str(first["msg"])
     if kind == "json_invalid":
-        return ApiError(400, "invalid_json", f"the body is no JSON: {words}")
+        return ApiError(400, "invalid_json", f"the body is not valid JSON: {message}")
     if kind == "extra_forbidden":
-        return ApiError(400, "unknown_parameter", f"there is no parameter {name[:60]!r}", param=name[:60])
+        return ApiError(400, "unknown_parameter", f"unknown parameter {name[:60]!r}", param=name[:60])
     if not name and kind in ("model_attributes_type", "dict_type", "model_type"):
-        return ApiError(400, "invalid_value", "the body is a JSON object, sent with Content-Type: application/json")
+        return ApiError(400, "invalid_value", "the body must be a JSON object with Content-Type: application/json")
     if kind == "missing":
         return ApiError(400, "missing_required_parameter", f"{name or 'the body'} is missing", param=name or None)
-    return ApiError(400, "invalid_value", f"{name or 'the body'}: {words}", param=name or None)
+    return ApiError(400, "invalid_value", f"{name or 'the body'}: {message}", param=name or None)

@@ -1,7 +1,7 @@
-"""The gate: what every request passes before any endpoint sees it, and what is noted of each.
+"""ASGI middleware: checks every request before an endpoint runs, and logs it.
 
-A key, an address that is this service's own, a body of a size and within a time: what does not pass is answered at
-once, and nothing of it is held.
+It checks the API key, the Host and Origin headers, and the size and the duration of the body. A rejected request is
+answered immediately, and its body is not stored.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from anyaccel.server.http.errors import ApiError, make_answer
+from anyaccel.server.http.errors import ApiError, make_response
 from anyaccel.server.http.service import Service
-from anyaccel.server.settings import is_loopback, name_owner
+from anyaccel.server.settings import hash_key, is_loopback
 
 __all__ = ["RequestMiddleware"]
 
@@ -29,134 +29,137 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = ("/", "/healthz", "/readyz", "/page.css", "/page.js")
-_PICTURE = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/images/([0-9]{1,4})")
+_PUBLIC_PATHS = ("/", "/healthz", "/readyz", "/page.css", "/page.js")
+_IMAGE_PATH = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/images/([0-9]{1,4})")
+# Bytes and seconds of a rejected body that are read and dropped: many clients read the response only after sending.
 _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
-"""What of a refused body is read and dropped, so that the client gets to read why."""
 
 
 class RequestMiddleware:
-    """Stands before the app."""
+    """Checks and logs the requests of an application."""
 
     def __init__(self, app: App, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        note = _RequestLog(scope, send, self.service.settings.limits.send_s)
+        log = _RequestLog(scope, send, self.service.settings.limits.send_s)
         scope.setdefault("state", {})["owner"] = ""
         try:
             self._check(scope)
-            await self.app(scope, await self._read_body(scope, receive), note.send)
+            await self.app(scope, await self._read_body(scope, receive), log.send)
         except ApiError as error:
-            await _refuse(error, scope, receive, note.send)
-        except _TooSlowError:
-            note.status = note.status or 499
+            await _reject(error, scope, receive, log.send)
+        except _ClientStalledError:
+            log.status = log.status or 499
         finally:
-            self._note(scope, note)
+            self._record(scope, log)
 
     def _check(self, scope: Scope) -> None:
         headers = _read_headers(scope)
         settings = self.service.settings
         host = headers.get("host", "")
-        if is_loopback(settings.host) and not is_loopback(_name_of(host)):
-            raise ApiError(403, "wrong_host", "this service answers to localhost alone")
+        # DNS rebinding: a web site whose name resolves to 127.0.0.1 must not reach a local service.
+        if is_loopback(settings.host) and not is_loopback(_strip_port(host)):
+            raise ApiError(403, "wrong_host", "this service accepts only requests to localhost")
         origin = headers.get("origin")
         if origin is not None and origin.partition("//")[2] != host:
-            raise ApiError(403, "wrong_origin", "another site's page asks")
+            raise ApiError(403, "wrong_origin", "requests from other origins are not allowed")
         if settings.keys:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
     def _find_owner(self, scope: Scope, headers: dict[str, str]) -> str:
-        given = headers.get("authorization", "")
-        kind, _, key = given.partition(" ")
-        if kind.lower() == "bearer":
-            for known in self.service.settings.keys:
-                if hmac.compare_digest(known.encode(), key.strip().encode()):
-                    return name_owner(known)
-        reads = scope["method"] in ("GET", "HEAD")
-        if reads and (scope["path"] in _OPEN or (not given and self._has_token(scope))):
+        """Return the digest of the request's API key, or an empty string for requests that need none."""
+        authorization = headers.get("authorization", "")
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() == "bearer":
+            for valid_key in self.service.settings.keys:
+                if hmac.compare_digest(valid_key.encode(), key.strip().encode()):
+                    return hash_key(valid_key)
+        is_read = scope["method"] in ("GET", "HEAD")
+        if is_read and (scope["path"] in _PUBLIC_PATHS or (not authorization and self._has_token(scope))):
             return ""
-        words = "the key is wrong" if given else "a key is wanted: Authorization: Bearer KEY"
-        raise ApiError(401, "invalid_api_key", words, headers={"WWW-Authenticate": "Bearer"})
+        message = "invalid API key" if authorization else "missing API key: send `Authorization: Bearer KEY`"
+        raise ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
 
     def _has_token(self, scope: Scope) -> bool:
-        """Whether the address of a picture carries the word that goes with it."""
-        found = _PICTURE.fullmatch(scope["path"])
-        words = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
-        return found is not None and self.service.signer.is_signed(found[1], int(found[2]), words[0])
+        """Return whether the request is for an image and has its token."""
+        match = _IMAGE_PATH.fullmatch(scope["path"])
+        tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
+        return match is not None and self.service.signer.is_signed(match[1], int(match[2]), tokens[0])
 
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
-        """The whole body, read before anything is done with it."""
+        """Read the complete body and return a `receive` that replays it."""
         limits = self.service.settings.limits
-        most = limits.max_body if scope["method"] == "POST" else 0
+        max_bytes = limits.max_body if scope["method"] == "POST" else 0
         length = _read_headers(scope).get("content-length", "0")
-        if not length.isascii() or not length.isdigit() or int(length) > most:
-            raise _too_large(most)
-        parts: list[bytes] = []
-        held, more = 0, True
+        if not length.isascii() or not length.isdigit() or int(length) > max_bytes:
+            raise _too_large(max_bytes)
+        chunks: list[bytes] = []
+        received, more = 0, True
         end = time.monotonic() + limits.body_s
         while more:
             try:
                 message = await asyncio.wait_for(receive(), max(0.01, end - time.monotonic()))
             except TimeoutError as error:
-                words = f"the request was not whole after {limits.body_s:.0f} s"
-                raise ApiError(408, "request_timeout", words, headers={"Connection": "close"}) from error
+                message_text = f"the request was not complete after {limits.body_s:.0f} s"
+                raise ApiError(408, "request_timeout", message_text, headers={"Connection": "close"}) from error
             if message["type"] == "http.disconnect":
-                raise _TooSlowError
-            parts.append(message.get("body", b""))
-            held += len(parts[-1])
+                raise _ClientStalledError
+            chunks.append(message.get("body", b""))
+            received += len(chunks[-1])
             more = bool(message.get("more_body"))
-            if held > most:
-                raise _too_large(most)
-        body = b"".join(parts)
-        given = False
+            if received > max_bytes:  # a chunked body has no Content-Length
+                raise _too_large(max_bytes)
+        body = b"".join(chunks)
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal given
-            if given:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            given = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay
 
-    def _note(self, scope: Scope, note: _RequestLog) -> None:
-        """One line a request; what was asked for is nobody's business."""
-        seconds = time.perf_counter() - note.begun
+    def _record(self, scope: Scope, log: _RequestLog) -> None:
+        """Update the metrics and print one log line, without prompts and keys."""
+        seconds = time.perf_counter() - log.started_at
         route = scope.get("route")
-        path = getattr(route, "path", None) or ("/" if scope["path"] in _OPEN else "other")
+        # The path template: job ids would create a metric series per job.
+        path = getattr(route, "path", None) or ("/" if scope["path"] in _PUBLIC_PATHS else "other")
         metrics = self.service.metrics
-        metrics.requests.labels(path, str(note.status)).inc()
+        metrics.requests.labels(path, str(log.status)).inc()
         metrics.request_seconds.labels(path).observe(seconds)
-        told = {
+        line = {
             "time": time.time(),
-            "request": note.id,
+            "request": log.id,
             "method": scope["method"],
             "path": path,
-            "status": note.status,
+            "status": log.status,
             "seconds": round(seconds, 4),
             "owner": scope["state"].get("owner") or None,
             "job": scope["state"].get("job"),
             "client": (scope.get("client") or [None])[0],
         }
         if path not in ("/", "/healthz", "/readyz", "/metrics"):
-            print(json.dumps(told), file=sys.stderr, flush=True)
+            print(json.dumps(line), file=sys.stderr, flush=True)
 
 
-class _TooSlowError(Exception):
-    """The client went away, or does not read."""
+class _ClientStalledError(Exception):
+    """The client disconnected or does not read the response."""
 
 
 class _RequestLog:
-    """What is told of a request, and a `send` that does not wait for ever."""
+    """Log data of a request, and a `send` with a timeout."""
 
     def __init__(self, scope: Scope, send: Send, send_s: float) -> None:
-        self.plain, self.send_s, self.status = send, send_s, 0
-        self.begun = time.perf_counter()
+        self.original_send, self.send_s, self.status = send, send_s, 0
+        self.started_at = time.perf_counter()
         self.id = uuid.uuid4().hex
 
     async def send(self, message: Message) -> None:
@@ -164,16 +167,16 @@ class _RequestLog:
             self.status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())]}
         try:
-            await asyncio.wait_for(self.plain(message), self.send_s)
+            await asyncio.wait_for(self.original_send(message), self.send_s)
         except TimeoutError as error:
-            raise _TooSlowError from error
+            raise _ClientStalledError from error
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer at once; of a body that is still coming, drop some, so that the client reads the answer."""
-    answer = make_answer(error)
-    await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
-    await send({"type": "http.response.body", "body": answer.body, "more_body": True})
+async def _reject(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send an error response; drop a part of a too large body, so the client reads the response."""
+    response = make_response(error)
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
     dropped, end = 0, time.monotonic() + _DRAIN_S
     try:
         while error.status == 413 and dropped < _DRAIN_BYTES and time.monotonic() < end:
@@ -182,18 +185,19 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
             if message["type"] == "http.disconnect" or not message.get("more_body"):
                 break
     except TimeoutError:
-        pass  # it had its time
+        pass  # the client is too slow: close the connection anyway
     await send({"type": "http.response.body", "body": b""})
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, "request_too_large", f"a request has at most {most} bytes", headers={"Connection": "close"})
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the request body is larger than {max_bytes} bytes"
+    return ApiError(413, "request_too_large", message, headers={"Connection": "close"})
 
 
 def _read_headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-def _name_of(host: str) -> str:
-    """The name in `name:port`, and in `[::1]:port`."""
+def _strip_port(host: str) -> str:
+    """Return the host name of `name:port` or `[::1]:port`."""
     return host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]

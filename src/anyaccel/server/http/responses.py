@@ -1,4 +1,4 @@
-"""What clients are told of jobs and pictures."""
+"""JSON of jobs, images and models, and server-sent events."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from typing import Any
 from anyaccel.server.jobs.store import Job
 from anyaccel.server.worker.messages import ModelFacts
 
-__all__ = ["Signer", "describe_job", "describe_model", "describe_pictures", "make_event"]
+__all__ = ["KEEP_ALIVE", "Signer", "describe_images", "describe_job", "describe_model", "make_event", "write_event"]
 
-_TOLD = (
+# A server-sent comment, which clients ignore.
+KEEP_ALIVE = b": keep-alive\n\n"
+_REQUEST_FIELDS = (
     "task", "model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale",
     "strength", "lora", "lora_scale", "output_format", "output_compression", "seeds", "partial_images",
 )  # fmt: skip
-_NO_TOKENS = {
+# OpenAI's clients expect the field; no tokens are counted here.
+_NO_USAGE = {
     "input_tokens": 0,
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
     "output_tokens": 0,
@@ -27,27 +30,28 @@ _NO_TOKENS = {
 
 
 class Signer:
-    """Addresses of pictures that need no key: whoever has the address may see the one picture."""
+    """Signs image URLs. A signed URL gives access to one image without an API key."""
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
 
-    def sign(self, job: str, place: int) -> str:
-        """The word that goes with an address."""
-        return hmac.new(self.secret, f"{job}/{place}".encode(), hashlib.sha256).hexdigest()[:32]
+    def sign(self, job: str, index: int) -> str:
+        """Return the token of an image."""
+        return hmac.new(self.secret, f"{job}/{index}".encode(), hashlib.sha256).hexdigest()[:32]
 
-    def is_signed(self, job: str, place: int, word: str) -> bool:
-        """Whether a word goes with an address."""
-        return hmac.compare_digest(self.sign(job, place).encode(), word.encode())
+    def is_signed(self, job: str, index: int, token: str) -> bool:
+        """Return whether the token belongs to the image."""
+        # In constant time, so the token cannot be guessed byte by byte.
+        return hmac.compare_digest(self.sign(job, index).encode(), token.encode())
 
-    def path(self, job: str, place: int) -> str:
-        """The address of a picture, without the host."""
-        return f"/v1/jobs/{job}/images/{place}?token={self.sign(job, place)}"
+    def path(self, job: str, index: int) -> str:
+        """Return the signed URL of an image, without scheme and host."""
+        return f"/v1/jobs/{job}/images/{index}?token={self.sign(job, index)}"
 
 
-def describe_job(job: Job, signer: Signer, share: float = 0.0, waiting: int | None = None) -> dict[str, Any]:
-    """A job as its owner sees it."""
-    pictures = (job.result or {}).get("pictures", [])
+def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int | None = None) -> dict[str, Any]:
+    """Return the JSON of a job; `waiting` is the number of jobs before it in the queue."""
+    images = (job.result or {}).get("images", [])
     error = None
     if job.error is not None:
         error = {"code": job.error.get("code"), "message": job.error.get("message")}
@@ -59,24 +63,24 @@ def describe_job(job: Job, signer: Signer, share: float = 0.0, waiting: int | No
         "started_at": job.started,
         "ended_at": job.ended,
         "attempts": job.attempts,
-        "progress": 1.0 if job.state == "done" else round(share, 4),
+        "progress": 1.0 if job.state == "done" else round(fraction, 4),
         "waiting": waiting,
-        "request": {name: job.request.get(name) for name in _TOLD},
+        "request": {name: job.request.get(name) for name in _REQUEST_FIELDS},
         "error": error,
-        "images": [{**picture, "url": signer.path(job.id, place)} for place, picture in enumerate(pictures)],
+        "images": [{**image, "url": signer.path(job.id, index)} for index, image in enumerate(images)],
     }
 
 
-def describe_pictures(job: Job, contents: list[bytes], signer: Signer, *, as_url: bool, base: str) -> dict[str, Any]:
-    """The answer of OpenAI's endpoints."""
-    pictures = (job.result or {})["pictures"]
+def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: bool, base: str) -> dict[str, Any]:
+    """Return the response of OpenAI's image endpoints."""
+    images = (job.result or {})["images"]
     data = []
-    for place, (picture, content) in enumerate(zip(pictures, contents, strict=True)):
-        shown = (
-            {"url": base + signer.path(job.id, place)} if as_url else {"b64_json": base64.b64encode(content).decode()}
+    for index, (image, content) in enumerate(zip(images, contents, strict=True)):
+        payload = (
+            {"url": base + signer.path(job.id, index)} if as_url else {"b64_json": base64.b64encode(content).decode()}
         )
-        data.append({**shown, "seed": picture["seed"]})
-    first = pictures[0]
+        data.append({**payload, "seed": image["seed"]})
+    first = images[0]
     return {
         "created": int(job.ended or job.created),
         "data": data,
@@ -87,9 +91,9 @@ def describe_pictures(job: Job, contents: list[bytes], signer: Signer, *, as_url
     }
 
 
-def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int, size: str, **more: Any) -> bytes:
-    """One of the events that OpenAI's clients read while a picture is made; `index` tells several pictures apart."""
-    told = {
+def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int, size: str, **extra: Any) -> bytes:
+    """Return an image event of OpenAI's streaming API, with the image's `index` in the job added."""
+    data = {
         "type": kind,
         "b64_json": base64.b64encode(content).decode(),
         "background": "opaque",
@@ -99,19 +103,19 @@ def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int,
         "size": size,
         "index": index,
         "seed": job.request["seeds"][index],
-        **({"usage": _NO_TOKENS} if kind.endswith("completed") else {}),
-        **more,
+        **({"usage": _NO_USAGE} if kind.endswith("completed") else {}),
+        **extra,
     }
-    return write_event(kind, told)
+    return write_event(kind, data)
 
 
-def write_event(kind: str, told: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
-    return f"event: {kind}\ndata: {json.dumps(told)}\n\n".encode()
+def write_event(kind: str, data: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
 def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
-    """A model as `/v1/models` lists it."""
+    """Return the JSON of a model in `/v1/models`."""
     return {
         "id": facts.name,
         "object": "model",
@@ -128,7 +132,7 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "num_inference_steps": facts.steps,
         "guidance_scale": facts.guidance,
         "loras": list(facts.loras),
-        "parameters": {task: list(takes) for task, takes in facts.takes.items()},
-        "pictures_at_once": facts.at_once,
-        "joined": [name for name, joins in facts.joins.items() if joins],
+        "parameters": {task: list(names) for task, names in facts.parameters.items()},
+        "pictures_at_once": facts.max_concurrent,
+        "joined": [name for name, batched in facts.batched.items() if batched],
     }

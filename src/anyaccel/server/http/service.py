@@ -1,4 +1,4 @@
-"""One service: its jobs, its worker, and what all of its endpoints need."""
+"""State of a service that all endpoints share: job store, dispatcher, metrics and traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
-from anyaccel.server.http.errors import FINAL, ApiError
+from anyaccel.server.http.errors import NO_RETRY, ApiError
 from anyaccel.server.http.responses import Signer, describe_job
 from anyaccel.server.jobs.dispatcher import Dispatcher
 from anyaccel.server.jobs.events import EventBus, JobEvent
@@ -31,168 +31,174 @@ from anyaccel.storage.atomic_write import atomic_write
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]
 
 _LOG = logging.getLogger(__name__)
-_QUIET_S = 10.0
-"""A stream in which nothing happens says so, so that nobody in between closes it."""
+# Seconds without an event after which a keep-alive is sent; proxies close idle streams.
+_KEEP_ALIVE_S = 10.0
 
 
 class ClientGoneError(Exception):
-    """The client went away."""
+    """The client disconnected."""
 
 
 class Service:
-    """What endpoints work with."""
+    """One service."""
 
     def __init__(
-        self, settings: ServerSettings, make_workplace: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
+        self, settings: ServerSettings, make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
     ) -> None:
         self.settings = settings
         self.jobs = JobStore(settings.data)
         self.bus, self.metrics = EventBus(), Metrics(self.jobs)
-        self.dispatcher = Dispatcher(settings, self.jobs, self.bus, self.metrics, make_workplace)
+        self.dispatcher = Dispatcher(settings, self.jobs, self.bus, self.metrics, make_transport)
         self.signer = Signer(_read_secret(settings.data))
-        self.spans = JobTraces(settings.otlp)
-        self.dispatcher.on_end += [self.metrics.note_end, self.spans.note_end]
+        self.traces = JobTraces(settings.otlp)
+        self.dispatcher.on_end += [self.metrics.record_end, self.traces.record_end]
         self.created = int(time.time())
-        self.closed = self.draining = self.ended = False
-        """Whether nothing more is taken on: the service was told to end."""
+        self.draining = False
+        """Whether new jobs are rejected because the service is shutting down."""
+        self.ended = False
+        """Whether waiting requests are answered with an error because the shutdown no longer waits for jobs."""
+        self.closed = False
 
     def close(self) -> None:
-        """End the worker, and let go of the jobs' file."""
+        """End the worker and close the job store."""
         if self.closed:
             return
         self.closed = self.draining = True
         self.dispatcher.stop()
-        self.spans.close()
+        self.traces.close()
         self.jobs.close()
 
     def check_ready(self) -> None:
-        """Raise unless work is taken on now."""
+        """Raise if the service does not accept jobs."""
         if not self.dispatcher.models or self.draining:
-            words = "it is ending" if self.draining else self.dispatcher.start_state.words
-            raise ApiError(503, "not_ready", f"the service is not ready: {words}", headers={"Retry-After": "5"})
+            reason = "shutting down" if self.draining else self.dispatcher.start_state.message
+            raise ApiError(503, "not_ready", f"the service is not ready: {reason}", headers={"Retry-After": "5"})
 
-    async def accept(self, request: Request, work: JobSpec, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
-        """Keep a request as a job, before anybody is answered."""
+    async def accept(self, request: Request, spec: JobSpec, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
+        """Store a request as a job and wake the dispatcher."""
         user = getattr(body, "user", None)
-        asked = hashlib.sha256(f"{request.url.path} {body.model_dump_json(exclude_none=True)}".encode())
+        # Of the body as sent: the spec contains a random seed if the client did not set one.
+        digest = hashlib.sha256(f"{request.url.path} {body.model_dump_json(exclude_none=True)}".encode())
         for name, content in inputs.items():
-            asked.update(name.encode() + hashlib.sha256(content).digest())
+            digest.update(name.encode() + hashlib.sha256(content).digest())
         owner = str(request.state.owner)
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
-            raise ApiError(400, "invalid_value", "an Idempotency-Key has 1 to 255 characters")
+            raise ApiError(400, "invalid_value", "the Idempotency-Key must have 1 to 255 characters")
         try:
             job, new = await run_in_threadpool(
                 self.jobs.submit,
-                work.to_dict(),
+                spec.to_dict(),
                 owner=owner,
                 lane=f"{owner}/{user or ''}",
                 key=key,
-                asked=asked.hexdigest(),
+                request_digest=digest.hexdigest(),
                 inputs=inputs,
                 max_queue=self.settings.limits.max_queue,
             )
         except QueueFullError as error:
-            wait = round(self.dispatcher.guess_wait_s())
+            wait = round(self.dispatcher.estimate_wait_s())
             raise ApiError(
                 429,
                 "queue_full",
-                f"{self.settings.limits.max_queue} requests wait already; try again in {wait} s",
+                f"the queue is full with {self.settings.limits.max_queue} requests; try again in {wait} s",
                 headers={"Retry-After": str(wait)},
             ) from error
         except (OSError, sqlite3.Error) as error:
-            _LOG.exception("anyaccel: a job cannot be kept")
-            words = "the service cannot keep the request: is its disk full?"
-            raise ApiError(503, "storage", words, headers={"Retry-After": "30"}) from error
+            _LOG.exception("anyaccel: cannot store a job")
+            message = "the service cannot store the request; its disk may be full"
+            raise ApiError(503, "storage", message, headers={"Retry-After": "30"}) from error
         except KeyTakenError as error:
             raise ApiError(
-                409, "idempotency_key_reused", "this Idempotency-Key was used for another request"
+                409, "idempotency_key_reused", "the Idempotency-Key was used for a different request"
             ) from error
         request.state.job = job.id
         if new:
-            self.spans.note_job(job.id, self.spans.read_parent(dict(request.headers)))
+            self.traces.record_job(job.id, self.traces.read_parent(dict(request.headers)))
             await run_in_threadpool(self.dispatcher.wake)
         return job
 
     async def find(self, request: Request, name: str) -> Job:
-        """A job of the one who asks."""
-        found = await run_in_threadpool(self.jobs.get, name, owner=str(request.state.owner))
-        if found is None:
-            raise ApiError(404, "job_not_found", "there is no such job; it may have expired")
-        return found
+        """Return a job of the client; raise if it does not exist or belongs to another client."""
+        job = await run_in_threadpool(self.jobs.get, name, owner=str(request.state.owner))
+        if job is None:
+            raise ApiError(404, "job_not_found", "unknown job; it may have expired")
+        return job
 
     async def follow(self, request: Request, job: Job) -> AsyncIterator[JobEvent | None]:
-        """News of a job until it ends, None where there is none for a while; raises if the client goes away."""
-        with self.bus.listening(job.id) as news:
-            leaving = asyncio.create_task(_wait_for_leaving(request))
+        """Yield the events of a job until it ends, and None as a keep-alive.
+
+        Raise `ClientGoneError` if the client disconnects.
+        """
+        with self.bus.subscribe(job.id) as events:
+            disconnect = asyncio.create_task(_wait_for_disconnect(request))
             try:
                 while True:
                     current = await run_in_threadpool(self.jobs.get, job.id)
                     if current is None or current.state in ENDED:
-                        for one in news.rest():
-                            yield one
+                        for event in events.drain():
+                            yield event
                         return
                     if self.ended:
-                        words = f"the service ends; {job.id} is kept for its next start"
-                        raise ApiError(503, "ending", words, headers={**FINAL, "anyaccel-job": job.id})
+                        message = f"the service is shutting down; {job.id} continues at its next start"
+                        raise ApiError(503, "ending", message, headers={**NO_RETRY, "anyaccel-job": job.id})
                     while True:
-                        told = await _first(news.next(_QUIET_S), leaving)
-                        if told is not None and told.kind == "state":
-                            yield told
+                        next_event = await _first(events.next(_KEEP_ALIVE_S), disconnect)
+                        yield next_event
+                        if next_event is not None and next_event.kind == "state":
                             break
-                        yield told
             finally:
-                leaving.cancel()
+                disconnect.cancel()
 
     async def wait(self, request: Request, job: Job) -> Job:
-        """Wait until a job has ended."""
+        """Wait until a job has ended, and return it."""
         async for _ in self.follow(request, job):
             pass
         return await self.find(request, job.id)
 
-    async def read_pictures(self, job: Job) -> list[bytes]:
-        """The files of a job that is done."""
+    async def read_images(self, job: Job) -> list[bytes]:
+        """Return the image files of a finished job."""
         names = (job.result or {}).get("files", [])
         files = [self.jobs.find_file(job, name) for name in names]
         try:
             return [await run_in_threadpool(file.read_bytes) for file in files if file is not None]
         except FileNotFoundError as error:
-            raise ApiError(404, "job_not_found", "the job's pictures have expired") from error
+            raise ApiError(404, "job_not_found", "the images of the job have expired") from error
 
     async def describe(self, job: Job) -> dict[str, Any]:
-        """A job as its owner sees it."""
+        """Return the JSON of a job."""
         return await run_in_threadpool(self._describe, job)
 
     async def describe_all(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """The same for several."""
+        """Return the JSON of several jobs."""
         return await run_in_threadpool(lambda: [self._describe(job) for job in jobs])
 
     def _describe(self, job: Job) -> dict[str, Any]:
-        share = self.bus.share(job.id, len(job.request["seeds"])) if job.state == "running" else 0.0
+        fraction = self.bus.fraction(job.id, len(job.request["seeds"])) if job.state == "running" else 0.0
         waiting = self.jobs.count_before(job) if job.state == "queued" else None
-        return describe_job(job, self.signer, share, waiting)
+        return describe_job(job, self.signer, fraction, waiting)
 
 
 def _find_service(request: Request) -> Service:
-    found: Service = request.app.state.service
-    return found
+    service: Service = request.app.state.service
+    return service
 
 
+# Type of an endpoint parameter that FastAPI fills with the service.
 ServiceOf = Annotated[Service, Depends(_find_service)]
-"""How an endpoint asks for the service that it belongs to."""
 
 
-async def _wait_for_leaving(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue
 
 
-async def _first(awaited: Any, leaving: asyncio.Task[None]) -> JobEvent | None:
-    """What is awaited, unless the client leaves first."""
-    task = asyncio.ensure_future(awaited)
+async def _first(awaitable: Any, disconnect: asyncio.Task[None]) -> JobEvent | None:
+    """Await `awaitable`; raise `ClientGoneError` if the client disconnects first."""
+    task = asyncio.ensure_future(awaitable)
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done() and not task.done():
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if disconnect.done() and not task.done():
             raise ClientGoneError
         return await task  # type: ignore[no-any-return]
     finally:
@@ -200,7 +206,7 @@ async def _first(awaited: Any, leaving: asyncio.Task[None]) -> JobEvent | None:
 
 
 def _read_secret(folder: Path) -> bytes:
-    """What addresses are signed with: made once, and read by this user alone."""
+    """Return the key that signs image URLs; create it on first use, readable only by this user."""
     file = folder / "secret"
     if not file.exists():
         atomic_write(file, secrets.token_bytes(32), mode=0o600)

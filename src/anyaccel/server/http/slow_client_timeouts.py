@@ -1,4 +1,8 @@
-"""HTTP with a limit on patience: a connection that does not bring a whole head in time is closed."""
+"""Timeouts for slow clients, which uvicorn does not have.
+
+uvicorn's `timeout_keep_alive` starts only after a response: a connection that sends nothing, or half of its headers,
+stays open forever (https://github.com/Kludex/uvicorn/pull/1192).
+"""
 
 from __future__ import annotations
 
@@ -10,62 +14,64 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 __all__ = ["SlowClientProtocol", "make_protocol"]
 
-_TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TIMEOUT_RESPONSE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class SlowClientProtocol(H11Protocol):
-    """uvicorn's own protocol, in which half a request does not hold a connection for ever."""
+    """uvicorn's protocol with timeouts for reading the request headers and for sending the response."""
 
-    patience_s: ClassVar[float] = 20.0
-    """What the head of a request may take, from its first byte, or from the connection's beginning."""
-    read_s: ClassVar[float] = 60.0
-    """A client that reads nothing for so long is gone."""
-    _timer: asyncio.TimerHandle | None = None
-    _writes: asyncio.TimerHandle | None = None
+    header_timeout_s: ClassVar[float] = 20.0
+    """Seconds for the headers, from the start of the connection or the first byte of a later request."""
+    send_timeout_s: ClassVar[float] = 60.0
+    """Seconds in which the client must read something."""
+    _header_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client is there."""
+        """Start both timers for a new connection."""
         super().connection_made(transport)
-        self._wait()
-        self._look_at_writes(0)
+        self._start_header_timer()
+        self._check_progress(0)
 
-    def _look_at_writes(self, before: int) -> None:
-        """A client that reads nothing of what waits for it is given up; closing would wait for it."""
-        waiting = self.transport.get_write_buffer_size()
-        if waiting and waiting == before:
-            self.transport.abort()
+    def _check_progress(self, previous: int) -> None:
+        """Abort the connection if the client has read nothing since the last check."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent == previous:
+            self.transport.abort()  # `close` would first wait for the buffer to be sent
             return
-        self._writes = self.loop.call_later(self.read_s, self._look_at_writes, waiting)
+        self._send_timer = self.loop.call_later(self.send_timeout_s, self._check_progress, unsent)
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request came: where its head is whole, the rest is the gate's to wait for."""
+        """Stop the header timer when the headers are complete; the middleware limits the time for the body."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
-        elif self._timer is None:
-            self._wait()
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
-        self._stop_waiting()
-        if self._writes is not None:
-            self._writes.cancel()
+        """Stop both timers."""
+        self._stop_header_timer()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
         super().connection_lost(exc)
 
-    def _wait(self) -> None:
-        self._timer = self.loop.call_later(self.patience_s, self._give_up)
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._send_timeout)
 
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _give_up(self) -> None:
+    def _send_timeout(self) -> None:
         if not self.transport.is_closing():
-            self.transport.write(_TOO_SLOW)
+            self.transport.write(_TIMEOUT_RESPONSE)
             self.transport.close()
 
 
-def make_protocol(patience_s: float, read_s: float) -> type[SlowClientProtocol]:
-    """The protocol with so much patience."""
-    return type("SlowClientProtocol", (SlowClientProtocol,), {"patience_s": patience_s, "read_s": read_s})
+def make_protocol(header_timeout_s: float, send_timeout_s: float) -> type[SlowClientProtocol]:
+    """Return the protocol class with the given timeouts."""
+    # uvicorn instantiates the class itself, so the timeouts must be class attributes.
+    timeouts = {"header_timeout_s": header_timeout_s, "send_timeout_s": send_timeout_s}
+    return type("SlowClientProtocol", (SlowClientProtocol,), timeouts)

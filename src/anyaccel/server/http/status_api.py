@@ -1,4 +1,4 @@
-"""The endpoints that tell how the service is."""
+"""Health, metrics and status endpoints."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ router = APIRouter()
 _LIMITS = ("max_queue", "max_n", "max_steps", "max_pixels", "max_prompt")
 
 
-@router.get("/healthz", summary="Whether the service is alive")
+@router.get("/healthz", summary="Liveness probe")
 async def is_alive() -> dict[str, str]:
-    """It is, if this is answered."""
+    """Respond if the process is alive."""
     return {"status": "alive"}
 
 
 @router.get(
     "/readyz",
     response_model=None,
-    summary="Whether all models are loaded and their sizes warm",
-    responses={503: {"description": "Not yet, or no longer"}},
+    summary="Readiness probe: all models are loaded and warmed up",
+    responses={503: {"description": "Starting or shutting down"}},
 )
 async def is_ready(service: ServiceOf) -> Response:
-    """How far the start is."""
+    """Return the progress of the start, with status 503 until the service is ready."""
     start = service.dispatcher.start_state
-    told = {"status": _find_state(service), "doing": start.words, "done": start.done, "total": start.total}
-    return JSONResponse(told, 200 if service.dispatcher.is_ready() and not service.draining else 503)
+    body = {"status": _find_state(service), "doing": start.message, "done": start.done, "total": start.total}
+    return JSONResponse(body, 200 if service.dispatcher.is_ready() and not service.draining else 503)
 
 
 @router.get(
     "/metrics",
     response_class=PlainTextResponse,
-    summary="Figures for Prometheus",
-    responses={401: {"description": "The key is wrong"}},
+    summary="Prometheus metrics",
+    responses={401: {"description": "Invalid API key"}},
 )
 async def show_metrics(service: ServiceOf) -> Response:
-    """In Prometheus' own format."""
+    """Return the metrics in the Prometheus text format."""
+    # In a thread: counting the jobs reads the database.
     text = await run_in_threadpool(service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/v1/status", summary="The device, its plan, the queue and the limits")
+@router.get("/v1/status", summary="Models with their plans, the queue and the limits")
 async def show_status(service: ServiceOf) -> dict[str, Any]:
-    """What the page shows beside the pictures."""
+    """Return the status that the web page shows."""
     dispatcher = service.dispatcher
     models = [
         {"name": facts.name, "device": facts.device, "virtual": facts.virtual, "plan": facts.plan}
@@ -59,7 +60,7 @@ async def show_status(service: ServiceOf) -> dict[str, Any]:
     return {
         "version": anyaccel.__version__,
         "state": _find_state(service),
-        "doing": dispatcher.start_state.words,
+        "doing": dispatcher.start_state.message,
         "done": dispatcher.start_state.done,
         "total": dispatcher.start_state.total,
         "queued": await run_in_threadpool(service.jobs.count, "queued"),

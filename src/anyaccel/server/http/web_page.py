@@ -1,4 +1,4 @@
-"""The page at `/`: plain files that come with the package, and nothing from elsewhere."""
+"""The web page at `/`: static files of the package, without external resources."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastapi.responses import Response
 __all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
+# The page shows prompts and images of several users: no inline scripts, no other origins, no framing.
 _HEADERS = {
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
@@ -27,17 +28,17 @@ def _read(name: str) -> bytes:
 
 @router.get("/", response_model=None)
 async def show_page() -> Response:
-    """The page itself."""
+    """Return the HTML page."""
     return Response(_read("index.html"), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
 @router.get("/page.css", response_model=None)
 async def show_style() -> Response:
-    """How it looks."""
+    """Return the style sheet."""
     return Response(_read("page.css"), media_type="text/css; charset=utf-8", headers=_HEADERS)
 
 
 @router.get("/page.js", response_model=None)
 async def show_script() -> Response:
-    """What it does."""
+    """Return the script."""
     return Response(_read("page.js"), media_type="text/javascript; charset=utf-8", headers=_HEADERS)

@@ -1,4 +1,4 @@
-"""The dispatcher: gives jobs to a worker, hears what becomes of them, and replaces a worker that died or hangs."""
+"""The dispatcher: sends jobs to a worker, records their outcome, and replaces a worker that died or hangs."""
 
 from __future__ import annotations
 
@@ -35,40 +35,45 @@ from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
 __all__ = ["Dispatcher", "StartState"]
 
 _LOG = logging.getLogger(__name__)
-_TICK_S = 0.1
-_TIDY_S = 30.0
-_LONGEST_PAUSE_S = 30.0
-_STARTS = 3
-"""A worker that never was ready is started so often before the service gives up."""
+_POLL_S = 0.1
+_CLEAN_UP_S = 30.0
+_MAX_RESTART_DELAY_S = 30.0
+# Consecutive starts without a ready worker after which the service gives up.
+_MAX_FAILED_STARTS = 3
+_DEADLINE_ERROR = ("deadline_exceeded", "the deadline passed before the images were finished", 504)
 
 
 @dataclass
 class StartState:
-    """How far the start of the worker is."""
+    """Progress of starting the worker."""
 
     state: Literal["starting", "ready", "broken"] = "starting"
     done: int = 0
     total: int = 1
-    words: str = "starting"
+    message: str = "starting"
     hint: str = ""
 
 
 @dataclass
 class _DispatchedJob:
-    """A job that the worker has."""
+    """A job that was sent to the worker."""
 
     job: Job
-    made: dict[int, ImageDone] = field(default_factory=dict)
-    late: bool = False
-    """Whether it is stopped because its time is over."""
+    images: dict[int, ImageDone] = field(default_factory=dict)
+    """Finished images by index."""
+    overdue: bool = False
+    """Whether it is being cancelled because its deadline passed."""
 
     @property
-    def pictures(self) -> int:
+    def image_count(self) -> int:
         return len(self.job.request["seeds"])
 
 
 class Dispatcher:
-    """Runs in threads of the service; whatever it is told, the jobs' own state is changed first."""
+    """Supervises the worker from a thread of the service.
+
+    A job's state is written to the store before anybody is notified of it.
+    """
 
     def __init__(
         self,
@@ -76,254 +81,258 @@ class Dispatcher:
         jobs: JobStore,
         bus: EventBus,
         metrics: Metrics,
-        make_workplace: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
+        make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
     ) -> None:
         self.settings, self.jobs, self.bus, self.metrics = settings, jobs, bus, metrics
-        self.make_workplace = make_workplace
+        self.make_transport = make_transport
         self.start_state = StartState()
         self.models: dict[str, ModelFacts] = {}
         self.on_end: list[Callable[[Job], None]] = []
         self.lock = threading.RLock()
         self.running: dict[str, _DispatchedJob] = {}
         self.stopping = False
-        self.begun = time.time()
-        self.last_word = self.last_sign = time.monotonic()
-        """When the worker last said anything, and when it last came forward."""
-        self.seconds = 1.0
-        """What a picture takes, about."""
-        self._workplace: WorkerTransport | None = None
-        self._unended: set[str] = set()
-        """Jobs of which the end could not be kept: on a full disk, say."""
+        self.started_at = time.time()
+        # Heartbeats count as messages but not as progress: a worker with a stuck device still sends them.
+        self.last_message = self.last_progress = time.monotonic()
+        self.image_seconds = 1.0
+        """Moving average of the seconds per image."""
+        self._transport: WorkerTransport | None = None
+        self._unrecorded: set[str] = set()
+        """Ended jobs for which the end could not be written, for example because the disk was full."""
         self._thread = threading.Thread(target=self._supervise, name="dispatcher", daemon=True)
 
     def start(self) -> None:
-        """Put back what was running when the service last ended, and start the worker."""
+        """Requeue the jobs that ran when the service last ended, and start the worker."""
         for job in self.jobs.recover():
             self.bus.publish(job.id, JobEvent("state"))
         self._thread.start()
 
     def is_ready(self) -> bool:
-        """Whether pictures are made now."""
+        """Return whether the worker accepts jobs."""
         return self.start_state.state == "ready" and not self.stopping
 
     def wake(self) -> None:
-        """Give the worker what it has room for."""
+        """Send queued jobs to the worker as far as it has capacity."""
         with self.lock:
-            if self.start_state.state != "ready" or self._workplace is None:
+            if self.start_state.state != "ready" or self._transport is None:
                 return
-            while (job := self.jobs.take(self._has_room)) is not None:
+            while (job := self.jobs.take(self._has_capacity)) is not None:
                 self.running[job.id] = _DispatchedJob(job)
-                self.last_sign = time.monotonic()
+                self.last_progress = time.monotonic()
                 inputs = {name: str(path) for name, path in self.jobs.list_inputs(job).items()}
-                self._workplace.send(RunJob(job.id, job.request, inputs))
+                self._transport.send(RunJob(job.id, job.request, inputs))
                 self.bus.publish(job.id, JobEvent("state"))
 
     def cancel(self, name: str) -> Job:
-        """Stop a job: at once where it waits, at its next step where it runs."""
+        """Cancel a job: immediately if it is queued, at its next step if it is running."""
         before = self.jobs.get(name)
         job = self.jobs.cancel(name)
         if job.state == "running":
             self._send(CancelJob(name))
         elif before is None or before.state not in ENDED:
-            self._tell_end(job)
+            self._notify_end(job)
         return job
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no job waits or runs; whether that came about."""
+        """Wait until no job is queued or running; return False after `timeout_s` seconds."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if not self.jobs.count("queued") and not self.jobs.count("running"):
                 return True
-            time.sleep(_TICK_S)
+            time.sleep(_POLL_S)
         return False
 
     def stop(self) -> None:
-        """End the worker; jobs that it had wait for the next start, and this attempt of theirs does not count."""
+        """Terminate the worker and requeue its jobs for the next start; the attempt does not count."""
         self.stopping = True
         with self.lock:
-            workplace = self._workplace
-        if workplace is not None:
-            workplace.end()
+            transport = self._transport
+        if transport is not None:
+            transport.end()
         if self._thread.is_alive():
             self._thread.join(10)
 
-    def guess_wait_s(self) -> float:
-        """How long a request that comes now would wait, about."""
-        at_once = max(1, min((model.at_once for model in self.models.values()), default=1))
-        return max(1.0, self.seconds * (self.jobs.count("queued") + 1) / at_once)
+    def estimate_wait_s(self) -> float:
+        """Estimate how many seconds a new request would wait."""
+        max_concurrent = max(1, min((model.max_concurrent for model in self.models.values()), default=1))
+        return max(1.0, self.image_seconds * (self.jobs.count("queued") + 1) / max_concurrent)
 
-    def _has_room(self, job: Job) -> bool:
-        busy = sum(one.pictures for one in self.running.values())
-        return self._workplace is not None and self._workplace.has_room(busy, len(job.request["seeds"]))
+    def _has_capacity(self, job: Job) -> bool:
+        busy = sum(dispatched.image_count for dispatched in self.running.values())
+        return self._transport is not None and self._transport.has_capacity(busy, len(job.request["seeds"]))
 
     def _send(self, message: CancelJob) -> None:
         with self.lock:
-            if self._workplace is not None:
-                self._workplace.send(message)
+            if self._transport is not None:
+                self._transport.send(message)
 
-    # The worker's life
+    # Life cycle of the worker
 
     def _supervise(self) -> None:
-        pause, failed_starts = 0.5, 0
+        delay_s, failed_starts = 0.5, 0
         while not self.stopping:
             try:
-                was_ready = self._run_one()
-            except Exception:  # noqa: BLE001 - a disk that is full, say: what waits is still there when it is not
-                _LOG.exception("anyaccel: the dispatcher failed, and begins anew")
+                was_ready = self._run_transport()
+            except Exception:  # noqa: BLE001 - for example a full disk: queued jobs run when the problem is gone
+                _LOG.exception("anyaccel: the dispatcher failed and restarts")
                 was_ready = True
             if self.stopping:
                 break
             failed_starts = 0 if was_ready else failed_starts + 1
-            if failed_starts >= _STARTS or self.start_state.state == "broken":
+            if failed_starts >= _MAX_FAILED_STARTS or self.start_state.state == "broken":
                 self.start_state.state = "broken"
-                self.start_state.hint = self.start_state.hint or "the worker's own messages are above"
+                self.start_state.hint = self.start_state.hint or "see the worker's messages above"
                 return
-            pause = 0.5 if was_ready else min(_LONGEST_PAUSE_S, 2 * pause)
-            time.sleep(pause)
+            delay_s = 0.5 if was_ready else min(_MAX_RESTART_DELAY_S, 2 * delay_s)
+            time.sleep(delay_s)
 
-    def _run_one(self) -> bool:
-        """One worker or pool of them, from its start to its end; whether it was ready."""
+    def _run_transport(self) -> bool:
+        """Run one worker, or one pool of workers, until it ends; return whether it became ready."""
         self.start_state = StartState(total=len(self.settings.models))
-        self._put_back()  # where that failed when the last one ended
-        workplace = self.make_workplace(self.settings)
+        self._requeue()  # may have failed when the last worker ended
+        transport = self.make_transport(self.settings)
         with self.lock:
-            self._workplace = workplace
+            self._transport = transport
         was_ready = False
         try:
-            workplace.start()
-            was_ready = self._listen(workplace)
+            transport.start()
+            was_ready = self._receive_messages(transport)
         finally:
-            workplace.end()
-            self._end_of_worker(workplace, was_ready)
+            transport.end()
+            self._handle_worker_end(transport, was_ready)
         return was_ready
 
-    def _listen(self, workplace: WorkerTransport) -> bool:
-        was_ready, tidied = False, time.monotonic()
-        self.last_word = self.last_sign = time.monotonic()
+    def _receive_messages(self, transport: WorkerTransport) -> bool:
+        was_ready, cleaned_at = False, time.monotonic()
+        self.last_message = self.last_progress = time.monotonic()
         while not self.stopping:
             try:
-                said = workplace.hear(_TICK_S)
+                message = transport.receive(_POLL_S)
             except EOFError:
                 return was_ready
-            if said is not None:
-                self.last_word = time.monotonic()
-                self._hear_safely(said)
+            if message is not None:
+                self.last_message = time.monotonic()
+                self._handle_safely(message)
                 was_ready = was_ready or self.start_state.state == "ready"
-            if not workplace.heals and self._hangs():
-                _LOG.error("anyaccel: the worker hung for %.0f s, and is replaced", self.settings.limits.hang_s)
+            if not transport.self_healing and self._hangs():
+                _LOG.error("anyaccel: replacing the worker, which hung for %.0f s", self.settings.limits.hang_s)
                 self.metrics.worker_ends.labels("hang").inc()
                 return was_ready
-            tidies = time.monotonic() - tidied > _TIDY_S
-            tidied = time.monotonic() if tidies else tidied
+            clean_up_due = time.monotonic() - cleaned_at > _CLEAN_UP_S
+            cleaned_at = time.monotonic() if clean_up_due else cleaned_at
             try:
-                self._tidy() if tidies else self._end_late_jobs()
-            except Exception:  # noqa: BLE001 - a disk that is full must not cost the worker, and is looked at again
-                _LOG.exception("anyaccel: jobs could not be tidied")
+                self._clean_up() if clean_up_due else self._cancel_overdue_jobs()
+            except Exception:  # noqa: BLE001 - a full disk must not end the worker; retried at the next clean-up
+                _LOG.exception("anyaccel: cannot clean up jobs")
         return was_ready
 
-    def _hear_safely(self, said: Any) -> None:
-        """Whatever goes wrong with one message, the next one is heard; a job that cannot be ended is ended later."""
+    def _handle_safely(self, message: Any) -> None:
+        """Handle a message; log errors, so the next message is handled in any case."""
         try:
-            self._hear(said)
-        except Exception:  # noqa: BLE001 - a fault in one must not end the service
-            _LOG.exception("anyaccel: %s was not taken in", type(said).__name__)
-            if isinstance(said, ImageDone | JobFailed | JobStopped):
-                self._unended.add(said.job)
+            self._handle(message)
+        except Exception:  # noqa: BLE001 - an error in one message must not end the service
+            _LOG.exception("anyaccel: cannot handle %s", type(message).__name__)
+            if isinstance(message, ImageDone | JobFailed | JobStopped):
+                self._unrecorded.add(message.job)  # `_clean_up` ends the job
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         limits = self.settings.limits
-        for name in list(self._unended):
-            self._end(self._fail(name, "storage", "the result could not be kept", 500))
-            self._unended.discard(name)
-        self.jobs.expire(older_than_s=limits.keep_s, most_bytes=limits.keep_bytes)
+        for name in list(self._unrecorded):
+            self._end(self._fail(name, "storage", "the result could not be stored", 500))
+            self._unrecorded.discard(name)
+        self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Whether it said nothing for long, at its start or later, or works and took no step."""
+        """Return whether the worker sent no message for too long, or has jobs and made no progress."""
         with self.lock:
-            since = self.last_sign if self.running else self.last_word
-            return time.monotonic() - min(since, self.last_word) > self.settings.limits.hang_s
+            since = self.last_progress if self.running else self.last_message
+            return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
 
-    def _end_of_worker(self, workplace: WorkerTransport, was_ready: bool) -> None:
+    def _handle_worker_end(self, transport: WorkerTransport, was_ready: bool) -> None:
         with self.lock:
-            self._workplace = None
+            self._transport = None
             self.running.clear()
             if not self.stopping and self.start_state.state != "broken":
-                self.start_state = StartState(words="the worker ended, and is started again")
+                self.start_state = StartState(message="the worker ended and is being restarted")
         if self.stopping:
-            self._put_back(count_attempt=False)
+            self._requeue(count_attempt=False)
             return
         if was_ready:
-            _LOG.error("anyaccel: the worker ended %s, and is started again", workplace.describe_end())
+            _LOG.error("anyaccel: restarting the worker, which ended %s", transport.describe_end())
             self.metrics.worker_ends.labels("death").inc()
-        self._put_back()
+        self._requeue()
 
-    def _put_back(self, *, count_attempt: bool = True) -> None:
-        """No worker is there: what was running waits again, or has ended."""
+    def _requeue(self, *, count_attempt: bool = True) -> None:
+        """Requeue all running jobs, or end those with too many attempts. No worker may be running."""
         for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
-            self._tell_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
+            self._notify_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
 
-    # What the worker says
+    # Messages of the worker
 
-    def _hear(self, said: Any) -> None:
-        if isinstance(said, Heartbeat):
-            self.metrics.note_beat(said)
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Heartbeat):
+            self.metrics.record_heartbeat(message)
             return
-        self.last_sign = time.monotonic()
-        if isinstance(said, LoadProgress):
-            self.start_state.done, self.start_state.total = said.done, said.total
-            self.start_state.words = said.words
-        elif isinstance(said, ModelsReady):
-            self.models = {facts.name: facts for facts in said.models}
-            self.start_state.state, self.start_state.words = "ready", "ready"
+        self.last_progress = time.monotonic()
+        if isinstance(message, LoadProgress):
+            self.start_state.done, self.start_state.total = message.done, message.total
+            self.start_state.message = message.message
+        elif isinstance(message, ModelsReady):
+            self.models = {facts.name: facts for facts in message.models}
+            self.start_state.state, self.start_state.message = "ready", "ready"
             self.wake()
-        elif isinstance(said, LoadFailed):
-            self.start_state = StartState("broken", words=said.message, hint=said.hint)
-        elif isinstance(said, NotReady):
-            self.start_state = StartState(words=said.words)
-        elif isinstance(said, WorkerLost):
-            _LOG.error("anyaccel: the worker %s ended: %s", said.worker, said.words)
+        elif isinstance(message, LoadFailed):
+            self.start_state = StartState("broken", message=message.message, hint=message.hint)
+        elif isinstance(message, NotReady):
+            self.start_state = StartState(message=message.message)
+        elif isinstance(message, WorkerLost):
+            _LOG.error("anyaccel: worker %s ended: %s", message.worker, message.message)
             self.metrics.worker_ends.labels("death").inc()
         else:
             with self.lock:
-                running = self.running.get(said.job)
-            if running is not None:
-                self._hear_of_job(running, said)
+                dispatched = self.running.get(message.job)
+            # Messages of a job that was cancelled or requeued meanwhile are dropped.
+            if dispatched is not None:
+                self._handle_job_message(dispatched, message)
 
-    def _hear_of_job(self, running: _DispatchedJob, said: Any) -> None:
-        if isinstance(said, StepDone):
-            self.metrics.step_seconds.observe(said.seconds)
-            self.bus.publish(said.job, JobEvent("step", said.picture, said.done, said.total))
-        elif isinstance(said, PreviewImage):
-            self.bus.publish(said.job, JobEvent("preview", said.picture, number=said.number, content=said.content))
-        elif isinstance(said, ImageDone):
-            running.made[said.picture] = said
+    def _handle_job_message(self, dispatched: _DispatchedJob, message: Any) -> None:
+        job = dispatched.job.id
+        if isinstance(message, StepDone):
+            self.metrics.step_seconds.observe(message.seconds)
+            self.bus.publish(job, JobEvent("step", message.index, message.done, message.total))
+        elif isinstance(message, PreviewImage):
+            self.bus.publish(job, JobEvent("preview", message.index, number=message.number, content=message.content))
+        elif isinstance(message, ImageDone):
+            dispatched.images[message.index] = message
             self.metrics.images.inc()
-            self.seconds = 0.8 * self.seconds + 0.2 * said.seconds
-            if len(running.made) == running.pictures:
-                self._finish(running)
+            self.image_seconds = 0.8 * self.image_seconds + 0.2 * message.seconds
+            if len(dispatched.images) == dispatched.image_count:
+                self._finish(dispatched)
             else:
-                self.bus.publish(said.job, JobEvent("made", said.picture, content=said.content))
-        elif isinstance(said, JobFailed):
-            self._end(self._fail(said.job, said.code, said.message, said.status))
-        elif isinstance(said, JobStopped):
-            if running.late:
-                self._end(self._fail(said.job, *_LATE))
+                self.bus.publish(job, JobEvent("made", message.index, content=message.content))
+        elif isinstance(message, JobFailed):
+            self._end(self._fail(job, message.code, message.message, message.status))
+        elif isinstance(message, JobStopped):
+            if dispatched.overdue:
+                self._end(self._fail(job, *_DEADLINE_ERROR))
             else:
-                self._end(self.jobs.stop(said.job))
+                self._end(self.jobs.stop(job))
 
-    def _finish(self, running: _DispatchedJob) -> None:
-        made = [running.made[place] for place in sorted(running.made)]
-        suffix = {"jpeg": "jpg"}.get(running.job.request["output_format"], running.job.request["output_format"])
-        files = [(f"{one.picture}.{suffix}", one.content) for one in made]
-        pictures = [
-            {"width": one.width, "height": one.height, "seed": one.seed, "seconds": one.seconds} for one in made
+    def _finish(self, dispatched: _DispatchedJob) -> None:
+        images = [dispatched.images[index] for index in sorted(dispatched.images)]
+        output_format = dispatched.job.request["output_format"]
+        suffix = {"jpeg": "jpg"}.get(output_format, output_format)
+        files = [(f"{image.index}.{suffix}", image.content) for image in images]
+        facts = [
+            {"width": image.width, "height": image.height, "seed": image.seed, "seconds": image.seconds}
+            for image in images
         ]
         try:
-            job = self.jobs.finish(running.job.id, files, {"pictures": pictures})
+            job = self.jobs.finish(dispatched.job.id, files, {"images": facts})
         except (OSError, sqlite3.Error):
-            _LOG.exception("anyaccel: a result cannot be kept")
-            job = self._fail(running.job.id, "storage", "the result cannot be kept: is the disk full?", 500)
+            _LOG.exception("anyaccel: cannot store a result")
+            job = self._fail(dispatched.job.id, "storage", "cannot store the result; the disk may be full", 500)
         self._end(job)
 
     def _fail(self, name: str, code: str, message: str, status: int) -> Job:
@@ -332,30 +341,27 @@ class Dispatcher:
     def _end(self, job: Job) -> None:
         with self.lock:
             self.running.pop(job.id, None)
-        self._tell_end(job)
+        self._notify_end(job)
         self.wake()
 
-    def _tell_end(self, job: Job) -> None:
+    def _notify_end(self, job: Job) -> None:
         self.bus.forget(job.id)
-        for hear in self.on_end:
-            hear(job)
+        for callback in self.on_end:
+            callback(job)
         self.bus.publish(job.id, JobEvent("state"))
 
-    def _end_late_jobs(self) -> None:
-        """A job has so much time from when it was accepted, or from the service's start where that was later."""
+    def _cancel_overdue_jobs(self) -> None:
+        """Cancel jobs after their deadline, counted from when they were accepted or the service started."""
         now = time.time()
-        if now - self.begun < self.settings.limits.deadline_s:
+        if now - self.started_at < self.settings.limits.deadline_s:
             return
         for job in self.jobs.overdue(now - self.settings.limits.deadline_s):
             if job.state == "queued":
-                self._tell_end(self._fail(job.id, *_LATE))
+                self._notify_end(self._fail(job.id, *_DEADLINE_ERROR))
                 continue
             with self.lock:
-                running = self.running.get(job.id)
-                if running is None or running.late:
+                dispatched = self.running.get(job.id)
+                if dispatched is None or dispatched.overdue:
                     continue
-                running.late = True
+                dispatched.overdue = True
             self._send(CancelJob(job.id))
-
-
-_LATE = ("deadline_exceeded", "the picture was not made in time", 504)

@@ -1,4 +1,4 @@
-"""News of jobs, from the threads that hear of them to the requests that wait for them."""
+"""Job events, from the dispatcher's thread to the requests that wait for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Literal
 
 __all__ = ["EventBus", "JobEvent", "Progress", "Subscription"]
 
-_MOST_WAITING = 64
-"""News that a slow reader may fall behind; what is dropped then is steps and previews, oldest first."""
+# Events that a slow reader may fall behind; beyond it the oldest steps and previews are dropped.
+_MAX_QUEUED = 64
 
 
 @dataclass(frozen=True)
@@ -21,117 +21,122 @@ class JobEvent:
     """Something happened to a job."""
 
     kind: Literal["step", "preview", "made", "state"]
-    picture: int = 0
+    index: int = 0
+    """Position of the image in its job."""
     done: int = 0
     total: int = 0
     number: int = 0
+    """Position of a preview among those of its image."""
     content: bytes = b""
 
 
 @dataclass
 class Progress:
-    """How far a job is: of each picture the steps that are done, and what was seen of it."""
+    """Progress of a running job."""
 
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)
-    seen: list[JobEvent] = field(default_factory=list)
-    """Previews, of which a picture has few, and pictures that are made."""
+    """Done and total steps by image index."""
+    images: list[JobEvent] = field(default_factory=list)
+    """Events with previews and finished images."""
 
-    def tell(self) -> list[JobEvent]:
-        """Where it is, for one who comes late."""
-        steps = [JobEvent("step", picture, done, total) for picture, (done, total) in self.steps.items()]
-        return [*steps, *self.seen]
+    def to_events(self) -> list[JobEvent]:
+        """Return the events for a late subscriber."""
+        steps = [JobEvent("step", index, done, total) for index, (done, total) in self.steps.items()]
+        return [*steps, *self.images]
 
-    def share(self, pictures: int) -> float:
-        """Of all steps, those that are done, from 0 to 1."""
-        return sum(done / total for done, total in self.steps.values() if total) / max(1, pictures)
+    def fraction(self, images: int) -> float:
+        """Return the finished fraction of all steps of `images` images."""
+        return sum(done / total for done, total in self.steps.values() if total) / max(1, images)
 
 
 class Subscription:
-    """What one request hears of a job."""
+    """Queue of a job's events for one request. Create it in the event loop that reads it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.waiting: deque[JobEvent] = deque()
-        self.there = asyncio.Event()
+        self.queued: deque[JobEvent] = deque()
+        self.available = asyncio.Event()
 
     async def next(self, timeout_s: float) -> JobEvent | None:
-        """The next news; None where there was none for so long."""
-        if not self.waiting:
-            self.there.clear()
+        """Wait for the next event; return None after `timeout_s` seconds."""
+        if not self.queued:
+            self.available.clear()
             try:
-                await asyncio.wait_for(self.there.wait(), timeout_s)
+                await asyncio.wait_for(self.available.wait(), timeout_s)
             except TimeoutError:
                 return None
-        return self.waiting.popleft() if self.waiting else None
+        return self.queued.popleft() if self.queued else None
 
-    def rest(self) -> list[JobEvent]:
-        """What has come and was not taken yet."""
-        left = list(self.waiting)
-        self.waiting.clear()
-        return left
+    def drain(self) -> list[JobEvent]:
+        """Remove and return all queued events."""
+        events = list(self.queued)
+        self.queued.clear()
+        return events
 
-    def put(self, news: JobEvent) -> None:
-        """Called in the loop's thread."""
-        if len(self.waiting) >= _MOST_WAITING:
-            passing = next((one for one in self.waiting if one.kind in ("step", "preview")), None)
-            if passing is not None:
-                self.waiting.remove(passing)
-        self.waiting.append(news)
-        self.there.set()
+    def put(self, event: JobEvent) -> None:
+        """Queue an event; call it only in the thread of the event loop."""
+        if len(self.queued) >= _MAX_QUEUED:
+            # State events are never dropped: a reader that misses the last one would wait forever.
+            droppable = next((queued for queued in self.queued if queued.kind in ("step", "preview")), None)
+            if droppable is not None:
+                self.queued.remove(droppable)
+        self.queued.append(event)
+        self.available.set()
 
 
 class EventBus:
-    """Who listens to which job."""
+    """Subscriptions and progress of all jobs."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.listeners: dict[str, list[Subscription]] = {}
+        self.subscriptions: dict[str, list[Subscription]] = {}
         self.progress: dict[str, Progress] = {}
 
     @contextmanager
-    def listening(self, job: str) -> Iterator[Subscription]:
-        """Hear of a job while the block runs, beginning with where it is."""
+    def subscribe(self, job: str) -> Iterator[Subscription]:
+        """Subscribe to a job in a `with` block, starting with its current progress."""
         subscription = Subscription()
+        # Under one lock, so no event is lost or repeated between the progress and the first published event.
         with self.lock:
-            self.listeners.setdefault(job, []).append(subscription)
-            known = self.progress.get(job)
-            for news in [] if known is None else known.tell():
-                subscription.put(news)
+            self.subscriptions.setdefault(job, []).append(subscription)
+            progress = self.progress.get(job)
+            for event in [] if progress is None else progress.to_events():
+                subscription.put(event)
         try:
             yield subscription
         finally:
             with self.lock:
-                left = self.listeners[job]
-                left.remove(subscription)
-                if not left:
-                    del self.listeners[job]
+                remaining = self.subscriptions[job]
+                remaining.remove(subscription)
+                if not remaining:
+                    del self.subscriptions[job]
 
-    def publish(self, job: str, news: JobEvent) -> None:
-        """Tell all that listen, from any thread."""
+    def publish(self, job: str, event: JobEvent) -> None:
+        """Send an event to all subscribers of a job, from any thread."""
         with self.lock:
-            if news.kind != "state":
-                known = self.progress.setdefault(job, Progress())
-                if news.kind == "step":
-                    known.steps[news.picture] = (news.done, news.total)
+            if event.kind != "state":
+                progress = self.progress.setdefault(job, Progress())
+                if event.kind == "step":
+                    progress.steps[event.index] = (event.done, event.total)
                 else:
-                    known.seen.append(news)
-            for one in self.listeners.get(job, ()):
-                one.loop.call_soon_threadsafe(one.put, news)
+                    progress.images.append(event)
+            for subscription in self.subscriptions.get(job, ()):
+                subscription.loop.call_soon_threadsafe(subscription.put, event)
 
     def wake_all(self) -> None:
-        """Let everybody who listens look again."""
+        """Make all subscribers check the state of their job."""
         with self.lock:
-            jobs = list(self.listeners)
+            jobs = list(self.subscriptions)
         for job in jobs:
             self.publish(job, JobEvent("state"))
 
     def forget(self, job: str) -> None:
-        """A job ended, or begins anew: how far it was is of no interest any more."""
+        """Drop the progress of a job that ended or was requeued."""
         with self.lock:
             self.progress.pop(job, None)
 
-    def share(self, job: str, pictures: int) -> float:
-        """How far a job is, from 0 to 1."""
+    def fraction(self, job: str, images: int) -> float:
+        """Return the finished fraction of a job with `images` images."""
         with self.lock:
-            known = self.progress.get(job)
-            return 0.0 if known is None else known.share(pictures)
+            progress = self.progress.get(job)
+            return 0.0 if progress is None else progress.fraction(images)

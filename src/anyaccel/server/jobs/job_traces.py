@@ -1,4 +1,4 @@
-"""Traces, where a collector is named: one of each job, with how long it waited and how long it ran."""
+"""OpenTelemetry traces: one span per job, with child spans for its time in the queue and its run time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from anyaccel.server.jobs.store import Job
 
 __all__ = ["JobTraces"]
 
-_NANO = 1_000_000_000
-_MOST = 10_000
+_NANOSECONDS = 1_000_000_000
+# Bound on memory if jobs are queued faster than they end.
+_MAX_PARENTS = 10_000
 
 
 class JobTraces:
-    """Sends spans to a collector by OTLP over HTTP; does nothing without one."""
+    """Sends spans to an OTLP/HTTP endpoint; does nothing without one."""
 
     def __init__(self, endpoint: str | None) -> None:
         self.tracer: Any = None
@@ -30,30 +31,31 @@ class JobTraces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise UsageError(
-                "traces need OpenTelemetry, which is not installed", hint="pip install 'anyaccel[serve]'"
+                "--otlp requires OpenTelemetry, which is not installed", hint="pip install 'anyaccel[serve]'"
             ) from error
-        address = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
+        # The endpoint may be a base URL, as OTEL_EXPORTER_OTLP_ENDPOINT is, or the full URL of the traces.
+        url = endpoint if endpoint.endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
         self.provider = TracerProvider(resource=Resource.create({"service.name": "anyaccel"}))
-        self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address, timeout=5)))
+        self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=5)))
         self.tracer = self.provider.get_tracer("anyaccel")
 
     def read_parent(self, headers: dict[str, str]) -> Any:
-        """The span that a request says it belongs to."""
+        """Return the trace context of a request's `traceparent` header."""
         if self.tracer is None:
             return None
         from opentelemetry.propagate import extract
 
         return extract(headers)
 
-    def note_job(self, job: str, parent: Any = None) -> None:
-        """A job was accepted."""
+    def record_job(self, job: str, parent: Any = None) -> None:
+        """Remember the parent context of an accepted job."""
         if self.tracer is not None:
             with self.lock:
-                if len(self.parents) < _MOST:
+                if len(self.parents) < _MAX_PARENTS:
                     self.parents[job] = parent
 
-    def note_end(self, job: Job) -> None:
-        """A job ended: its span, with one for waiting and one for running."""
+    def record_end(self, job: Job) -> None:
+        """Send the spans of an ended job."""
         if self.tracer is None:
             return
         from opentelemetry.trace import set_span_in_context
@@ -61,24 +63,26 @@ class JobTraces:
         with self.lock:
             parent = self.parents.pop(job.id, None)
         end = job.ended or job.created
-        told = {
+        # No prompt: traces leave the machine.
+        attributes = {
             "anyaccel.job": job.id,
             "anyaccel.state": job.state,
             "anyaccel.model": job.request["model"],
-            "anyaccel.generation": len(job.request["seeds"]),
+            "anyaccel.images": len(job.request["seeds"]),
             "anyaccel.size": f"{job.request['width']}x{job.request['height']}",
             "anyaccel.attempts": job.attempts,
         }
-        whole = self.tracer.start_span("job", context=parent, start_time=int(job.created * _NANO), attributes=told)
-        inside = set_span_in_context(whole)
-        parts = [("queue", job.created, job.started or end)]
-        parts += [("run", job.started, end)] if job.started else []
-        for name, begin, finish in parts:
-            part = self.tracer.start_span(name, context=inside, start_time=int(begin * _NANO))
-            part.end(int(finish * _NANO))
-        whole.end(int(end * _NANO))
+        start_time = int(job.created * _NANOSECONDS)
+        job_span = self.tracer.start_span("job", context=parent, start_time=start_time, attributes=attributes)
+        context = set_span_in_context(job_span)
+        phases = [("queue", job.created, job.started or end)]
+        phases += [("run", job.started, end)] if job.started else []
+        for name, phase_start, phase_end in phases:
+            span = self.tracer.start_span(name, context=context, start_time=int(phase_start * _NANOSECONDS))
+            span.end(int(phase_end * _NANOSECONDS))
+        job_span.end(int(end * _NANOSECONDS))
 
     def close(self) -> None:
-        """Send what waits."""
+        """Send the remaining spans."""
         if self.tracer is not None:
             self.provider.shutdown()

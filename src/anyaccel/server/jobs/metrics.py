@@ -1,4 +1,4 @@
-"""The figures of the service, as Prometheus reads them; no label tells of a prompt, a key or a job."""
+"""Prometheus metrics of the service. No label contains a prompt, a key or a job id."""
 
 from __future__ import annotations
 
@@ -17,63 +17,75 @@ _CALLS = (1, 2, 4, 8, 16, 32)
 
 
 class Metrics:
-    """One service's figures."""
+    """Metrics of one service."""
 
     def __init__(self, jobs: JobStore) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_Queue(jobs))
-        own = self.registry
-        self.requests = Counter("anyaccel_http_requests", "Requests answered", ["path", "status"], registry=own)
+        self.registry.register(_QueueCollector(jobs))
+        registry = self.registry
+        self.requests = Counter(
+            "anyaccel_http_requests", "HTTP requests answered", ["path", "status"], registry=registry
+        )
         self.request_seconds = Histogram(
-            "anyaccel_http_request_seconds", "From a request to its answer", ["path"], buckets=_SECONDS, registry=own
+            "anyaccel_http_request_seconds",
+            "Seconds from a request to the end of its response",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
         )
-        self.jobs_ended = Counter("anyaccel_jobs_ended", "Jobs that ended", ["state", "code"], registry=own)
+        self.jobs_ended = Counter("anyaccel_jobs_ended", "Jobs that ended", ["state", "code"], registry=registry)
         self.job_seconds = Histogram(
-            "anyaccel_job_seconds", "From accepting a job to its end", buckets=_SECONDS, registry=own
+            "anyaccel_job_seconds", "Seconds from accepting a job to its end", buckets=_SECONDS, registry=registry
         )
-        self.queue_seconds = Histogram("anyaccel_queue_seconds", "How long jobs waited", buckets=_SECONDS, registry=own)
-        self.images = Counter("anyaccel_images", "Pictures made", registry=own)
+        self.queue_seconds = Histogram(
+            "anyaccel_queue_seconds", "Seconds that jobs were queued", buckets=_SECONDS, registry=registry
+        )
+        self.images = Counter("anyaccel_images", "Images generated", registry=registry)
         self.step_seconds = Histogram(
-            "anyaccel_step_seconds", "One step of one picture", buckets=_STEP_SECONDS, registry=own
+            "anyaccel_step_seconds", "Seconds per step of one image", buckets=_STEP_SECONDS, registry=registry
         )
-        self.round_calls = Histogram("anyaccel_round_calls", "Calls that ran as one step", buckets=_CALLS, registry=own)
-        self.worker_ends = Counter("anyaccel_worker_ends", "Workers that were replaced", ["reason"], registry=own)
-        self.device_bytes = Gauge("anyaccel_device_memory_bytes", "Memory in use on the device", registry=own)
-        self.worker_bytes = Gauge("anyaccel_worker_memory_bytes", "Memory of the worker on the host", registry=own)
-        self.models_loaded = Gauge("anyaccel_models_loaded", "Models in memory", registry=own)
+        self.round_calls = Histogram(
+            "anyaccel_round_calls", "Calls per denoiser batch", buckets=_CALLS, registry=registry
+        )
+        self.worker_ends = Counter("anyaccel_worker_ends", "Workers that were replaced", ["reason"], registry=registry)
+        self.device_bytes = Gauge("anyaccel_device_memory_bytes", "Device memory in use", registry=registry)
+        self.worker_bytes = Gauge("anyaccel_worker_memory_bytes", "Host memory of the worker", registry=registry)
+        self.models_loaded = Gauge("anyaccel_models_loaded", "Models in memory", registry=registry)
 
-    def note_beat(self, beat: Heartbeat) -> None:
-        """What the worker holds, and the rounds that it ran."""
-        if beat.device_bytes is not None:
-            self.device_bytes.set(beat.device_bytes)
-        self.worker_bytes.set(beat.host_bytes)
-        self.models_loaded.set(len(beat.loaded))
-        for calls, rounds in beat.rounds.items():
-            for _ in range(rounds):
+    def record_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Record the memory use of the worker and its batches."""
+        if heartbeat.device_bytes is not None:
+            self.device_bytes.set(heartbeat.device_bytes)
+        self.worker_bytes.set(heartbeat.host_bytes)
+        self.models_loaded.set(len(heartbeat.loaded))
+        # A histogram has no method for several equal observations.
+        for calls, count in heartbeat.batches.items():
+            for _ in range(count):
                 self.round_calls.observe(calls)
 
-    def note_end(self, job: Job) -> None:
-        """A job ended."""
+    def record_end(self, job: Job) -> None:
+        """Record an ended job."""
         self.jobs_ended.labels(job.state, (job.error or {}).get("code", "")).inc()
+        # The clock may have been set back: a negative duration would corrupt the sum.
         if job.ended is not None:
             self.job_seconds.observe(max(0.0, job.ended - job.created))
         if job.started is not None:
             self.queue_seconds.observe(max(0.0, job.started - job.created))
 
     def text(self) -> bytes:
-        """What a scrape gets."""
+        """Return the metrics in the Prometheus text format."""
         return generate_latest(self.registry)
 
 
-class _Queue(Collector):
-    """How many jobs wait and run, counted when it is asked."""
+class _QueueCollector(Collector):
+    """Numbers of queued and running jobs, counted at each scrape."""
 
     def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
 
     def collect(self) -> list[GaugeMetricFamily]:
-        """The two figures."""
+        """Return both gauges."""
         return [
-            GaugeMetricFamily("anyaccel_jobs_queued", "Jobs that wait", value=self.jobs.count("queued")),
-            GaugeMetricFamily("anyaccel_jobs_running", "Jobs that run", value=self.jobs.count("running")),
+            GaugeMetricFamily("anyaccel_jobs_queued", "Jobs in the queue", value=self.jobs.count("queued")),
+            GaugeMetricFamily("anyaccel_jobs_running", "Jobs that are running", value=self.jobs.count("running")),
         ]

@@ -1,8 +1,8 @@
-"""Jobs: every accepted request, kept in SQLite before it is answered, so that none is lost and none is done twice.
+"""Job store: every accepted request is written to SQLite before it is answered, so no job is lost or run twice.
 
-A job is `queued`, then `running`, and ends as `done`, `failed` or `cancelled`. Whatever kills the process, the next one
-finds each job in one of these states, and `recover` puts what was running back into the queue, once. A service that
-stops in order puts it back itself, and such an attempt does not count.
+A job is `queued`, then `running`, and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one
+finds each job in one of these states, and `recover` requeues running jobs once. A service that shuts down normally
+requeues them itself, and that attempt does not count.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ State: TypeAlias = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 _ID = re.compile(r"job_[0-9a-f]{32}")
 _VERSION = 1
-_MOST_ATTEMPTS = 2
-"""A job whose worker or service died is run once more."""
+# A job is run once more if its worker or the service dies.
+_MAX_ATTEMPTS = 2
 _DIED = {
     "code": "worker_died",
-    "message": "the worker or the service ended twice while it ran this job",
+    "message": "the worker or the service died twice while running this job",
     "status": 500,
 }
+# `asked` is the digest of the request (`Job.request_digest`), `bytes` the size of the result and the request.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, lane TEXT NOT NULL, key TEXT, state TEXT NOT NULL, request TEXT NOT NULL,
@@ -50,64 +51,64 @@ CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, created);
 
 
 class QueueFullError(Exception):
-    """As many jobs wait as may."""
+    """The queue has `max_queue` jobs."""
 
 
 class KeyTakenError(Exception):
-    """The client's name for this request is that of another one."""
+    """The idempotency key was used for a different request."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One request, and what became of it."""
+    """An accepted request and its outcome."""
 
     id: str
     owner: str
-    """Who asked: a digest of the key, never the key."""
+    """Digest of the client's API key, never the key."""
     lane: str
-    """Whose turn it is when it is taken: of those that wait, the one comes next of whom the fewest are running."""
+    """Group for fair queueing: the next job comes from the lane with the fewest running jobs."""
     key: str | None
-    """What the client calls it: the same one again is the same job."""
+    """Idempotency key: a request with the same key is the same job."""
     state: State
     request: dict[str, Any]
-    asked: str
-    """A digest of what the client sent, which tells one request from another."""
+    request_digest: str
+    """Digest of what the client sent, to detect a reused idempotency key."""
     created: float
     started: float | None
     ended: float | None
     attempts: int
     cancelling: bool
-    """Whether it is to stop at the next step."""
+    """Whether it stops at the next step."""
     error: dict[str, Any] | None
     result: dict[str, Any] | None
     bytes: int
-    """What its files take."""
+    """Size of its files and its request."""
 
 
 class JobStore:
-    """The jobs in one folder; one process writes there."""
+    """The jobs in one folder. Only one process can open it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is a file", hint="give a folder, which need not exist")
+            raise UsageError(f"{folder} is a file", hint="pass a folder to --data; it is created if it does not exist")
         for name in ("results", "inputs"):
-            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # pictures have their prompts in them
+            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images contain their prompts
         self._lock = threading.RLock()
-        self._claim = lock_file(
-            folder / "lock", f"another service keeps its jobs in {folder}", "give each service a --data of its own"
+        self._file_lock = lock_file(
+            folder / "lock", f"another service uses {folder}", "give each service its own --data folder"
         )
         try:
-            self._base = _open(folder / "jobs.sqlite")
+            self._database = _open_database(folder / "jobs.sqlite")
         except BaseException:
-            self._claim.close()
+            self._file_lock.close()
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the database and release the folder."""
         with self._lock:
-            self._base.close()
-            self._claim.close()
+            self._database.close()
+            self._file_lock.close()
 
     def submit(
         self,
@@ -116,64 +117,65 @@ class JobStore:
         owner: str = "",
         lane: str = "",
         key: str | None = None,
-        asked: str | None = None,
+        request_digest: str | None = None,
         inputs: Mapping[str, bytes] | None = None,
         max_queue: int | None = None,
     ) -> tuple[Job, bool]:
-        """Keep a request, and the files that came with it; the job, and whether it is new.
+        """Store a request and its input files; return the job and whether it is new.
 
-        The same key again gives the same job, and is an error where what was asked is another: by the digest that is
-        given, since a service adds what it draws itself, else by the request.
+        A known key returns the existing job, and raises `KeyTakenError` if the request is different. Requests are
+        compared by `request_digest`, because the service adds values such as a random seed, and otherwise by content.
         """
         text = json.dumps(request, sort_keys=True)
-        asked = asked or hashlib.sha256(text.encode()).hexdigest()
+        request_digest = request_digest or hashlib.sha256(text.encode()).hexdigest()
         name = f"job_{uuid.uuid4().hex}"
         try:
             for file, content in (inputs or {}).items():
-                place = self._inputs_of(name)
-                place.mkdir(exist_ok=True)
-                atomic_write(place / file, content)
+                folder = self._inputs_of(name)
+                folder.mkdir(exist_ok=True)
+                atomic_write(folder / file, content)
             with self._writing():
-                found = self._find("owner = ? AND key = ?", owner, key) if key is not None else None
-                if found is None and max_queue is not None and self.count("queued") >= max_queue:
+                existing = self._find("owner = ? AND key = ?", owner, key) if key is not None else None
+                if existing is None and max_queue is not None and self.count("queued") >= max_queue:
                     raise QueueFullError
-                if found is None:
-                    self._base.execute(
+                if existing is None:
+                    self._database.execute(
                         "INSERT INTO jobs (id, owner, lane, key, state, request, asked, created) "
                         "VALUES (?, ?, ?, ?, 'queued', ?, ?, ?)",
-                        (name, owner, lane or owner, key, text, asked, time.time()),
+                        (name, owner, lane or owner, key, text, request_digest, time.time()),
                     )
                     return self._get(name), True
-                if found.asked != asked:
+                if existing.request_digest != request_digest:
                     raise KeyTakenError
         except BaseException:
             shutil.rmtree(self._inputs_of(name), ignore_errors=True)
             raise
         shutil.rmtree(self._inputs_of(name), ignore_errors=True)
-        return found, False
+        return existing, False
 
     def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
-        """The job whose turn it is, which runs from now on; None where none waits, or that one does not fit now."""
+        """Mark the next queued job as running and return it; return None if there is none or it does not fit."""
         with self._writing():
-            found = self._find(
+            job = self._find(
                 "state = 'queued' ORDER BY (SELECT COUNT(*) FROM jobs AS other WHERE other.state = 'running' "
                 "AND other.lane = jobs.lane), created, rowid LIMIT 1"
             )
-            if found is None or not fits(found):
+            if job is None or not fits(job):
                 return None
-            self._base.execute(
+            self._database.execute(
                 "UPDATE jobs SET state = 'running', started = ?, attempts = attempts + 1 WHERE id = ?",
-                (time.time(), found.id),
+                (time.time(), job.id),
             )
-            return self._get(found.id)
+            return self._get(job.id)
 
     def finish(self, name: str, files: Sequence[tuple[str, bytes]], result: Mapping[str, Any]) -> Job:
-        """Keep the files of a job, and then its state: `recover` removes the files of a job that is not done."""
+        """Store the files of a running job and mark it as done; a job that ended meanwhile stays as it is."""
         folder = self._folder_of(name)
         with self._lock:
             job = self._get(name)
-        if job.state != "running":  # cancelled meanwhile, or ended by another
+        if job.state != "running":  # cancelled or failed meanwhile
             return job
+        # Files first, then the state: `recover` removes the files of a job that is not done.
         shutil.rmtree(folder, ignore_errors=True)
         try:
             folder.mkdir()
@@ -182,10 +184,10 @@ class JobStore:
             with self._writing():
                 if self._get(name).state == "running":
                     size = sum(len(content) for _, content in files)
-                    kept = json.dumps({**result, "files": [file for file, _ in files]})
-                    self._end(name, "done", result=kept, size=size)
+                    result_json = json.dumps({**result, "files": [file for file, _ in files]})
+                    self._end(name, "done", result=result_json, size=size)
                 job = self._get(name)
-        except BaseException:  # a full disk, say: no job counts these files, and only the next start would remove them
+        except BaseException:  # for example a full disk: the files would stay until the next start
             shutil.rmtree(folder, ignore_errors=True)
             raise
         if job.state != "done":
@@ -193,211 +195,218 @@ class JobStore:
         return job
 
     def fail(self, name: str, error: Mapping[str, Any]) -> Job:
-        """A job ended by an error."""
+        """Mark a job as failed, unless it has ended."""
         with self._writing():
             if self._get(name).state not in ENDED:
                 self._end(name, "failed", error=json.dumps(error))
             return self._get(name)
 
     def cancel(self, name: str) -> Job:
-        """One that waits ends at once, one that runs is told to; one that ended stays as it is."""
+        """Cancel a queued job, or mark a running one for cancellation; an ended job stays as it is."""
         with self._writing():
             job = self._get(name)
             if job.state == "queued":
                 self._end(name, "cancelled")
             elif job.state == "running":
-                self._base.execute("UPDATE jobs SET cancelling = 1 WHERE id = ?", (name,))
+                self._database.execute("UPDATE jobs SET cancelling = 1 WHERE id = ?", (name,))
             return self._get(name)
 
     def stop(self, name: str) -> Job:
-        """A job that was told to stop did."""
+        """Mark a running job as cancelled after its worker has stopped."""
         with self._writing():
             if self._get(name).state == "running":
                 self._end(name, "cancelled")
             return self._get(name)
 
     def delete(self, name: str) -> None:
-        """Forget a job that ended, and its files."""
+        """Delete an ended job and its files."""
         with self._writing():
             if self._get(name).state not in ENDED:
                 raise UsageError(f"{name} has not ended", hint="cancel it first")
-            self._base.execute("DELETE FROM jobs WHERE id = ?", (name,))
+            self._database.execute("DELETE FROM jobs WHERE id = ?", (name,))
         shutil.rmtree(self._folder_of(name), ignore_errors=True)
 
     def requeue(self, *, count_attempt: bool = True) -> list[Job]:
-        """Put running jobs back into the queue, or end those that ran as often as they may; return them.
+        """Requeue running jobs, or fail those without attempts left; return them.
 
-        Without `count_attempt`, for a service that stops in order, they wait as if they had not been taken.
+        With `count_attempt=False`, for a normal shutdown, the interrupted attempt does not count.
         """
         with self._writing():
-            names = [row["id"] for row in self._base.execute("SELECT id FROM jobs WHERE state = 'running'")]
+            names = [row["id"] for row in self._database.execute("SELECT id FROM jobs WHERE state = 'running'")]
             for name in names:
                 job = self._get(name)
                 if job.cancelling:
                     self._end(name, "cancelled")
-                elif count_attempt and job.attempts >= _MOST_ATTEMPTS:
+                elif count_attempt and job.attempts >= _MAX_ATTEMPTS:
                     self._end(name, "failed", error=json.dumps(_DIED))
                 else:
-                    self._base.execute(
+                    self._database.execute(
                         "UPDATE jobs SET state = 'queued', started = NULL, attempts = ? WHERE id = ?",
                         (job.attempts if count_attempt else job.attempts - 1, name),
                     )
             return [self._get(name) for name in names]
 
     def recover(self) -> list[Job]:
-        """After a start: what was running is put back, and files that belong to no job are removed."""
-        again = self.requeue()
+        """Requeue running jobs after a start, remove files that belong to no job, and return the requeued jobs."""
+        requeued = self.requeue()
         with self._lock:
-            rows = self._base.execute("SELECT id, state FROM jobs").fetchall()
-        for folder, known in (
+            rows = self._database.execute("SELECT id, state FROM jobs").fetchall()
+        for folder, names in (
             ("results", {row["id"] for row in rows if row["state"] == "done"}),
             ("inputs", {row["id"] for row in rows if row["state"] not in ENDED}),
         ):
-            for place in (self.folder / folder).iterdir():
-                ours = _ID.fullmatch(place.name)  # whatever else lies there is somebody's
-                if ours and place.name not in known:
-                    shutil.rmtree(place, ignore_errors=True)
-        return again
+            for path in (self.folder / folder).iterdir():
+                is_job = _ID.fullmatch(path.name)  # leave files of the user alone
+                if is_job and path.name not in names:
+                    shutil.rmtree(path, ignore_errors=True)
+        return requeued
 
     def overdue(self, since: float) -> list[Job]:
-        """Jobs that were accepted before a time and have not ended."""
+        """Return the jobs accepted before a time that have not ended."""
         with self._lock:
-            rows = self._base.execute(
+            rows = self._database.execute(
                 "SELECT * FROM jobs WHERE state IN ('queued', 'running') AND created < ?", (since,)
             ).fetchall()
-        return [_read(row) for row in rows]
+        return [_read_job(row) for row in rows]
 
-    def expire(self, *, older_than_s: float, most_bytes: int) -> int:
-        """Forget what ended long ago, and the oldest results beyond a size; how many jobs."""
+    def expire(self, *, older_than_s: float, max_bytes: int) -> int:
+        """Delete old jobs, and the oldest ones beyond a total size; return how many."""
         now = time.time()
         with self._lock:
-            rows = self._base.execute(
+            rows = self._database.execute(
                 "SELECT id, ended, bytes FROM jobs WHERE state IN ('done', 'failed', 'cancelled') ORDER BY ended DESC"
             ).fetchall()
-        held, gone = 0, []
+        total_bytes, expired = 0, []
         for row in rows:
-            held += row["bytes"]
-            if now - row["ended"] > older_than_s or held > most_bytes:
-                gone.append(row["id"])
-        for name in gone:
-            if self.get(name) is not None:  # its owner may have been quicker
+            total_bytes += row["bytes"]
+            if now - row["ended"] > older_than_s or total_bytes > max_bytes:
+                expired.append(row["id"])
+        for name in expired:
+            if self.get(name) is not None:  # a client may have deleted it meanwhile
                 self.delete(name)
-        return len(gone)
+        return len(expired)
 
     def get(self, name: str, *, owner: str | None = None) -> Job | None:
-        """A job by its name; None where there is none, or it is another's."""
+        """Return a job, or None if it does not exist or belongs to another owner."""
         if not _ID.fullmatch(name):
             return None
         with self._lock:
-            found = self._find("id = ?", name)
-        return found if found is not None and owner in (None, found.owner) else None
+            job = self._find("id = ?", name)
+        return job if job is not None and owner in (None, job.owner) else None
 
-    def list(self, *, owner: str | None = None, most: int = 100, before: Job | None = None) -> list[Job]:
-        """The newest jobs, or the newest of those that came before one."""
+    def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
+        """Return the newest jobs, or the newest ones that are older than `before`."""
         latest = None if before is None else before.created
         with self._lock:
-            rows = self._base.execute(
+            rows = self._database.execute(
                 "SELECT * FROM jobs WHERE (? IS NULL OR owner = ?) AND (? IS NULL OR created < ?) "
                 "ORDER BY created DESC, rowid DESC LIMIT ?",
-                (owner, owner, latest, latest, most),
+                (owner, owner, latest, latest, limit),
             ).fetchall()
-        return [_read(row) for row in rows]
+        return [_read_job(row) for row in rows]
 
     def count_before(self, job: Job) -> int:
-        """How many wait that came before one."""
+        """Return the number of queued jobs that are older than `job`."""
         with self._lock:
-            rows = self._base.execute(
+            rows = self._database.execute(
                 "SELECT COUNT(*) FROM jobs WHERE state = 'queued' AND created < ?", (job.created,)
             )
             return int(rows.fetchone()[0])
 
     def count(self, state: State) -> int:
-        """How many jobs are in a state."""
+        """Return the number of jobs in a state."""
         with self._lock:
-            return int(self._base.execute("SELECT COUNT(*) FROM jobs WHERE state = ?", (state,)).fetchone()[0])
+            return int(self._database.execute("SELECT COUNT(*) FROM jobs WHERE state = ?", (state,)).fetchone()[0])
 
     def find_file(self, job: Job, file: str) -> Path | None:
-        """A file of a job that is done, by its name alone."""
-        known = (job.result or {}).get("files", [])
-        return self._folder_of(job.id) / file if job.state == "done" and file in known else None
+        """Return the path of a result file of a finished job, or None if it has no such file."""
+        files = (job.result or {}).get("files", [])
+        return self._folder_of(job.id) / file if job.state == "done" and file in files else None
 
     def list_inputs(self, job: Job) -> dict[str, Path]:
-        """The files that came with a job, by their names."""
-        place = self._inputs_of(job.id)
-        return {file.name: file for file in sorted(place.iterdir())} if place.is_dir() else {}
+        """Return the paths of a job's input files by name."""
+        folder = self._inputs_of(job.id)
+        return {file.name: file for file in sorted(folder.iterdir())} if folder.is_dir() else {}
 
     def _inputs_of(self, name: str) -> Path:
         return self.folder / "inputs" / name
 
     def _folder_of(self, name: str) -> Path:
         if not _ID.fullmatch(name):
-            raise UsageError(f"{name!r:.60} is no job", hint="job_ and 32 digits")
+            raise UsageError(f"invalid job id {name!r:.60}", hint="use `job_` and 32 hexadecimal digits")
         return self.folder / "results" / name
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One change, whole or not at all."""
+        """Run the block as one transaction."""
         with self._lock:
-            self._base.execute("BEGIN IMMEDIATE")
+            # IMMEDIATE takes the write lock now; a deferred transaction could fail at its first write.
+            self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
             except BaseException:
-                self._base.execute("ROLLBACK")
+                self._database.execute("ROLLBACK")
                 raise
-            self._base.execute("COMMIT")
+            self._database.execute("COMMIT")
 
     def _end(
         self, name: str, state: State, *, error: str | None = None, result: str | None = None, size: int = 0
     ) -> None:
-        self._base.execute(
+        self._database.execute(
             "UPDATE jobs SET state = ?, ended = ?, error = ?, result = ?, bytes = ? + length(request) WHERE id = ?",
             (state, time.time(), error, result, size, name),
         )
         shutil.rmtree(self._inputs_of(name), ignore_errors=True)
 
     def _find(self, where: str, *values: Any) -> Job | None:
-        row = self._base.execute(f"SELECT * FROM jobs WHERE {where}", values).fetchone()
-        return None if row is None else _read(row)
+        row = self._database.execute(f"SELECT * FROM jobs WHERE {where}", values).fetchone()
+        return None if row is None else _read_job(row)
 
     def _get(self, name: str) -> Job:
-        found = self._find("id = ?", name)
-        if found is None:
-            raise UsageError(f"there is no job {name!r:.60}", hint="it may have expired")
-        return found
+        job = self._find("id = ?", name)
+        if job is None:
+            raise UsageError(f"unknown job {name!r:.60}", hint="it may have expired")
+        return job
 
 
-def _open(file: Path) -> sqlite3.Connection:
-    """The jobs' file, made where there is none; one that is damaged or of another version is left as it is."""
-    file.touch(mode=0o600)  # it has prompts in it
-    base = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
+def _open_database(file: Path) -> sqlite3.Connection:
+    """Open or create the database; a damaged one or one of another version is not changed."""
+    file.touch(mode=0o600)  # it contains prompts
+    database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
     try:
-        base.row_factory = sqlite3.Row
-        base.execute("PRAGMA journal_mode=WAL")
-        base.execute("PRAGMA synchronous=FULL")
+        database.row_factory = sqlite3.Row
+        database.execute("PRAGMA journal_mode=WAL")
+        # FULL: an accepted job must survive a power failure, not only a crash of the process.
+        database.execute("PRAGMA synchronous=FULL")
         version, tables = (
-            base.execute(question).fetchone()[0]
-            for question in ("PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
+            database.execute(query).fetchone()[0]
+            for query in ("PRAGMA user_version", "SELECT COUNT(*) FROM sqlite_master")
         )
         if tables and version != _VERSION:
             raise UsageError(
-                f"{file} was written by another version of anyaccel", hint="give another --data, or move it away"
+                f"{file} was written by another version of anyaccel", hint="use another --data folder or move the file"
             )
-        base.executescript(_SCHEMA)
-        base.execute(f"PRAGMA user_version = {_VERSION}")
+        database.executescript(_SCHEMA)
+        database.execute(f"PRAGMA user_version = {_VERSION}")
     except sqlite3.DatabaseError as error:
-        base.close()
+        database.close()
         raise UsageError(
-            f"{file} cannot be read: {error}", hint="give another --data, or move it away: the pictures are beside it"
+            f"cannot read {file}: {error}",
+            hint="use another --data folder or move the file; the images are in `results` next to it",
         ) from error
     except UsageError:
-        base.close()
+        database.close()
         raise
-    return base
+    return database
 
 
-def _read(row: sqlite3.Row) -> Job:
-    kept = dict(row)
+def _read_job(row: sqlite3.Row) -> Job:
+    values = dict(row)
     for name in ("request", "error", "result"):
-        kept[name] = None if kept[name] is None else json.loads(kept[name])
-    kept["cancelling"] = bool(kept["cancelling"])
-    return Job(**kept)
+        values[name] = None if values[name] is None else json.loads(values[name])
+    values["cancelling"] = bool(values["cancelling"])
+    values["request_digest"] = values.pop("asked")
+    result = values["result"]
+    if result is not None and "pictures" in result:  # written by version 0.1
+        result["images"] = result.pop("pictures")
+    return Job(**values)

@@ -1,7 +1,7 @@
-"""Looking on while a picture is made: how far it is, whether it is to stop, and what it looks like so far.
+"""Progress, cancellation and previews of a pipeline call while it denoises.
 
-Every pipeline that denoises asks a scheduler for each step, and a light copy's scheduler is its own: what is put in the
-place of its `step` sees them all, whether the pipeline has callbacks or not.
+Every denoising pipeline calls its scheduler's `step`, but not every pipeline has callbacks. A light copy of a pipeline
+has its own scheduler, so overriding `step` there observes exactly one call.
 """
 
 from __future__ import annotations
@@ -19,119 +19,124 @@ from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.workarounds.method_override import override_method
 from anyaccel.upstream.diffusers_internals import read_alpha_sigma, unpack_latents
 
-__all__ = ["Watcher", "decode_estimate", "estimate_clean", "watching_steps"]
+__all__ = ["StepObserver", "decode_estimate", "estimate_clean", "observing_steps"]
 
 _FLOW = "flow_prediction"
 
 
 @dataclass
-class Watcher:
-    """Is told of each step; `previews` are the shares of the way at which a picture is wanted."""
+class StepObserver:
+    """Callbacks for the steps of one image."""
 
     on_step: Callable[[int, int], None]
     on_preview: Callable[[Image.Image], None] | None = None
-    previews: tuple[float, ...] = ()
+    preview_fractions: tuple[float, ...] = ()
+    """Fractions of the steps after which a preview is sent, in ascending order."""
     is_stopped: Callable[[], bool] = lambda: False
-    done: int = 0
-    shown: int = 0
+    steps_done: int = 0
+    previews_sent: int = 0
 
-    def begin_again(self) -> None:
-        """The picture is made anew; previews that were shown are not shown again."""
-        self.done = 0
+    def restart(self) -> None:
+        """Start again at step 0; previews that were already sent are not repeated."""
+        self.steps_done = 0
 
-    def is_due(self, total: int) -> bool:
-        """Whether a preview is wanted of the step that comes next."""
-        wanted = self.on_preview is not None and self.shown < len(self.previews)
-        return wanted and (self.done + 1) / total >= self.previews[self.shown]
+    def is_preview_due(self, total: int) -> bool:
+        """Return whether the next of `total` steps needs a preview."""
+        has_previews = self.on_preview is not None and self.previews_sent < len(self.preview_fractions)
+        return has_previews and (self.steps_done + 1) / total >= self.preview_fractions[self.previews_sent]
 
 
 @contextmanager
-def watching_steps(pipe: Any, watcher: Watcher, size: tuple[int, int]) -> Iterator[None]:
-    """While the block runs, the watcher is told of every step that a pipeline's scheduler takes.
+def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) -> Iterator[None]:
+    """Report every scheduler step of a pipeline in the block to an observer.
 
-    The pipeline is a light copy, whose scheduler nobody else uses.
+    The scheduler must not be shared with another call: use a light copy of the pipeline.
     """
-    schedulers = [part for part in find_components(pipe).values() if hasattr(part, "step") and hasattr(part, "config")]
+    components = find_components(pipe).values()
+    schedulers = [component for component in components if hasattr(component, "step") and hasattr(component, "config")]
     with ExitStack() as stack:
         for scheduler in schedulers:
-            stack.enter_context(override_method(scheduler, "step", _WatchedStep(pipe, watcher, size)))
+            stack.enter_context(override_method(scheduler, "step", _ObservedStep(pipe, observer, size)))
         yield
 
 
-class _WatchedStep:
-    """Wraps a scheduler's `step`: reports it to the watcher, and stops before it if the watcher is stopped."""
+class _ObservedStep:
+    """Override of a scheduler's `step` that reports to the observer, or raises if the observer is stopped."""
 
-    def __init__(self, pipe: Any, watcher: Watcher, size: tuple[int, int]) -> None:
-        self.pipe, self.watcher, self.size = pipe, watcher, size
+    def __init__(self, pipe: Any, observer: StepObserver, size: tuple[int, int]) -> None:
+        self.pipe, self.observer, self.size = pipe, observer, size
 
     def __call__(self, scheduler: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        watcher = self.watcher
-        if watcher.is_stopped():
+        observer = self.observer
+        if observer.is_stopped():
             raise StoppedError
         total = max(1, len(getattr(scheduler, "timesteps", ())))
-        due = watcher.is_due(total)
-        clean = _estimate_from(scheduler, args, kwargs) if due else None
+        preview_due = observer.is_preview_due(total)
+        # Before the step: it advances the scheduler's step index, which the estimate needs.
+        clean = _estimate_from_step(scheduler, args, kwargs) if preview_due else None
         result = run(*args, **kwargs)
-        watcher.done += 1
-        watcher.on_step(min(watcher.done, total), total)
-        if due:
-            watcher.shown += 1
-            picture = None if clean is None else decode_estimate(self.pipe, clean, self.size)
-            if picture is not None and watcher.on_preview is not None:
-                watcher.on_preview(picture)
+        observer.steps_done += 1
+        observer.on_step(min(observer.steps_done, total), total)
+        if preview_due:
+            observer.previews_sent += 1
+            image = None if clean is None else decode_estimate(self.pipe, clean, self.size)
+            if image is not None and observer.on_preview is not None:
+                observer.on_preview(image)
         return result
 
 
-def _estimate_from(scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _estimate_from_step(scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     names = ("model_output", "timestep", "sample")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not all(name in given for name in names):
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not all(name in values for name in names):
         return None
     try:
-        return estimate_clean(scheduler, given["model_output"], given["timestep"], given["sample"])
+        return estimate_clean(scheduler, values["model_output"], values["timestep"], values["sample"])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return None  # a scheduler of another kind: the picture is made without previews
+        return None  # an unsupported scheduler: the image is generated without previews
 
 
 def estimate_clean(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor) -> torch.Tensor | None:
-    """What a model believes the end to be like, from what it said of one step; None where nobody knows how."""
-    kind = str(getattr(scheduler.config, "prediction_type", _FLOW))
-    if kind == "sample":
+    """Estimate the clean latents from one model output, or return None for an unsupported prediction type."""
+    prediction = str(getattr(scheduler.config, "prediction_type", _FLOW))
+    if prediction == "sample":
         return output
     sample, output = sample.float(), output.float()
-    if output.shape[1] == 2 * sample.shape[1]:  # it tells its variance too
+    if output.shape[1] == 2 * sample.shape[1]:  # the second half is the predicted variance
         output = output[:, : sample.shape[1]]
-    if "FlowMatch" in type(scheduler).__name__ or kind == _FLOW:
-        return sample - _sigma_of(scheduler, timestep) * output
+    if "FlowMatch" in type(scheduler).__name__ or prediction == _FLOW:
+        return sample - _sigma_at(scheduler, timestep) * output
     if getattr(scheduler, "sigmas", None) is not None:
-        sigma = _sigma_of(scheduler, timestep)
+        sigma = _sigma_at(scheduler, timestep)
         scales = read_alpha_sigma(scheduler, sigma)
         if scales is not None:
-            return _solve(kind, sample, output, *scales)
-        # The sample is scaled before it goes into the model.
-        whole = (sigma**2 + 1) ** 0.5
-        return _solve(kind, sample / whole, output, 1 / whole, sigma / whole)
-    share = float(scheduler.alphas_cumprod[int(timestep)])
-    return _solve(kind, sample, output, share**0.5, (1 - share) ** 0.5)
+            return _solve(prediction, sample, output, *scales)
+        # Euler and similar schedulers hold unscaled samples; `scale_model_input` divides by sqrt(sigma^2 + 1).
+        norm = (sigma**2 + 1) ** 0.5
+        return _solve(prediction, sample / norm, output, 1 / norm, sigma / norm)
+    alpha_cumprod = float(scheduler.alphas_cumprod[int(timestep)])
+    return _solve(prediction, sample, output, alpha_cumprod**0.5, (1 - alpha_cumprod) ** 0.5)
 
 
-def _solve(kind: str, sample: torch.Tensor, output: torch.Tensor, alpha: float, sigma: float) -> torch.Tensor | None:
-    """The clean picture x in sample = alpha x + sigma noise."""
-    if kind == "epsilon":
+def _solve(
+    prediction: str, sample: torch.Tensor, output: torch.Tensor, alpha: float, sigma: float
+) -> torch.Tensor | None:
+    """Solve sample = alpha * clean + sigma * noise for the clean latents."""
+    if prediction == "epsilon":
         return (sample - sigma * output) / max(alpha, 1e-3)
-    return alpha * sample - sigma * output if kind == "v_prediction" else None
+    return alpha * sample - sigma * output if prediction == "v_prediction" else None
 
 
-def _sigma_of(scheduler: Any, timestep: Any) -> float:
+def _sigma_at(scheduler: Any, timestep: Any) -> float:
     index = scheduler.step_index
-    if index is None:
-        times = [float(time) for time in scheduler.timesteps]
-        index = min(range(len(times)), key=lambda place: abs(times[place] - float(timestep)))
+    if index is None:  # the scheduler sets it in its first step
+        timesteps = [float(value) for value in scheduler.timesteps]
+        index = min(range(len(timesteps)), key=lambda position: abs(timesteps[position] - float(timestep)))
     return float(scheduler.sigmas[index])
 
 
 def decode_estimate(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Image.Image | None:
-    """A picture from an estimate, as the pipeline would decode it at its end; None where nobody knows how."""
+    """Decode estimated latents like the pipeline decodes its final ones; return None if the layout is not supported."""
     try:
         with torch.no_grad():
             return _decode(pipe, clean, size)
@@ -141,10 +146,10 @@ def decode_estimate(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Im
 
 def _decode(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Image.Image | None:
     vae = getattr(pipe, "vae", None)
-    if vae is None:
+    if vae is None:  # a pixel-space pipeline
         return _to_image(clean) if clean.dim() == 4 and clean.shape[1] in (1, 3) else None
     width, height = size
-    if clean.dim() == 3:
+    if clean.dim() == 3:  # packed latents, as in Flux
         clean = unpack_latents(pipe, clean, height, width)
     if clean.dim() != 4:
         return None

@@ -1,4 +1,4 @@
-"""What a job asks for, read and checked: it is kept as JSON, and goes to the worker as it is."""
+"""Specification of a job: validated, stored as JSON and sent to the worker."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ Task = Literal["generate", "edit", "inpaint"]
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 
 
+# The field names are the JSON keys in the job database: renaming one breaks jobs that are queued there.
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """The pictures of one job."""
+    """Images to generate in one job."""
 
     task: Task
     model: str
     prompt: str
     seeds: tuple[int, ...]
-    """One a picture."""
+    """One seed per image."""
     width: int
     height: int
     negative_prompt: str | None = None
@@ -34,15 +35,15 @@ class JobSpec:
     output_compression: int = 95
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON keeps it."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "seeds": list(self.seeds)}
 
-    def call(self) -> dict[str, Any]:
-        """The arguments of the pipeline's call beside the prompt, the seed and the pictures that came along."""
-        named = ("negative_prompt", "num_inference_steps", "guidance_scale", "strength")
-        return {name: value for name in named if (value := getattr(self, name)) is not None}
+    def pipeline_kwargs(self) -> dict[str, Any]:
+        """Return the pipeline arguments, without the prompt, the seed, the size and the input images."""
+        names = ("negative_prompt", "num_inference_steps", "guidance_scale", "strength")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def read_job_spec(kept: Mapping[str, Any]) -> JobSpec:
-    """What was kept."""
-    return JobSpec(**{**kept, "seeds": tuple(kept["seeds"])})
+def read_job_spec(values: Mapping[str, Any]) -> JobSpec:
+    """Return the job spec that `JobSpec.to_dict` wrote."""
+    return JobSpec(**{**values, "seeds": tuple(values["seeds"])})

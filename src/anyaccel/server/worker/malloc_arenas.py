@@ -1,7 +1,7 @@
-"""Host memory of a process that runs for weeks.
+"""Host memory limit for worker processes that run for weeks.
 
-glibc gives each thread a heap of its own and keeps what was freed in it, so that a worker with many threads grows until
-every heap has seen its largest picture. Elsewhere (macOS, musl, Windows) nothing is done.
+glibc gives each thread its own malloc arena and does not return freed memory from it, so a worker with many threads
+grows until every arena has held its largest image. macOS, musl and Windows are not affected.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import ctypes
 
 __all__ = ["use_one_malloc_arena"]
 
-_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+_M_ARENA_MAX = -8  # from malloc.h; see https://man7.org/linux/man-pages/man3/mallopt.3.html
 
 
 def use_one_malloc_arena() -> None:
-    """Let threads that start from now on share one heap: they wait for the device far longer than for memory."""
+    """Make threads that start later share one malloc arena."""
+    # Contention is no concern: the threads wait for the device far longer than for the allocator.
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

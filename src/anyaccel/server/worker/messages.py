@@ -1,4 +1,4 @@
-"""What the service and its worker say to each other: the worker is a process apart, and these cross the pipe."""
+"""Messages between the service and its workers. They are pickled and sent through a pipe or through Ray."""
 
 from __future__ import annotations
 
@@ -23,28 +23,33 @@ __all__ = [
     "WorkerLost",
 ]
 
+# To a worker
+
 
 @dataclass(frozen=True)
 class RunJob:
-    """To the worker: make the pictures of a job."""
+    """Generate the images of a job."""
 
     job: str
-    work: Mapping[str, Any]
-    """The request, as `work.Work` reads it."""
+    spec: Mapping[str, Any]
+    """The job spec as `JobSpec.to_dict` returns it."""
     inputs: Mapping[str, str | bytes]
-    """The pictures that came with it, `image` and `mask`: files, or their content for a worker on another machine."""
+    """Input images by argument name: paths, or file contents for a worker on another machine."""
 
 
 @dataclass(frozen=True)
 class CancelJob:
-    """To the worker: stop a job at its next step."""
+    """Stop a job at its next step."""
 
     job: str
 
 
+# From a worker
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a client must know of a model, and what a request is checked against."""
+    """Properties of a served model that clients read and requests are checked against."""
 
     name: str
     pipeline: str
@@ -52,45 +57,46 @@ class ModelFacts:
     virtual: bool
     dtype: str
     tasks: tuple[str, ...]
-    """`generate`, `edit`, `inpaint`."""
-    takes: Mapping[str, tuple[str, ...]]
-    """The arguments that the pipeline of each task takes."""
+    """Supported tasks: `generate`, `edit`, `inpaint`."""
+    parameters: Mapping[str, tuple[str, ...]]
+    """Pipeline arguments of each task."""
     multiple: int
-    """Sides are multiples of it."""
+    """Width and height must be multiples of it."""
     sizes: tuple[tuple[int, int], ...]
-    """Those that are ready; the first is the default."""
+    """Warmed-up sizes; the first is the default."""
     fixed_sizes: bool
-    """Whether no others are taken, since each would be compiled first."""
+    """Whether only `sizes` are accepted, because any other size would be compiled first."""
     steps: int | None
+    """Default number of steps."""
     guidance: float | None
-    """What is taken where a request says nothing."""
-    joins: Mapping[str, bool]
-    """Which models run the steps of several requests as one."""
-    at_once: int
-    """Pictures that are made at the same time."""
+    """Default guidance scale."""
+    batched: Mapping[str, bool]
+    """Whether each model component batches the steps of several requests."""
+    max_concurrent: int
+    """Number of images generated concurrently."""
     plan: str
     loras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """From the worker: how far its start is."""
+    """Progress of loading the models."""
 
     done: int
     total: int
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class ModelsReady:
-    """From the worker: all models were loaded once, and their sizes are warm."""
+    """All models have been loaded once and their sizes are warmed up."""
 
     models: tuple[ModelFacts, ...]
 
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """From the worker: it cannot start."""
+    """The worker cannot start."""
 
     message: str
     hint: str
@@ -98,25 +104,26 @@ class LoadFailed:
 
 @dataclass(frozen=True)
 class NotReady:
-    """From a pool of workers: none of them is there now, and others are awaited."""
+    """A pool of workers has no worker at the moment and waits for new ones."""
 
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class WorkerLost:
-    """From a pool of workers: one ended, and its work is given to others."""
+    """One worker of a pool ended; the others run its jobs."""
 
     worker: str
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """From the worker: a step of one picture is done."""
+    """A step of one image is done."""
 
     job: str
-    picture: int
+    index: int
+    """Position of the image in its job."""
     done: int
     total: int
     seconds: float
@@ -124,20 +131,21 @@ class StepDone:
 
 @dataclass(frozen=True)
 class PreviewImage:
-    """From the worker: what a picture looks like so far."""
+    """A preview of an unfinished image."""
 
     job: str
-    picture: int
+    index: int
     number: int
+    """Position among the previews of this image."""
     content: bytes
 
 
 @dataclass(frozen=True)
 class ImageDone:
-    """From the worker: one picture of a job."""
+    """A finished image of a job."""
 
     job: str
-    picture: int
+    index: int
     content: bytes
     width: int
     height: int
@@ -147,7 +155,7 @@ class ImageDone:
 
 @dataclass(frozen=True)
 class JobFailed:
-    """From the worker: a job came to nothing."""
+    """A job failed. `code` and `status` are those of the HTTP error."""
 
     job: str
     code: str
@@ -157,17 +165,17 @@ class JobFailed:
 
 @dataclass(frozen=True)
 class JobStopped:
-    """From the worker: a job that was told to stop did."""
+    """A cancelled job has stopped."""
 
     job: str
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """From the worker, every second: it is there, and this is what it holds."""
+    """Sign of life and memory use, sent every second."""
 
     device_bytes: int | None
     host_bytes: int
-    rounds: Mapping[int, int] = field(default_factory=dict)
-    """Rounds since the last beat, by how many calls ran as one."""
+    batches: Mapping[int, int] = field(default_factory=dict)
+    """Batches since the last heartbeat, by their number of calls."""
     loaded: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The models that are in memory: one that is asked for comes in, and the one used longest ago leaves if it must."""
+"""Cache of loaded models. It loads a model on demand and evicts the least recently used ones if memory is short."""
 
 from __future__ import annotations
 
@@ -20,73 +20,74 @@ from anyaccel.server.worker.served_model import ServedModel
 
 __all__ = ["ModelCache"]
 
-_ROOM = 1.5
-"""A model wants so many times its weights: what a picture needs besides is not known before."""
-_LOOK_S = 0.05
+# Memory that a model needs, as a multiple of its weights. The activations are not known before the first call.
+_MEMORY_FACTOR = 1.5
+_POLL_S = 0.05
 
 
 class ModelCache:
-    """Keeps models for as long as there is room; only those that nobody uses leave."""
+    """Models in memory. Only models without users are evicted."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
         self.settings, self.load = settings, load
         self.models: dict[str, ServedModel] = {}
         self.users: dict[str, int] = {}
         self.sizes: dict[str, int] = {}
-        """What each took when it was in memory."""
+        """Bytes of each model's weights, measured when it was last loaded."""
         self.opened: OpenDevice | None = None
         self.lock = threading.RLock()
         self.loading = threading.Lock()
-        self.making_room = False
+        self.evicting = False
 
     @contextmanager
     def using(self, name: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[ServedModel]:
-        """A model, which stays while the block runs; whoever is stopped does not wait for it."""
-        model = self._take(name, is_stopped)
+        """Yield a model that stays in memory in the block; raise `StoppedError` if stopped while waiting for it."""
+        model = self._acquire(name, is_stopped)
         try:
             yield model
         finally:
             with self.lock:
                 self.users[name] -= 1
 
-    def _take(self, name: str, is_stopped: Callable[[], bool]) -> ServedModel:
+    def _acquire(self, name: str, is_stopped: Callable[[], bool]) -> ServedModel:
         with self.lock:
-            found = self.models.get(name)
-            if found is not None and not self.making_room:
+            model = self.models.get(name)
+            if model is not None and not self.evicting:
                 self.users[name] = self.users.get(name, 0) + 1
-                return found
-        # One comes in at a time. While it waits for room, nobody begins with another: it would wait for ever.
-        while not self.loading.acquire(timeout=_LOOK_S):
+                return model
+        # One model loads at a time. While it waits for memory, no call starts on another model: a steady stream of
+        # calls would keep that model in use and the new one waiting forever.
+        while not self.loading.acquire(timeout=_POLL_S):
             if is_stopped():
                 raise StoppedError
         try:
-            return self._bring_in(name, is_stopped)
+            return self._load(name, is_stopped)
         finally:
-            self.making_room = False
+            self.evicting = False
             self.loading.release()
 
-    def _bring_in(self, name: str, is_stopped: Callable[[], bool]) -> ServedModel:
+    def _load(self, name: str, is_stopped: Callable[[], bool]) -> ServedModel:
         with self.lock:
             model = self.models.get(name)
         if model is None:
-            served = next((one for one in self.settings.models if one.name == name), None)
+            served = next((served for served in self.settings.models if served.name == name), None)
             if served is None:
-                raise UsageError(f"the model {name} is no longer served", hint="ask for one of /v1/models")
-            self.making_room = True
-            self._make_room(served, is_stopped)
+                raise UsageError(f"model {name} is no longer served", hint="use one of the models in /v1/models")
+            self.evicting = True
+            self._evict_until_fits(served, is_stopped)
             model = self.load(served)
             release_unreachable()
-            ignore_existing_objects()  # a collection among them would delay every request
+            ignore_existing_objects()  # a garbage collection over all model objects would delay every request
         with self.lock:
             self.models[name] = model
             self.users[name] = self.users.get(name, 0) + 1
-            self.sizes[name] = _weigh(model)
+            self.sizes[name] = _count_weight_bytes(model)
             placement = find_placement(model.pipe)
             self.opened = placement.opened if placement is not None else None
             return model
 
-    def _make_room(self, served: ServedName, is_stopped: Callable[[], bool]) -> None:
-        while self.models and not self._has_room(served):
+    def _evict_until_fits(self, served: ServedName, is_stopped: Callable[[], bool]) -> None:
+        while self.models and not self._fits(served):
             if is_stopped():
                 raise StoppedError
             with self.lock:
@@ -94,8 +95,8 @@ class ModelCache:
                 oldest = min(idle, key=lambda name: self.models[name].last_used, default=None)
                 if oldest is not None:
                     self.models.pop(oldest).close()
-            if oldest is None:  # all are in use: whoever ends first makes room
-                time.sleep(_LOOK_S)
+            if oldest is None:  # all models are in use: wait for one of them
+                time.sleep(_POLL_S)
                 continue
             release_unreachable(also_ignored=True)
             if self.opened is not None:
@@ -104,28 +105,31 @@ class ModelCache:
                 except (AnyaccelError, RuntimeError):
                     continue
 
-    def _has_room(self, served: ServedName) -> bool:
-        most = self.settings.max_models
-        if most is not None and len(self.models) >= most:
+    def _fits(self, served: ServedName) -> bool:
+        max_models = self.settings.max_models
+        if max_models is not None and len(self.models) >= max_models:
             return False
-        need = self.sizes.get(served.name) or _weigh_files(served)
-        if self.opened is None or need is None:
+        weight_bytes = self.sizes.get(served.name) or _count_file_bytes(served)
+        if self.opened is None or weight_bytes is None:
             return True
         try:
-            free = self.opened.driver.memory(self.opened.index).free_bytes
+            free_bytes = self.opened.driver.memory(self.opened.index).free_bytes
         except NotMeasurableError:
             return True
-        return need * _ROOM <= free
+        return weight_bytes * _MEMORY_FACTOR <= free_bytes
 
 
-def _weigh(model: ServedModel) -> int:
+def _count_weight_bytes(model: ServedModel) -> int:
+    # By id, because components may share weights.
     tensors = {
-        id(one): one for part in find_models(model.pipe).values() for one in (*part.parameters(), *part.buffers())
+        id(tensor): tensor
+        for module in find_models(model.pipe).values()
+        for tensor in (*module.parameters(), *module.buffers())
     }
-    return sum(one.numel() * one.element_size() for one in tensors.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _weigh_files(served: ServedName) -> int | None:
-    """The weights in a folder, as they lie there; None for what is not on this machine yet."""
+def _count_file_bytes(served: ServedName) -> int | None:
+    """Return the size of a model's weight files, or None if they are not on this machine yet."""
     folder = Path(resolve_model(served.model).source)
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else None

@@ -1,4 +1,4 @@
-"""A model as the worker serves it: loaded, warm, and shared by as many calls as can be joined."""
+"""A served model: loaded, warmed up and shared by concurrent calls."""
 
 from __future__ import annotations
 
@@ -20,57 +20,60 @@ from anyaccel.generation.model_cache import LoadedModel, load_uncached
 from anyaccel.generation.request import make_request
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.call_request import read_call_request
-from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting, plain_class
+from anyaccel.runtime.introspection import plain_class
+from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
 from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.server.batching.model_lock import AdapterLock
 from anyaccel.server.batching.shared_pipeline import SharedPipeline, light_copy
-from anyaccel.server.settings import ServedName, ServerSettings, count_in_hand
-from anyaccel.server.worker.denoise_progress import Watcher, watching_steps
+from anyaccel.server.settings import ServedName, ServerSettings, compute_max_in_flight
+from anyaccel.server.worker.denoise_progress import StepObserver, observing_steps
 from anyaccel.server.worker.job_spec import JobSpec, Task
 from anyaccel.server.worker.messages import ModelFacts
 
-__all__ = ["RefusedError", "ServedModel"]
+__all__ = ["ServedModel", "UnsafeContentError"]
 
 _LOG = logging.getLogger(__name__)
-_TO_COME = 1000
-"""Pictures that a service expects, when what is done ahead is weighed."""
+# Expected number of images, from which the plan decides whether compiling pays off.
+_EXPECTED_IMAGES = 1000
 _PROMPTS = ("a red apple", "a green tree by a lake")
-_STEPS = 4
-"""Of a picture that is made to warm up: enough for what is done from the fourth step on."""
+# Steps of a warm-up image: graph capture starts only after a few steps.
+_WARM_UP_STEPS = 4
 
 
-class RefusedError(Exception):
-    """The model's own safety checker refused the picture."""
+class UnsafeContentError(Exception):
+    """The model's safety checker rejected the image."""
 
 
 class ServedModel:
-    """One model on the device, its pipelines by task, and who uses it."""
+    """A model on the device, with one pipeline per task."""
 
     def __init__(self, served: ServedName, settings: ServerSettings, listener: ProgressListener | None = None) -> None:
         self.name, self.settings = served.name, settings
-        order = make_request("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
-        options = PlacementOptions(dtype=order.dtype, speed=order.speed, expected_images=_TO_COME)
-        self.loaded: LoadedModel = load_uncached(order, options, listener)
+        request = make_request("", served.model, settings.device, 0, dtype=settings.dtype, speed=settings.speed)
+        options = PlacementOptions(dtype=request.dtype, speed=request.speed, expected_images=_EXPECTED_IMAGES)
+        self.loaded: LoadedModel = load_uncached(request, options, listener)
         self.pipe = self.loaded.pipe
         self.pipe.set_progress_bar_config(disable=True)
-        self.defaults: dict[str, Any] = dict(CALL_DEFAULTS) if order.model.kind == "embedded" else {}
+        self.defaults: dict[str, Any] = dict(CALL_DEFAULTS) if request.model.kind == "embedded" else {}
         self._load_adapters()
         self.pipes = _find_pipelines(self.pipe)
         side = find_default_side(self.pipe)
         self.sizes = settings.sizes or ((side, side),)
-        self.joins: dict[str, bool] = {}
+        self.batched: dict[str, bool] = {}
+        """Whether each model component batches concurrent calls."""
         self.shared: SharedPipeline | None = None
-        self.turnstile = AdapterLock(1, self._switch)
+        """None while only one call runs at a time."""
+        self.lock = AdapterLock(1, self._switch_adapter)
         self._warm_up()
-        self._try_tasks()
+        self._remove_failing_tasks()
         self.last_used = time.monotonic()
 
     def facts(self) -> ModelFacts:
-        """What a client must know."""
+        """Return the properties that clients read and requests are checked against."""
         plan = self.pipe.plan
         return ModelFacts(
             name=self.name,
@@ -79,146 +82,153 @@ class ServedModel:
             virtual=plan.virtual,
             dtype=plan.dtype.value,
             tasks=tuple(self.pipes),
-            takes={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
-            multiple=find_multiple(self.pipe) or 1,
+            parameters={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
+            multiple=find_size_multiple(self.pipe) or 1,
             sizes=self.sizes,
             fixed_sizes=self._is_static(),
             steps=self.defaults.get("num_inference_steps", find_default(self.pipe, "num_inference_steps")),
             guidance=self.defaults.get("guidance_scale", find_default(self.pipe, "guidance_scale")),
-            joins=self.joins,
-            at_once=self.at_once,
+            batched=self.batched,
+            max_concurrent=self.max_concurrent,
             plan=str(plan),
-            loras=tuple(one.name for one in self.settings.loras),
+            loras=tuple(lora.name for lora in self.settings.loras),
         )
 
-    def make(
-        self, work: JobSpec, picture: int, inputs: Mapping[str, Image.Image], watcher: Watcher
+    def generate(
+        self, spec: JobSpec, index: int, inputs: Mapping[str, Image.Image], observer: StepObserver
     ) -> tuple[Image.Image, ImageMetadata]:
-        """One picture of a job."""
+        """Generate one image of a job."""
         self.last_used = time.monotonic()
-        pipe = self.pipes[work.task]
-        call = self._make_call(work, inputs)
+        pipe = self.pipes[spec.task]
+        call = self._make_call(spec, inputs)
         check_image_call(pipe, call)
-        size = work.width, work.height
-        seeded = {"prompt": work.prompt, "seed": work.seeds[picture], **call}
+        size = spec.width, spec.height
+        kwargs = {"prompt": spec.prompt, "seed": spec.seeds[index], **call}
         output = None
         if self.shared is not None:
-            output = self._run_joined(pipe, seeded, work, watcher, size)
+            output = self._run_shared(pipe, kwargs, spec, observer, size)
         if output is None:
-            output = self._run_alone(pipe, seeded, work, watcher, size)
+            output = self._run_exclusive(pipe, kwargs, spec, observer, size)
         if any(getattr(output, "nsfw_content_detected", None) or ()):
-            raise RefusedError
+            raise UnsafeContentError
         image = pick_images(pipe, output)[0]
+        # Input images are not stored in the metadata; it lists their names as unrecorded.
         recorded = {name: value for name, value in call.items() if not isinstance(value, Image.Image)}
-        origin = expected_metadata(self.loaded, work.prompt, work.seeds[picture], recorded)
-        left_out = tuple(name for name in call if name not in recorded)
-        kept = {**vars(origin), "width": image.width, "height": image.height}
-        pipeline = plain_class(pipe).__name__
-        return image, ImageMetadata(**{**kept, "pipeline": pipeline, "unrecorded": (*origin.unrecorded, *left_out)})
+        expected = expected_metadata(self.loaded, spec.prompt, spec.seeds[index], recorded)
+        unrecorded = (*expected.unrecorded, *(name for name in call if name not in recorded))
+        values = {**vars(expected), "width": image.width, "height": image.height}
+        return image, ImageMetadata(**{**values, "pipeline": plain_class(pipe).__name__, "unrecorded": unrecorded})
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """The models that run at every step."""
+        """Names of the models that run at every step."""
         placement = find_placement(self.pipe)
         return () if placement is None else placement.denoisers
 
     def close(self) -> None:
-        """Let the models run as before."""
+        """Stop sharing the pipeline and restore the models' own forwards."""
         if self.shared is not None:
             self.shared.close()
             self.shared = None
 
-    def _make_call(self, work: JobSpec, inputs: Mapping[str, Image.Image]) -> dict[str, Any]:
-        call = {**self.defaults, **work.call()}
-        takes = _parameters(self.pipes[work.task])
-        size = work.width, work.height
+    def _make_call(self, spec: JobSpec, inputs: Mapping[str, Image.Image]) -> dict[str, Any]:
+        call = {**self.defaults, **spec.pipeline_kwargs()}
+        parameters = _parameters(self.pipes[spec.task])
+        size = spec.width, spec.height
         for name, image in inputs.items():
             call[name] = image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
-        if "height" in takes and "width" in takes:
-            call |= {"width": work.width, "height": work.height}
+        if "height" in parameters and "width" in parameters:
+            call |= {"width": spec.width, "height": spec.height}
         return call
 
-    def _run_joined(
-        self, pipe: Any, call: dict[str, Any], work: JobSpec, watcher: Watcher, size: tuple[int, int]
+    def _run_shared(
+        self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """Among others; None where the call has to be run by itself after all."""
-        with self.turnstile.entering(_adapter_of(work), is_stopped=watcher.is_stopped):
-            if self.shared is None:
+        """Run a call concurrently with others, or return None if it must run exclusively."""
+        with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped):
+            if self.shared is None:  # another call stopped the sharing while this one waited
                 return None
-            copied = light_copy(pipe)
+            pipe_copy = light_copy(pipe)
             try:
-                with watching_steps(copied, watcher, size):
-                    return self.shared.run(call, copied)
+                with observing_steps(pipe_copy, observer, size):
+                    return self.shared.run(call, pipe_copy)
             except NotFiniteError:
-                words = "its picture is not finite"
+                reason = "the image contains NaN or Inf"
             except Exception as error:
                 if not is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
                     raise
-                words = "memory ran out"
+                reason = "out of memory"
+                # The frames of the traceback hold the call's tensors.
                 clear_traceback_frames(error)
-        _LOG.warning("anyaccel: a call of %s is run again by itself: %s", self.name, words)
-        watcher.begin_again()
+        _LOG.warning("anyaccel: running a call of %s again without batching: %s", self.name, reason)
+        observer.restart()
         return None
 
-    def _run_alone(
-        self, pipe: Any, call: dict[str, Any], work: JobSpec, watcher: Watcher, size: tuple[int, int]
+    def _run_exclusive(
+        self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """By itself, with all that the library does for a call that does not fit or is not finite."""
-        with self.turnstile.entering(_adapter_of(work), alone=True, is_stopped=watcher.is_stopped):
-            shared = self.shared is not None
+        """Run a call while no other runs, so the library can move weights or recompute in float32."""
+        with self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped):
+            was_shared = self.shared is not None
             self.close()
             try:
-                with watching_steps(pipe, watcher, size):
+                with observing_steps(pipe, observer, size):
                     return pipe(**call)
             finally:
-                if shared:
-                    self._return_to_sharing(pipe)
+                if was_shared:
+                    self._resume_sharing(pipe)
 
-    def _return_to_sharing(self, pipe: Any) -> None:
-        """Weights that moved to make a call fit go back; where they cannot, the model is no longer shared."""
+    def _resume_sharing(self, pipe: Any) -> None:
+        """Move offloaded weights back to the device and share the pipeline again, if that is possible."""
         placement = find_placement(pipe)
         try:
             if placement is not None and placement.residence != "resident":
                 apply_rule(pipe, placement, placement.weights_rule)
             self._warm_up()
         except Exception as error:  # noqa: BLE001 - the model still serves, one call at a time
-            _LOG.warning("anyaccel: calls of %s are no longer joined: %r", self.name, error)
+            _LOG.warning("anyaccel: calls of %s are no longer batched: %r", self.name, error)
             self.close()
-            self._let_in(1)
+            self._set_concurrency(1)
 
     def _warm_up(self) -> None:
-        """Make one picture of each size, and find out which models can run several calls as one."""
+        """Generate one image per size, and check which models can batch concurrent calls."""
         for width, height in self.sizes:
-            self.pipe(**self._trial(_PROMPTS[0], width, height, _STEPS), seed=0)
-        self._let_in(1)
+            self.pipe(**self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS), seed=0)
+        self._set_concurrency(1)
         placement = find_placement(self.pipe)
         assert placement is not None
         if placement.residence != "resident" or placement.plan.step_skipping.value is not None:
-            return  # weights that move, and steps that are taken again, belong to one call at a time
-        most = self._find_most()
-        if most == 1:
+            return  # offloading and step skipping hold state of a single call
+        max_calls = self._find_max_calls()
+        if max_calls == 1:
             return
-        shared = SharedPipeline(self.pipe, most_calls=most)
-        self.joins = dict.fromkeys(shared.meetings, True)
+        shared = SharedPipeline(self.pipe, max_calls=max_calls)
+        self.batched = dict.fromkeys(shared.forwards, True)
         for width, height in self.sizes:
-            trials = [{**self._trial(prompt, width, height, 2), "seed": place} for place, prompt in enumerate(_PROMPTS)]
-            found = shared.warm_up(*trials)
-            self.joins = {name: joins and found[name] for name, joins in self.joins.items()}
+            calls = [
+                {**self._warm_up_call(prompt, width, height, 2), "seed": seed} for seed, prompt in enumerate(_PROMPTS)
+            ]
+            matches = shared.warm_up(*calls)
+            # A model must match at every size.
+            self.batched = {name: batched and matches[name] for name, batched in self.batched.items()}
             if self._is_static():
-                shared.prepare_rows(most)
-        shared.allow(self.joins)
-        if not any(self.joins.get(name) for name in placement.denoisers):
+                shared.prepare_batch_sizes(max_calls)
+        shared.enable(self.batched)
+        if not any(self.batched.get(name) for name in placement.denoisers):
             shared.close()
             return
         self.shared = shared
-        self._let_in(most)
+        self._set_concurrency(max_calls)
 
-    def _let_in(self, at_once: int) -> None:
-        """So many pictures are made at once from now on."""
-        self.at_once, self.turnstile.at_once = at_once, count_in_hand(at_once)
+    def _set_concurrency(self, max_concurrent: int) -> None:
+        """Set the number of images that are generated concurrently."""
+        self.max_concurrent, self.lock.max_holders = max_concurrent, compute_max_in_flight(max_concurrent)
 
-    def _try_tasks(self) -> None:
-        """Run the other tasks once: diffusers has a pipeline for many models that then refuses some of them."""
+    def _remove_failing_tasks(self) -> None:
+        """Run each derived pipeline once and remove those that fail.
+
+        `AutoPipeline` converts by model family, and the resulting pipeline rejects some models of a family.
+        """
         width, height = self.sizes[0]
         for task, pipe in list(self.pipes.items()):
             if pipe is self.pipe:
@@ -226,51 +236,51 @@ class ServedModel:
             inputs = {"image": Image.new("RGB", (width, height), "grey")}
             if task == "inpaint":
                 inputs["mask_image"] = Image.new("L", (width, height), "white")
-            work = JobSpec(
+            spec = JobSpec(
                 task=task, model=self.name, prompt=_PROMPTS[0], seeds=(0,), width=width, height=height,
                 num_inference_steps=2,
             )  # fmt: skip
             try:
-                self.make(work, 0, inputs, Watcher(lambda done, total: None))
+                self.generate(spec, 0, inputs, StepObserver(lambda done, total: None))
             except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-                _LOG.info("anyaccel: %s has no %s: %s", self.name, task, error)
+                _LOG.info("anyaccel: %s does not support the task %s: %s", self.name, task, error)
                 del self.pipes[task]
 
     def _is_static(self) -> bool:
-        """Whether every size is a graph of its own, which would be made while others wait."""
+        """Return whether each size is compiled separately, which would block requests."""
         plan = self.pipe.plan
         return bool(plan.report.compiled_models or plan.compiler.value.static)
 
-    def _find_most(self) -> int:
-        """How many pictures of the largest size fit into the memory at once."""
+    def _find_max_calls(self) -> int:
+        """Return how many images of the largest size fit into memory at the same time."""
         placement = find_placement(self.pipe)
         assert placement is not None
         if placement.plan.images_per_call.value == 1:
             return 1
         width, height = max(self.sizes, key=lambda size: size[0] * size[1])
-        call = self._trial(_PROMPTS[0], width, height, _STEPS)
-        most = self.settings.max_batch
-        while most > 1:
-            prompts = {**call, "prompt": [_PROMPTS[0]] * most}
+        call = self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS)
+        images = self.settings.max_batch
+        while images > 1:
+            prompts = {**call, "prompt": [_PROMPTS[0]] * images}
             request = read_call_request(self.pipe, plain_class(self.pipe).__call__, (), prompts)
             try:
                 rule = plan_call(
-                    self.pipe, placement, request, list_call_rules(self.pipe, placement, most)
+                    self.pipe, placement, request, list_call_rules(self.pipe, placement, images)
                 ).decision.value
             except DoesNotFitError:
                 rule = None
-            if rule and rule.residence == "resident" and rule.images_per_call in (None, most):
-                return most
-            most //= 2
+            if rule and rule.residence == "resident" and rule.images_per_call in (None, images):
+                return images
+            images //= 2
         return 1
 
-    def _trial(self, prompt: str, width: int, height: int, steps: int) -> dict[str, Any]:
-        takes = _parameters(self.pipe)
-        wanted = {**self.defaults, "num_inference_steps": steps, "width": width, "height": height}
-        call = {"prompt": prompt, **{name: value for name, value in wanted.items() if name in takes}}
-        if "generate" not in self.pipes and "image" in takes:
+    def _warm_up_call(self, prompt: str, width: int, height: int, steps: int) -> dict[str, Any]:
+        parameters = _parameters(self.pipe)
+        values = {**self.defaults, "num_inference_steps": steps, "width": width, "height": height}
+        call = {"prompt": prompt, **{name: value for name, value in values.items() if name in parameters}}
+        if "generate" not in self.pipes and "image" in parameters:
             call["image"] = Image.new("RGB", (width, height), "grey")
-        if "generate" not in self.pipes and "mask_image" in takes:
+        if "generate" not in self.pipes and "mask_image" in parameters:
             call["mask_image"] = Image.new("L", (width, height), "white")
         return call
 
@@ -278,13 +288,13 @@ class ServedModel:
         if not self.settings.loras:
             return
         if not hasattr(self.pipe, "load_lora_weights"):
-            raise UsageError(f"{type(self.pipe).__name__} takes no LoRA", hint="leave --lora out")
-        for one in self.settings.loras:
-            self.pipe.load_lora_weights(one.model, adapter_name=one.name)
+            raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="remove --lora")
+        for lora in self.settings.loras:
+            self.pipe.load_lora_weights(lora.model, adapter_name=lora.name)
         self.pipe.disable_lora()
 
-    def _switch(self, adapter: str | None) -> None:
-        """Nobody is inside: let the weights be those of an adapter, or the model's own."""
+    def _switch_adapter(self, adapter: str | None) -> None:
+        """Enable an adapter, or disable all; called while no call runs."""
         if adapter is None:
             self.pipe.disable_lora()
         else:
@@ -292,11 +302,12 @@ class ServedModel:
             self.pipe.enable_lora()
             self.pipe.set_adapters([name], adapter_weights=[float(scale)])
         if self.shared is not None:
-            self.shared.renew()
+            self.shared.drop_stale_captures()
 
 
-def _adapter_of(work: JobSpec) -> str | None:
-    return None if work.lora is None else f"{work.lora}@{work.lora_scale}"
+def _adapter_of(spec: JobSpec) -> str | None:
+    # With the scale: calls with different scales cannot share a batch either.
+    return None if spec.lora is None else f"{spec.lora}@{spec.lora_scale}"
 
 
 def _parameters(pipe: Any) -> list[str]:
@@ -304,26 +315,28 @@ def _parameters(pipe: Any) -> list[str]:
 
 
 def _find_pipelines(pipe: Any) -> dict[Task, Any]:
-    """The pipelines for what can be asked for, all of the same models."""
-    takes = inspect.signature(plain_class(pipe).__call__).parameters
-    if "prompt" not in takes:
-        raise UsageError(f"{type(pipe).__name__} takes no prompt", hint="serve a model that makes pictures from text")
-    found: dict[Task, Any] = {}
-    if "image" not in takes or ("strength" not in takes and takes["image"].default is not inspect.Parameter.empty):
-        found["generate"] = pipe
-    if "image" in takes:
-        found["inpaint" if "mask_image" in takes else "edit"] = pipe
+    """Return the pipelines for each task; all share the models of `pipe`."""
+    parameters = inspect.signature(plain_class(pipe).__call__).parameters
+    if "prompt" not in parameters:
+        raise UsageError(f"{type(pipe).__name__} does not accept a prompt", hint="serve a text-to-image model")
+    pipes: dict[Task, Any] = {}
+    # An optional `image` without `strength` is a reference image: the pipeline also generates from the prompt only.
+    image_is_optional = "image" in parameters and parameters["image"].default is not inspect.Parameter.empty
+    if "image" not in parameters or ("strength" not in parameters and image_is_optional):
+        pipes["generate"] = pipe
+    if "image" in parameters:
+        pipes["inpaint" if "mask_image" in parameters else "edit"] = pipe
     others: tuple[tuple[Task, Any], ...] = (
         ("edit", AutoPipelineForImage2Image),
         ("inpaint", AutoPipelineForInpainting),
     )
     for task, auto in others:
-        if task in found:
+        if task in pipes:
             continue
         try:
-            found[task] = auto.from_pipe(pipe)
-        except (ValueError, AttributeError, KeyError) as error:  # diffusers has none for these models
-            _LOG.debug("anyaccel: no %s for %s: %s", task, type(pipe).__name__, error)
+            pipes[task] = auto.from_pipe(pipe)
+        except (ValueError, AttributeError, KeyError) as error:  # diffusers has no such pipeline for these models
+            _LOG.debug("anyaccel: no %s pipeline for %s: %s", task, type(pipe).__name__, error)
             continue
-        found[task].set_progress_bar_config(disable=True)
-    return found
+        pipes[task].set_progress_bar_config(disable=True)
+    return pipes

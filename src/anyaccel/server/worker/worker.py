@@ -1,7 +1,7 @@
-"""The worker: holds the models and makes the pictures, in a process apart from the service.
+"""The worker: holds the models and generates the images, outside the service's process.
 
-As the service's own process it ends by itself when the service does: the pipe between them is closed then. A replica on
-another machine holds a worker as well.
+The service starts it as a child process, which exits when the service does, because the pipe between them closes. A Ray
+replica also runs a worker.
 """
 
 from __future__ import annotations
@@ -37,46 +37,50 @@ from anyaccel.server.worker.messages import (
     StepDone,
 )
 
-__all__ = ["Worker", "describe_failure", "describe_start", "run_worker"]
+# The service imports this module for `run_worker`. Functions import torch and PIL themselves, so the service starts
+# fast and answers requests while the worker loads a model.
+
+__all__ = ["Worker", "make_job_failed", "make_load_failed", "run_worker"]
 
 _LOG = logging.getLogger(__name__)
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 _PREVIEW_QUALITY = 80
 
 
 def run_worker(pipe: ParentPipe, settings: ServerSettings) -> None:
-    """Serve until the service is gone; the entry of the process."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a service: the service decides
+    """Run jobs until the service is gone. Entry point of the worker process."""
+    # Process managers send SIGTERM to the whole process group; the service decides when the worker ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     use_one_malloc_arena()
     with quiet_libraries():
-        _serve(pipe, Worker(settings, pipe.send))
+        _run_messages(pipe, Worker(settings, pipe.send))
 
 
-def _serve(pipe: ParentPipe, worker: Worker) -> None:
+def _run_messages(pipe: ParentPipe, worker: Worker) -> None:
     threading.Thread(target=worker.beat, daemon=True).start()
     try:
         pipe.send(ModelsReady(worker.load()))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the service hears of it
-        pipe.send(describe_start(error))
+    except Exception as error:  # noqa: BLE001 - reported to the service
+        pipe.send(make_load_failed(error))
         _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
         os._exit(1)
     while True:
-        said: RunJob | CancelJob = pipe.receive()
-        worker.begin(said) if isinstance(said, RunJob) else worker.cancel(said.job)
+        message: RunJob | CancelJob = pipe.receive()
+        worker.begin(message) if isinstance(message, RunJob) else worker.cancel(message.job)
 
 
 class Worker:
-    """The models of a service on one device; `tell` is called from the threads that make pictures."""
+    """The models of a service on one device. Calls `send` with its messages, from several threads."""
 
-    def __init__(self, settings: ServerSettings, tell: Callable[[Any], None]) -> None:
-        self.settings, self.tell = settings, tell
-        self.stops: dict[str, threading.Event] = {}
-        self.threads = ThreadPoolExecutor(settings.in_hand, thread_name_prefix="picture")
-        self.started = 0
-        self.loaded = threading.Event()
+    def __init__(self, settings: ServerSettings, send: Callable[[Any], None]) -> None:
+        self.settings, self.send = settings, send
+        self.stop_events: dict[str, threading.Event] = {}
+        self.threads = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix="image")
+        self.models_loaded = 0
+        self.ready = threading.Event()
 
     def load(self) -> tuple[ModelFacts, ...]:
-        """Load all models once, as far as they fit, and make their sizes warm."""
+        """Load and warm up every model once; those that do not fit together are evicted again."""
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -88,165 +92,169 @@ class Worker:
         total = len(self.settings.models)
 
         def load(served: ServedName) -> ServedModel:
-            self.tell(LoadProgress(self.started, total, f"loading {served.name}"))
-            return ServedModel(served, self.settings, _Teller(self, served.name, total))
+            self.send(LoadProgress(self.models_loaded, total, f"loading {served.name}"))
+            return ServedModel(served, self.settings, _LoadReporter(self, served.name, total))
 
-        self.shelf = ModelCache(self.settings, load)
+        self.model_cache = ModelCache(self.settings, load)
         facts = []
         for served in self.settings.models:
-            with self.shelf.using(served.name) as model:
+            with self.model_cache.using(served.name) as model:
                 facts.append(model.facts())
-            self.started += 1
-            self.tell(LoadProgress(self.started, total, f"{served.name} is ready"))
-        self.loaded.set()
+            self.models_loaded += 1
+            self.send(LoadProgress(self.models_loaded, total, f"{served.name} is ready"))
+        self.ready.set()
         return tuple(facts)
 
-    def begin(self, said: RunJob) -> None:
-        """Make the pictures of a job; what becomes of them is told."""
-        self.stops[said.job] = threading.Event()
+    def begin(self, message: RunJob) -> None:
+        """Start a job without waiting for it."""
+        self.stop_events[message.job] = threading.Event()
         try:
-            _WorkerJob(self, said).begin()
-        except Exception as error:  # noqa: BLE001 - a job that cannot be read must not end the worker
-            self.stops.pop(said.job, None)
-            self.tell(describe_failure(said.job, error))
+            _WorkerJob(self, message).begin()
+        except Exception as error:  # noqa: BLE001 - an unreadable job must not end the worker
+            self.stop_events.pop(message.job, None)
+            self.send(make_job_failed(message.job, error))
 
     def cancel(self, job: str) -> None:
-        """Stop a job at its next step; one that ended stays as it is."""
-        stop = self.stops.get(job)
-        if stop is not None:
-            stop.set()
+        """Stop a job at its next step; do nothing if it has ended."""
+        stop_event = self.stop_events.get(job)
+        if stop_event is not None:
+            stop_event.set()
 
     def beat(self) -> None:
-        """Tell every second that the process lives, and what is held as soon as something is."""
+        """Send a heartbeat every second, forever."""
         import psutil
 
         from anyaccel.errors import NotMeasurableError
 
-        process, before = psutil.Process(), Counter[int]()
-        while not self.loaded.wait(_BEAT_S):
-            self.tell(Heartbeat(None, process.memory_info().rss, {}, ()))
+        process, previous = psutil.Process(), Counter[int]()
+        # Loading may take minutes: without heartbeats the dispatcher would consider the worker hung.
+        while not self.ready.wait(_HEARTBEAT_S):
+            self.send(Heartbeat(None, process.memory_info().rss, {}, ()))
         while True:
-            time.sleep(_BEAT_S)
-            models = dict(self.shelf.models)
-            now = Counter[int]()
+            time.sleep(_HEARTBEAT_S)
+            models = dict(self.model_cache.models)
+            totals = Counter[int]()
             for model in models.values():
                 shared = model.shared
-                for name, meeting in shared.meetings.items() if shared is not None else ():
+                for name, forward in shared.forwards.items() if shared is not None else ():
                     if name in model.denoisers:
-                        now.update(dict(meeting.seen.sizes))
-            held = None
-            if self.shelf.opened is not None:
+                        totals.update(dict(forward.stats.sizes))
+            used_bytes = None
+            if self.model_cache.opened is not None:
                 try:
-                    held = self.shelf.opened.driver.memory(self.shelf.opened.index).used_bytes
+                    used_bytes = self.model_cache.opened.driver.memory(self.model_cache.opened.index).used_bytes
                 except NotMeasurableError:
-                    held = None
-            rounds = {size: count - before[size] for size, count in now.items() if count > before[size]}
-            before = now
-            self.tell(Heartbeat(held, process.memory_info().rss, rounds, tuple(models)))
+                    used_bytes = None
+            # Counts may drop when a model is evicted; only increases are reported.
+            new = {size: count - previous[size] for size, count in totals.items() if count > previous[size]}
+            previous = totals
+            self.send(Heartbeat(used_bytes, process.memory_info().rss, new, tuple(models)))
 
 
-class _Teller(ProgressListener):
-    """Tells the service how far a model's loading is."""
+class _LoadReporter(ProgressListener):
+    """Reports the progress of loading one model to the service."""
 
     def __init__(self, worker: Worker, name: str, total: int) -> None:
         self.worker, self.name, self.total = worker, name, total
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        words = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
-        self.worker.tell(LoadProgress(self.worker.started, self.total, words))
+        text = f"{self.name}: {name} ({done} of {total})" if name else f"{self.name}: warming up"
+        self.worker.send(LoadProgress(self.worker.models_loaded, self.total, text))
 
 
 class _WorkerJob:
-    """One job's pictures, each in a thread of its own."""
+    """A running job. Each of its images runs in its own thread."""
 
-    def __init__(self, worker: Worker, said: RunJob) -> None:
+    def __init__(self, worker: Worker, message: RunJob) -> None:
         from anyaccel.server.worker.job_spec import read_job_spec
 
-        self.worker, self.said, self.work = worker, said, read_job_spec(said.work)
-        self.stop = worker.stops[said.job]
+        self.worker, self.id, self.inputs = worker, message.job, message.inputs
+        self.spec = read_job_spec(message.spec)
+        self.stop_event = worker.stop_events[self.id]
         self.lock = threading.Lock()
-        self.left = len(self.work.seeds)
+        self.unfinished = len(self.spec.seeds)
         self.error: JobFailed | None = None
 
     def begin(self) -> None:
-        for picture in range(len(self.work.seeds)):
-            self.worker.threads.submit(self._make, picture)
+        for index in range(len(self.spec.seeds)):
+            self.worker.threads.submit(self._run, index)
 
-    def _make(self, picture: int) -> None:
+    def _run(self, index: int) -> None:
         from anyaccel.progress import StoppedError
 
         try:
-            if not self.stop.is_set():
-                self._run(picture)
+            if not self.stop_event.is_set():
+                self._generate(index)
         except StoppedError:
-            pass  # it is told when all of the job's pictures have stopped
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the job hears of it and the others go on
-            _LOG.debug("anyaccel: %s failed", self.said.job, exc_info=True)
+            pass  # reported once, after the job's last image has stopped
+        except BaseException as error:  # noqa: BLE001 - reported to the client; other jobs continue
+            _LOG.debug("anyaccel: %s failed", self.id, exc_info=True)
             with self.lock:
-                self.error = self.error or describe_failure(self.said.job, error)
-            self.stop.set()
+                self.error = self.error or make_job_failed(self.id, error)
+            self.stop_event.set()
         with self.lock:
-            self.left -= 1
-            last = self.left == 0
-        if last:
+            self.unfinished -= 1
+            is_last = self.unfinished == 0
+        if is_last:
             self._end()
 
     def _end(self) -> None:
-        self.worker.stops.pop(self.said.job, None)
+        self.worker.stop_events.pop(self.id, None)
         if self.error is not None:
-            self.worker.tell(self.error)
-        elif self.stop.is_set():
-            self.worker.tell(JobStopped(self.said.job))
+            self.worker.send(self.error)
+        elif self.stop_event.is_set():
+            self.worker.send(JobStopped(self.id))
 
-    def _run(self, picture: int) -> None:
+    def _generate(self, index: int) -> None:
         from anyaccel.generation.image_format import encode_image
         from anyaccel.server.worker.job_spec import SUFFIXES
 
         start = time.perf_counter()
-        work, job = self.work, self.said.job
-        with self.worker.shelf.using(work.model, self.stop.is_set) as model:
-            image, origin = model.make(work, picture, _read_pictures(self.said.inputs), self._watch(picture))
-        content = encode_image(image, SUFFIXES[work.output_format], [origin], work.output_compression)
+        spec = self.spec
+        with self.worker.model_cache.using(spec.model, self.stop_event.is_set) as model:
+            image, metadata = model.generate(spec, index, _read_images(self.inputs), self._make_observer(index))
+        content = encode_image(image, SUFFIXES[spec.output_format], [metadata], spec.output_compression)
         seconds = time.perf_counter() - start
-        self.worker.tell(ImageDone(job, picture, content, image.width, image.height, work.seeds[picture], seconds))
+        self.worker.send(ImageDone(self.id, index, content, image.width, image.height, spec.seeds[index], seconds))
 
-    def _watch(self, picture: int) -> Any:
-        from anyaccel.server.worker.denoise_progress import Watcher
+    def _make_observer(self, index: int) -> Any:
+        from anyaccel.server.worker.denoise_progress import StepObserver
 
-        job, work, last = self.said.job, self.work, [time.perf_counter()]
-        numbers = iter(range(work.partial_images))
+        job, spec, last_step = self.id, self.spec, [time.perf_counter()]
+        numbers = iter(range(spec.partial_images))
 
         def on_step(done: int, total: int) -> None:
             now = time.perf_counter()
-            self.worker.tell(StepDone(job, picture, done, total, now - last[0]))
-            last[0] = now
+            self.worker.send(StepDone(job, index, done, total, now - last_step[0]))
+            last_step[0] = now
 
         def on_preview(image: Any) -> None:
             stream = io.BytesIO()
-            kind = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[work.output_format]
-            image.save(stream, kind, **({} if kind == "PNG" else {"quality": _PREVIEW_QUALITY}))
-            self.worker.tell(PreviewImage(job, picture, next(numbers), stream.getvalue()))
+            image_format = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[spec.output_format]
+            image.save(stream, image_format, **({} if image_format == "PNG" else {"quality": _PREVIEW_QUALITY}))
+            self.worker.send(PreviewImage(job, index, next(numbers), stream.getvalue()))
 
-        shares = tuple((place + 1) / (work.partial_images + 1) for place in range(work.partial_images))
-        return Watcher(on_step, on_preview if shares else None, shares, self.stop.is_set)
+        fractions = tuple((number + 1) / (spec.partial_images + 1) for number in range(spec.partial_images))
+        return StepObserver(on_step, on_preview if fractions else None, fractions, self.stop_event.is_set)
 
 
-def _read_pictures(inputs: Mapping[str, str | bytes]) -> dict[str, Any]:
+def _read_images(inputs: Mapping[str, str | bytes]) -> dict[str, Any]:
     from PIL import Image
 
-    found = {}
-    for name, given in inputs.items():
-        with Image.open(io.BytesIO(given) if isinstance(given, bytes) else given) as image:
-            found[name] = _read_mask(image) if name == "mask_image" else _read_picture(image)
-    return found
+    images = {}
+    for name, source in inputs.items():
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            images[name] = _convert_mask(image) if name == "mask_image" else _convert_image(image)
+    return images
 
 
-def _read_picture(image: Any) -> Any:
-    """In colours, the way up that a camera says, on white where it is transparent."""
+def _convert_image(image: Any) -> Any:
+    """Convert to RGB, apply the EXIF orientation and flatten transparency onto white."""
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I"):  # 16 bits, which Pillow would cut off
+    # 16 bits: Pillow's `convert` clips at 255 instead of scaling; https://github.com/python-pillow/Pillow/issues/3159
+    if upright.mode.startswith("I"):
         upright = upright.point(lambda value: value / 257).convert("L")
     if not upright.has_transparency_data:
         return upright.convert("RGB")
@@ -255,8 +263,11 @@ def _read_picture(image: Any) -> Any:
     return white.convert("RGB")
 
 
-def _read_mask(image: Any) -> Any:
-    """White where the picture is to change: as OpenAI has it, where the mask is transparent; else where it is white."""
+def _convert_mask(image: Any) -> Any:
+    """Convert to a mask that is white where the image changes.
+
+    A mask with transparency follows OpenAI's API: its transparent area changes.
+    """
     from PIL import ImageOps
 
     if not image.has_transparency_data:
@@ -264,28 +275,28 @@ def _read_mask(image: Any) -> Any:
     return ImageOps.invert(image.convert("RGBA").getchannel("A"))
 
 
-def describe_start(error: Exception) -> LoadFailed:
-    """What the service is told where a worker cannot start."""
+def make_load_failed(error: Exception) -> LoadFailed:
+    """Return the message for an error that prevents a worker from starting."""
     from anyaccel.errors import AnyaccelError
 
     if isinstance(error, AnyaccelError):
         return LoadFailed(error.message, error.hint)
-    return LoadFailed(f"{type(error).__name__}: {error}", "look at the model with `anyaccel check`")
+    return LoadFailed(f"{type(error).__name__}: {error}", "run `anyaccel check` on the model")
 
 
-def describe_failure(job: str, error: BaseException) -> JobFailed:
-    """What a client is told of an error."""
+def make_job_failed(job: str, error: BaseException) -> JobFailed:
+    """Return the message for an error that ended a job."""
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
-    from anyaccel.server.worker.served_model import RefusedError
+    from anyaccel.server.worker.served_model import UnsafeContentError
 
-    if isinstance(error, RefusedError):
-        return JobFailed(job, "content_policy_violation", "the model's safety checker refused the picture", 400)
-    words = f"{error.message}; {error.hint}" if isinstance(error, AnyaccelError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, UnsafeContentError):
+        return JobFailed(job, "content_policy_violation", "the model's safety checker rejected the image", 400)
+    text = f"{error.message}; {error.hint}" if isinstance(error, AnyaccelError) else f"{type(error).__name__}: {error}"
     if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
-        return JobFailed(job, "out_of_memory", words, 507)
+        return JobFailed(job, "out_of_memory", text, 507)
     if isinstance(error, NotFiniteError):
-        return JobFailed(job, "not_finite", words, 500)
+        return JobFailed(job, "not_finite", text, 500)
     if isinstance(error, UsageError):
-        return JobFailed(job, "invalid_value", words, 400)
-    return JobFailed(job, "internal_error", words, 500)
+        return JobFailed(job, "invalid_value", text, 400)
+    return JobFailed(job, "internal_error", text, 500)

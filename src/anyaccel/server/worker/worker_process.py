@@ -1,4 +1,4 @@
-"""Where jobs are run: in a process beside the service, or wherever else a service is told."""
+"""Transports that run jobs: the interface, and one worker process next to the service."""
 
 from __future__ import annotations
 
@@ -13,52 +13,48 @@ __all__ = ["WorkerProcess", "WorkerTransport"]
 
 
 class WorkerTransport(Protocol):
-    """Takes jobs, and tells what becomes of them in the words of `messages`."""
+    """Accepts jobs and reports their progress with the message classes of `messages`."""
 
-    heals: bool
-    """Whether it replaces by itself what hangs or dies in it; else whoever listens does."""
+    self_healing: bool
+    """Whether the transport itself replaces workers that hang or die; otherwise the dispatcher does."""
 
     def start(self) -> None:
-        """Begin to load; whether that works is told."""
+        """Start loading; the outcome is reported as a message."""
 
     def send(self, message: RunJob | CancelJob) -> None:
-        """Hand something over, without waiting."""
+        """Send a message without waiting."""
 
-    def hear(self, timeout_s: float) -> Any:
-        """What is told next, or None where nothing is for so long; raises EOFError where it has ended."""
+    def receive(self, timeout_s: float) -> Any:
+        """Return the next message, or None after `timeout_s` seconds; raise EOFError if the transport has ended."""
 
-    def has_room(self, busy: int, pictures: int) -> bool:
-        """Whether so many pictures more can begin, beside those that are under way."""
+    def has_capacity(self, busy: int, images: int) -> bool:
+        """Return whether `images` more images can start while `busy` are running."""
 
     def end(self) -> None:
-        """End at once; from any thread, and more than once."""
+        """Terminate immediately. Safe to call from any thread and more than once."""
 
     def describe_end(self) -> str:
-        """How it ended: `with status -9`."""
+        """Return how it ended, such as `with status -9`."""
 
 
 class WorkerProcess(PipeWorker):
-    """One worker in a process of its own, at the other end of a pipe."""
+    """One worker in a child process."""
 
-    heals = False
+    self_healing = False
 
     def __init__(self, settings: ServerSettings) -> None:
         super().__init__(run_worker, settings, name="anyaccel-worker")
-        self._most = settings.in_hand
+        self._max_in_flight = settings.max_in_flight
 
-    def hear(self, timeout_s: float) -> Any:
-        """What comes out of the pipe."""
-        return self.receive(timeout_s)
-
-    def has_room(self, busy: int, pictures: int) -> bool:
-        """As many as one device has in hand; a job that is larger than that comes when nothing else runs."""
-        return busy == 0 or busy + pictures <= self._most
+    def has_capacity(self, busy: int, images: int) -> bool:
+        """Return whether the device has capacity; a job larger than the device's limit runs alone."""
+        return busy == 0 or busy + images <= self._max_in_flight
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.kill()
         self.wait()
 
     def describe_end(self) -> str:
-        """Its exit status."""
+        """Return the exit status."""
         return f"with status {self.wait()}"

@@ -1,0 +1,287 @@
+"""Run the code blocks of the documentation, and write their real output into the pages.
+
+    .venv/bin/python -m tools.sample_output              # rewrite every block that differs
+    .venv/bin/python -m tools.sample_output docs/run.md  # only on these pages
+
+A marker is an HTML comment on the line before a fence:
+
+    <!-- output -->          before ```console: run each line that starts with `$ anyaccel`, and write what it prints
+    <!-- output -->          before ```text: write what the ```python block above prints
+    <!-- output: only a b -->  the same, but keep only the lines that start with the word `a` or `b`, and their indented
+                               continuation lines; `…` replaces the others
+    <!-- output: first 3 -->   the same, but keep only the first three lines
+    <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
+    <!-- run: 512 as 64 -->  the same, with one number replaced: a tiny model needs a tiny image
+    <!-- not run -->         before ```python: do not run it
+    <!-- file: NAME.py -->   before ```python: save it under that name, for the commands and blocks that follow
+    <!-- virtual: NAME -->   anywhere on a page: run its ```python blocks with this virtual device
+
+The blocks of a page share one process, one set of variables and one temporary folder. A hub id in `MODELS` is a folder
+there with a tiny pipeline, so that the published code runs without a download. `tests/docs` runs the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import run_in_fork
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+RUN_ALL = ("getting-started/*.md", "guides/*.md")
+"""Pages on which every Python block runs."""
+WIDTH = 100
+_LIMIT_S = 120
+_SEPARATOR = "\x1e"
+_FENCE = re.compile(
+    r"(?:^<!-- *(?P<marker>[^\n]*?) *-->\n)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+_SMALLER = re.compile(r"run: *(\d+) as (\d+)")
+_VIRTUAL = re.compile(r"^<!-- *virtual: *(\S+) *-->$", re.MULTILINE)
+
+
+def _save_recipe(name: str) -> Callable[[Path], None]:
+    def save(folder: Path) -> None:
+        from anyaccel.recipes import recipes
+
+        recipes()[name].make().save_pretrained(folder)  # type: ignore[attr-defined]
+
+    return save
+
+
+def _save_controlnet(folder: Path) -> None:
+    from anyaccel.recipes import recipes
+
+    recipes()["controlnet"].make().controlnet.save_pretrained(folder)  # type: ignore[attr-defined]
+
+
+def _save_lora(folder: Path) -> None:
+    """Write an adapter of rank 2 for the tiny Stable Diffusion."""
+    import torch
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    from anyaccel.recipes import recipes
+
+    pipe = recipes()["stable-diffusion"].make()
+    unet = pipe.unet  # type: ignore[attr-defined]
+    unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    generator = torch.Generator().manual_seed(len(str(folder)))
+    for name, weight in unet.named_parameters():
+        if "lora" in name:  # a fresh adapter is all zeros, and would change nothing
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.3
+    type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))
+
+
+MODELS: dict[str, Callable[[Path], None]] = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": _save_recipe("stable-diffusion"),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _save_recipe("wan"),
+    "lllyasviel/control_v11p_sd15_canny": _save_controlnet,
+    "my-lora": _save_lora,
+    "other-lora": _save_lora,
+}
+"""Names that the pages use for a model, and what writes a tiny version of it into a folder."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    marker: str
+    text: str
+    span: tuple[int, int]
+    """Where the text lies in the page, for rewriting it."""
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether the block shows output that this tool writes."""
+        return self.marker.startswith("output")
+
+    @property
+    def code(self) -> str:
+        """The text as it is executed."""
+        number = _SMALLER.match(self.marker)
+        return re.sub(rf"\b{number[1]}\b", number[2], self.text) if number else self.text
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the lines to keep, or `first` and a number; empty for all lines."""
+        return tuple(self.marker.removeprefix("output").lstrip(": ").removeprefix("only").split())
+
+
+def list_pages() -> list[Path]:
+    """Return the pages that have a block to run, in order."""
+    return [page for page in sorted(DOCS.rglob("*.md")) if any(_needs_run(page, block) for block in read_blocks(page))]
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    return [
+        Block(match["language"], match["marker"] or "", match["text"], match.span("text"))
+        for match in _FENCE.finditer(page.read_text())
+    ]
+
+
+def _needs_run(page: Path, block: Block) -> bool:
+    return block.is_sample or _runs(page, block)
+
+
+def _runs(page: Path, block: Block) -> bool:
+    """Whether a block is Python that is executed."""
+    if block.language != "python" or block.marker.startswith(("not run", "file:")):
+        return False
+    return block.marker.startswith("run") or any(page.relative_to(DOCS).match(pattern) for pattern in RUN_ALL)
+
+
+def run_page(page: Path) -> str:
+    """Run the blocks of a page and return the page with their real output."""
+    text, blocks = page.read_text(), read_blocks(page)
+    with tempfile.TemporaryDirectory() as folder:
+        printed = _run_python(page, blocks, Path(folder) / "python")
+        console = Path(folder) / "console"
+        _save_files(blocks, console)
+        environment = _environment(Path(folder))
+        new: list[tuple[Block, str]] = []
+        for number, block in enumerate(blocks):
+            if block.is_sample and block.language == "console":
+                new.append((block, "".join(_run_commands(block, console, environment))))
+            elif block.is_sample:
+                above = max((index for index in printed if index < number), default=None)
+                if above is None:
+                    raise SystemExit(f"{page}: no Python block that runs is above the output")
+                new.append((block, _select(_normalize(printed[above], console), block.prefixes)))
+    for block, output in reversed(new):
+        text = text[: block.span[0]] + output + text[block.span[1] :]
+    return text
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {"ANYACCEL_CACHE": str(folder / "cache"), "COLUMNS": str(WIDTH), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _save_files(blocks: list[Block], folder: Path) -> None:
+    """Write the blocks that are files."""
+    folder.mkdir()
+    for block in blocks:
+        if block.marker.startswith("file:"):
+            (folder / block.marker.removeprefix("file:").strip()).write_text(block.text)
+
+
+def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]:
+    """Run the Python blocks of a page, and return what each prints, by its position."""
+    chosen = [number for number, block in enumerate(blocks) if _runs(page, block)]
+    if not chosen:
+        return {}
+    _save_files(blocks, folder)
+    code = "\n".join(blocks[number].text for number in chosen)
+    virtual = _VIRTUAL.search(page.read_text())
+
+    def work() -> None:
+        from anyaccel import virtual as activate
+
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        for name, save in MODELS.items():
+            if f'"{name}"' in code:
+                save(folder / name)
+        variables: dict[str, object] = {"__name__": "__main__"}
+        with activate(virtual[1]) if virtual else nullcontext():
+            for number in chosen:
+                line = page.read_text()[: blocks[number].span[0]].count("\n")
+                # Blank lines first: a traceback then has the line numbers of the page.
+                exec(compile("\n" * line + blocks[number].code, str(page), "exec"), variables)
+                print(_SEPARATOR, end="", flush=True)
+
+    done = run_in_fork(work, [str(page)], _environment(folder.parent), _LIMIT_S)
+    if done.returncode:
+        raise SystemExit(f"{page}: a Python block fails\n{done.stdout}{done.stderr}")
+    return dict(zip(chosen, done.stdout.split(_SEPARATOR), strict=False))
+
+
+def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Run each command of a console block, and give its line and its output."""
+    from anyaccel.cli.main import main
+
+    def work() -> None:
+        os.chdir(folder)
+        sys.path.insert(0, "")
+        main()
+
+    for line in block.text.splitlines():
+        if not line.startswith("$ "):
+            continue
+        program, *arguments = shlex.split(line.removeprefix("$ "), comments=True)
+        if program != "anyaccel":
+            raise SystemExit(f"only anyaccel can be run, not {line!r}")
+        done = run_in_fork(work, ["anyaccel", *arguments], environment, _LIMIT_S)
+        # Progress and notes go to stderr: they are shown only where there is nothing else to show.
+        output = done.stdout + (done.stderr if done.returncode and not done.stdout else "")
+        yield f"{line}\n{_select(_normalize(output, folder), block.prefixes)}"
+
+
+def _select(text: str, prefixes: tuple[str, ...]) -> str:
+    """Return the lines that start with one of the prefixes, with their continuation lines; all without prefixes.
+
+    The prefixes `first` and `3` select the first three lines instead.
+    """
+    if not prefixes:
+        return text
+    if prefixes[0] == "first":
+        return "".join(text.splitlines(keepends=True)[: int(prefixes[1])]) + "…\n"
+    starts = {prefix: re.compile(rf" *{re.escape(prefix)}(?!\w)") for prefix in prefixes}
+    unmatched = [prefix for prefix in prefixes if not any(map(starts[prefix].match, text.splitlines()))]
+    if unmatched:
+        raise SystemExit(f"no line of the output starts with {', '.join(unmatched)}:\n{text}")
+    lines: list[str] = []
+    depth: int | None = None
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if any(start.match(line) for start in starts.values()):
+            depth = indent
+        elif not (depth is not None and line.strip() and indent > depth):
+            depth = None
+        if depth is not None:
+            lines.append(line)
+        elif lines[-1:] != ["…"] and line.strip():
+            lines.append("…")
+    return "\n".join(lines) + "\n"
+
+
+def _normalize(text: str, folder: Path) -> str:
+    """Replace what belongs to this machine, and trailing spaces."""
+    import torch
+
+    text = text.replace(str(folder), ".").replace(torch.__version__, "2.13.0+cpu")
+    text = text.replace(platform.python_version(), "3.12.4").replace(platform.machine(), "x86_64")
+    return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
+
+
+def import_libraries() -> None:
+    """Import what the pages need once, before processes are forked for them."""
+    import diffusers
+
+    for name in ("StableDiffusionPipeline", "AutoencoderKL", "UNet2DConditionModel"):
+        getattr(diffusers, name)
+
+
+def main(arguments: list[str]) -> None:
+    """Rewrite the pages that are named, or all of them."""
+    import_libraries()
+    for page in [Path(argument).resolve() for argument in arguments] or list_pages():
+        old, new = page.read_text(), run_page(page)
+        print(f"{page.relative_to(ROOT)}: {'as it was' if new == old else 'rewritten'}", flush=True)
+        page.write_text(new)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
