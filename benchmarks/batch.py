@@ -67,7 +67,7 @@ def time_loop(rows: Path, out: Path) -> float:
     from anyaccel.generation.image import generate_image
     from anyaccel.generation.image_format import encode_image
     from anyaccel.generation.model_cache import load_uncached
-    from anyaccel.generation.output_files import write_whole
+    from anyaccel.generation.output_files import write_output_file
     from anyaccel.generation.request import make_request
     from anyaccel.planning.options import PlacementOptions
 
@@ -80,7 +80,7 @@ def time_loop(rows: Path, out: Path) -> float:
     start = time.perf_counter()
     for row in parsed:
         image = generate_image(loaded, row.prompt, row.seed, {**request.call, **row.call})
-        write_whole(out / f"{row.number}.png", encode_image(image.image, ".png", [image.metadata]))
+        write_output_file(out / f"{row.number}.png", encode_image(image.image, ".png", [image.metadata]))
     return len(parsed) / (time.perf_counter() - start)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from anyaccel.embedded.judge import open_judge
+from anyaccel.embedded.judge import load_judge
 from anyaccel.embedded.model import CALL_DEFAULTS
 from anyaccel.emulator.activation import virtual
 from benchmarks.provenance import describe_run, read_commit
@@ -52,8 +52,8 @@ def classify(images: Pixels) -> list[str]:
     """Return the judge's first answer for each image."""
     from PIL import Image
 
-    judge = open_judge()
-    return [(judge.look(Image.fromarray(pixels)).names or ("nothing",))[0] for pixels in images]
+    judge = load_judge()
+    return [(judge.classify(Image.fromarray(pixels)).names or ("nothing",))[0] for pixels in images]
 
 
 def compare(device: str, prompts: list[str], reference: Pixels) -> dict[str, Any]:

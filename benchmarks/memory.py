@@ -21,7 +21,7 @@ import torch
 
 import anyaccel
 from anyaccel.backends.device import this_machine
-from anyaccel.explanation.known_models import find_description
+from anyaccel.explanation.known_models import find_bundled_configs
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_pipeline
 from anyaccel.tracing.model_index import read_model_folder
@@ -75,7 +75,7 @@ def list_rows(models: list[str]) -> Iterator[tuple[str, int, int, str, str, dict
 
 def build(model: str, device: str) -> Any:
     """Return the full-size pipeline with random bfloat16 weights, created on the device."""
-    folder = read_model_folder(find_description(model) or Path(model))
+    folder = read_model_folder(find_bundled_configs(model) or Path(model))
     return build_pipeline(folder, device, torch.bfloat16).pipe
 
 

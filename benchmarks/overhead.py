@@ -24,8 +24,8 @@ import torch
 import anyaccel
 from anyaccel.backends.device import this_machine
 from anyaccel.forward_overrides import Slot, remove_override
-from anyaccel.runtime.introspection import find_components, find_models
-from anyaccel.runtime.pipeline import place, plain_class
+from anyaccel.runtime.introspection import find_components, find_models, plain_class
+from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from benchmarks.provenance import read_commit

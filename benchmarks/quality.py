@@ -18,7 +18,7 @@ import diffusers
 import numpy as np
 from PIL import Image
 
-from anyaccel.embedded.judge import open_judge
+from anyaccel.embedded.judge import load_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.planning.options import SPEEDS
@@ -52,7 +52,7 @@ def generate_image(pipe: Any, prompt: str, steps: int) -> tuple[Any, float]:
 
 def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[str, Any]]:
     """Measure all speed levels in turn, with one number of steps."""
-    judge = open_judge()
+    judge = load_judge()
     results: dict[str, dict[str, list[float]]] = {name: {"psnr": [], "right": [], "seconds": []} for name in pipes}
     for pipe in pipes.values():
         generate_image(pipe, scenes[0].caption, steps)
@@ -61,7 +61,7 @@ def measure(pipes: dict[str, Any], scenes: list[Any], steps: int) -> list[dict[s
         for name, pipe in pipes.items():
             image, seconds = generate_image(pipe, scene.caption, steps)
             exact = image if exact is None else exact
-            answer = judge.look(Image.fromarray((image * 255).round().astype(np.uint8)))
+            answer = judge.classify(Image.fromarray((image * 255).round().astype(np.uint8)))
             results[name]["right"].append(float(answer.groups[:1] == (judge.groups[scene.objects[0].thing],)))
             psnr = measure_psnr(image, exact)
             results[name]["psnr"].append(MAX_DB if psnr is None else min(MAX_DB, psnr))

@@ -124,7 +124,9 @@ def main() -> None:
     }  # fmt: skip
     cases = list(list_cases(options.cases, options.device, options.options))
     for group in [cases] if options.together else [[case] for case in cases]:
-        for row in run_together(group, rounds=options.rounds, at_once=options.together, tell=print_progress):
+        for row in run_together(
+            group, rounds=options.rounds, concurrent_warmup=options.together, on_progress=print_progress
+        ):
             report["rows"].append(row)
             shown = ("title", "error", "hint", "against stock compiled", "fast against exact", "fast_psnr_db")
             print({key: row.get(key) for key in shown}, flush=True)

@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def measure(cases: list[BenchCase]) -> dict[str, Any]:
     """Return the results of each case, or its error."""
-    rows = run_together(cases, rounds=1, tell=print_progress)
+    rows = run_together(cases, rounds=1, on_progress=print_progress)
     return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 

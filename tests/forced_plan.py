@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from anyaccel.runtime.placement_state import Placement, find_placement, keep_placement
+from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
 
 __all__ = ["force_plan"]
 
@@ -14,5 +14,5 @@ def force_plan(pipe: Any, **decisions: Any) -> Placement:
     assert placement is not None
     plan = replace(placement.plan, **decisions)
     forced = replace(placement, plan=plan, call_plan=plan)
-    keep_placement(pipe, forced)
+    set_placement(pipe, forced)
     return forced

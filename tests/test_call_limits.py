@@ -1,4 +1,4 @@
-"""Limits of a call's arguments: what is accepted, as what, and how the rest is refused."""
+"""Checks of call arguments: accepted values and errors."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def check_width(value: Any) -> int:
 
 
 @pytest.mark.parametrize("value", INTEGERS, ids=lambda value: type(value).__name__)
-def test_integers_of_every_library_become_pythons(value: Any) -> None:
+def test_integers_of_every_library_become_python_ints(value: Any) -> None:
     for read in (to_integer, check_steps, check_batch, read_seed, check_width):
-        number = read(value)
-        assert number == 7
-        assert type(number) is int
+        result = read(value)
+        assert result == 7
+        assert type(result) is int
     assert read_seeds(value, 2) == (7, 8)
 
 
 @pytest.mark.parametrize("value", [True, 7.0, numpy.float32(7), "7", None, [7], torch.tensor([7, 8])], ids=repr)
-def test_what_is_not_an_integer_is_refused(value: Any) -> None:
+def test_values_that_are_not_integers_raise(value: Any) -> None:
     assert to_integer(value) is None
     for read in (check_steps, check_batch, read_seed, check_width):
         with pytest.raises(UsageError, match="must be an integer") as caught:
@@ -47,7 +47,7 @@ def test_what_is_not_an_integer_is_refused(value: Any) -> None:
         assert caught.value.hint
 
 
-def test_the_limits_themselves_are_allowed_and_the_next_value_is_not() -> None:
+def test_limits_are_inclusive() -> None:
     limits: list[tuple[Callable[[Any], int], int, int | None]] = [
         (check_width, 1, 16_384),
         (check_batch, 1, 1024),
@@ -75,7 +75,7 @@ def test_the_limits_themselves_are_allowed_and_the_next_value_is_not() -> None:
         (" 8 ", (8, 8)),
     ],
 )
-def test_image_sizes(text: str, size: tuple[int, int]) -> None:
+def test_valid_image_sizes(text: str, size: tuple[int, int]) -> None:
     assert parse_image_size(text) == size
 
 
@@ -87,14 +87,14 @@ def test_image_sizes(text: str, size: tuple[int, int]) -> None:
         ("8x99999", "height must be an integer from 1 to 16384 pixels, not 99999"),
     ],
 )
-def test_texts_that_are_not_an_image_size(text: str, message: str) -> None:
+def test_invalid_image_sizes_raise(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse_image_size(text)
     assert "512x768" in caught.value.hint
 
 
 @pytest.mark.parametrize(("side", "hint"), [(17, "use 16 or 24"), (7, "use 8")])
-def test_the_multiples_next_to_a_size_are_suggested(side: int, hint: str) -> None:
+def test_nearest_multiples_are_suggested(side: int, hint: str) -> None:
     check_multiple("height", 16, 8)
     with pytest.raises(UsageError, match=f"height must be a multiple of 8 for this model, not {side}") as caught:
         check_multiple("height", side, 8)

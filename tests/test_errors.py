@@ -1,4 +1,4 @@
-"""Errors: one tree, a hint each, and they cross processes."""
+"""Exceptions: hints, pickling, and suggestions of similar names."""
 
 import pickle
 
@@ -11,31 +11,31 @@ KINDS = [getattr(errors, name) for name in errors.__all__ if isinstance(getattr(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_shows_its_hint_and_crosses_processes(kind: type[AnyaccelError]) -> None:
-    error = kind("it broke", hint="mend it")
-    assert str(error) == "it broke\nhint: mend it"
+def test_error_shows_its_hint_and_can_be_pickled(kind: type[AnyaccelError]) -> None:
+    error = kind("it broke", hint="fix it")
+    assert str(error) == "it broke\nhint: fix it"
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
-    assert (copy.message, copy.hint) == ("it broke", "mend it")
+    assert (copy.message, copy.hint) == ("it broke", "fix it")
     assert kind.exit_status in {1, 2, 3}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_docstring_of_the_module_has_the_whole_tree(kind: type[AnyaccelError]) -> None:
+def test_module_docstring_lists_every_class(kind: type[AnyaccelError]) -> None:
     assert errors.__doc__ is not None
     assert kind.__name__ in errors.__doc__
 
 
-def test_the_nearest_name_comes_first() -> None:
+def test_nearest_name_is_suggested() -> None:
     assert errors.nearest("nueron", ["cpu", "neuron"]) == "did you mean neuron? known: cpu, neuron"
     assert errors.nearest("zzz", ["cpu", "neuron"]) == "known: cpu, neuron"
 
 
-def test_of_very_many_names_those_alike_are_told() -> None:
-    known = [f"recipe-{number}" for number in range(100)] + ["flux"]
-    told = errors.nearest("fluxx", known)
-    assert told.startswith("did you mean flux? known: flux, ")
-    assert told.endswith("and 89 more")
+def test_long_lists_are_shortened_to_similar_names() -> None:
+    known = [f"recipe-{index}" for index in range(100)] + ["flux"]
+    hint = errors.nearest("fluxx", known)
+    assert hint.startswith("did you mean flux? known: flux, ")
+    assert hint.endswith("and 89 more")
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_of_very_many_names_those_alike_are_told() -> None:
         (ValueError("one\ntwo"), "one", "ValueError: one"),
         (ValueError("\n  one"), "one", "ValueError: one"),
         (AssertionError(), "AssertionError", "AssertionError"),
-        (UsageError("wrong", hint="this way"), "wrong", "UsageError: wrong"),
+        (UsageError("wrong", hint="do this"), "wrong", "UsageError: wrong"),
     ],
 )
-def test_an_error_in_one_line(error: Exception, line: str, summary: str) -> None:
+def test_first_line_and_summary(error: Exception, line: str, summary: str) -> None:
     assert first_line(error) == line
     assert summarize_error(error) == summary

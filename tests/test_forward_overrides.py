@@ -1,4 +1,4 @@
-"""`ForwardOverrides` leaves a module usable in every way torch, accelerate, diffusers and users use one."""
+"""Modules with overrides still work with torch, accelerate, diffusers and user hooks."""
 
 import copy
 import gc
@@ -99,7 +99,7 @@ def test_overrides_run_in_the_order_of_their_slots(model: Model, sample: torch.T
     assert order == ["INPUTS", "another", "COMPILE"]
 
 
-def test_a_removed_override_leaves_the_module_as_it_was(
+def test_removing_an_override_restores_the_module(
     model: Model, sample: torch.Tensor, plain: torch.Tensor, override: AddOne
 ) -> None:
     assert torch.equal(model(sample), plain + 1)
@@ -110,7 +110,7 @@ def test_a_removed_override_leaves_the_module_as_it_was(
     assert torch.equal(model(sample), plain)
 
 
-def test_the_signature_is_the_models_own(model: Model, override: AddOne) -> None:
+def test_signature_is_that_of_the_model(model: Model, override: AddOne) -> None:
     assert list(inspect.signature(model.forward).parameters) == ["sample", "scale"]
     assert inspect.signature(model.forward).parameters["scale"].default == 1.0
 
@@ -139,7 +139,7 @@ def test_a_pickle_runs_its_own_weights(
     assert torch.equal(copied(sample), torch.ones_like(plain))
 
 
-def test_torch_save_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
+def test_saved_module_loads_without_anyaccel(tmp_path: Path) -> None:
     layer = torch.nn.Linear(2, 2)
     set_override(layer, Slot.CAPTURE, AddOne())
     torch.save(layer, tmp_path / "layer.pt")
@@ -148,8 +148,8 @@ def test_torch_save_loads_where_this_package_is_not_installed(tmp_path: Path) ->
         f"layer = torch.load({str(tmp_path / 'layer.pt')!r}, weights_only=False); "
         "print(tuple(layer(torch.ones(1, 2)).shape))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.strip() == "(1, 2)", done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert process.stdout.strip() == "(1, 2)", process.stderr
 
 
 def test_full_graph_compile_by_the_user(
@@ -157,7 +157,7 @@ def test_full_graph_compile_by_the_user(
 ) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(sample), plain)
-    assert override.calls == 0, "overrides step aside while torch traces"
+    assert override.calls == 0, "overrides do not run while torch traces"
     assert torch.equal(model(sample), plain + 1)
 
 
@@ -246,7 +246,9 @@ def test_hooks_added_later_come_beneath(
     torch.testing.assert_close(model(sample), plain * 10 + 1)
     calls = override.calls
     remove()
-    torch.testing.assert_close(model(sample), plain)  # what the hook restored passes through until the next refresh
+    torch.testing.assert_close(
+        model(sample), plain
+    )  # the hook restored an older forward, which passes calls through until the next refresh
     refresh_overrides(model)
     torch.testing.assert_close(model(sample), plain + 1)
     assert override.calls == calls + 1

@@ -1,4 +1,4 @@
-"""Messages of other libraries: what is dropped, what is not, and that everything is as before afterwards."""
+"""Messages of other libraries: dropped, shown, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from anyaccel.processes.forked_call import call_in_fork
 
 
 def log(logger: str, message: str) -> str:
-    """What is written of one warning."""
+    """Return the output of one warning."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logging.getLogger(logger).addHandler(handler)
@@ -36,17 +36,17 @@ def log(logger: str, message: str) -> str:
     return stream.getvalue()
 
 
-def test_records_with_a_text_are_dropped_and_no_others() -> None:
+def test_only_records_with_the_text_are_dropped() -> None:
     with drop_log_records("anyaccel.test", "advice"):
         assert log("anyaccel.test", "some advice") == ""
-        assert log("anyaccel.test", "a fault") == "a fault\n"
+        assert log("anyaccel.test", "a failure") == "a failure\n"
         assert log("anyaccel.other", "some advice") == "some advice\n"
     assert log("anyaccel.test", "some advice") == "some advice\n"
     with drop_log_records("anyaccel.test"):
-        assert log("anyaccel.test", "a fault") == ""
+        assert log("anyaccel.test", "a failure") == ""
 
 
-def test_records_are_dropped_for_good_once() -> None:
+def test_permanent_filter_is_added_once() -> None:
     for _ in range(2):
         drop_log_records_always("anyaccel.always", "advice")
     assert log("anyaccel.always", "advice on something") == ""
@@ -54,7 +54,7 @@ def test_records_are_dropped_for_good_once() -> None:
     assert len(logging.getLogger("anyaccel.always").filters) == 1
 
 
-def test_a_worker_is_silent() -> None:
+def test_silenced_process_logs_no_warnings() -> None:
     def warn() -> str:
         silence_process()
         warnings.warn("anything", UserWarning, stacklevel=1)
@@ -65,7 +65,7 @@ def test_a_worker_is_silent() -> None:
     assert log("anyaccel.errors", "anything") == ""
 
 
-def test_bars_of_transformers_come_back() -> None:
+def test_transformers_bars_are_restored() -> None:
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.is_progress_bar_enabled()
@@ -74,7 +74,7 @@ def test_bars_of_transformers_come_back() -> None:
     assert transformers_logging.is_progress_bar_enabled() == before
 
 
-def test_a_command_shows_warnings_that_concern_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_show_only_warnings_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     monkeypatch.setattr(sys, "warnoptions", [])
     pipeline = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
@@ -93,14 +93,14 @@ def test_a_command_shows_warnings_that_concern_its_user(monkeypatch: pytest.Monk
         warnings.warn("later", FutureWarning, stacklevel=1)
 
 
-def test_everything_is_silent_where_it_concerns_nobody() -> None:
+def test_everything_drops_all_warnings() -> None:
     with quiet_libraries(everything=True):
         assert log("diffusers.pipelines", "anything") == ""
         warnings.warn("anything", UserWarning, stacklevel=1)
     assert log("diffusers.pipelines", "anything") != ""
 
 
-def test_what_the_user_requests_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_messages_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
     monkeypatch.setattr(sys, "warnoptions", ["error"])
     with quiet_libraries():
@@ -109,7 +109,7 @@ def test_what_the_user_requests_is_shown(monkeypatch: pytest.MonkeyPatch) -> Non
             warnings.warn("later", FutureWarning, stacklevel=1)
 
 
-def test_bars_are_shown_again_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tqdm_bars_are_restored(capsys: pytest.CaptureFixture[str]) -> None:
     from tqdm import tqdm
 
     with no_progress_bars():
@@ -119,11 +119,11 @@ def test_bars_are_shown_again_afterwards(capsys: pytest.CaptureFixture[str]) -> 
     assert "2/2" in capsys.readouterr().err
 
 
-def test_it_imports_none_of_the_libraries() -> None:
+def test_library_logging_imports_no_library() -> None:
     code = (
         "import sys; from anyaccel.library_logging import quiet_libraries\n"
         "with quiet_libraries(everything=True): pass\n"
         "print({'torch', 'diffusers', 'transformers', 'tqdm'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the chart's pages, written from the chart that is kept, so that they cannot disagree with it."""
+"""mkdocs hook that generates the chart pages from the recorded chart."""
 
 from pathlib import Path
 
@@ -15,11 +15,14 @@ CHART = Path(__file__).parents[1] / "benchmarks" / "results" / "chart.json"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Write the table, the page to click through, and the badges."""
-    chart, seen = read_chart(CHART), tuple(load_verifications().values())
+    """Add the Markdown table, the interactive page and the badges."""
+    chart, verifications = read_chart(CHART), tuple(load_verifications().values())
+    # The tables are wide, so the table of contents gives up its column.
     head = "---\nhide: [toc]\n---\n\n"
-    files.append(File.generated(config, "chart.md", content=head + write_markdown(chart, seen, "chart-page.html")))
-    files.append(File.generated(config, "chart-page.html", content=write_page(as_document(chart, seen))))
+    files.append(
+        File.generated(config, "chart.md", content=head + write_markdown(chart, verifications, "chart-page.html"))
+    )
+    files.append(File.generated(config, "chart-page.html", content=write_page(as_document(chart, verifications))))
     for device in chart.devices:
         files.append(
             File.generated(config, f"badges/{device}.svg", content=make_badge(device, "works (virtual)", "works"))

@@ -1,9 +1,9 @@
-"""Write constraints.txt: the exact versions of the environment that the tests ran in.
+"""Write constraints.txt with the exact versions of the current environment, in which the tests ran.
 
     .venv/bin/python tools/freeze.py
 
-The versions are for Python 3.11 and newer, which they were tried on; 3.10 cannot have them all, and takes the newest
-set that goes together. torch is pinned for every Python, since a newer build may bring gigabytes of another vendor's.
+The pins apply to Python 3.11 and newer. Python 3.10 does not have all of these versions and gets the newest compatible
+set. torch is pinned for every Python, because a newer build may depend on gigabytes of vendor libraries.
 """
 
 from importlib.metadata import distributions
@@ -16,25 +16,25 @@ TARGET = Path(__file__).parent.parent / "constraints.txt"
 HEADER = (
     "# The exact versions that the tests ran on, written by tools/freeze.py; pyproject.toml has the users' ranges.\n"
 )
-NOT_OURS = {"anyaccel", "pip"}
-EVERYWHERE = {"torch"}
+EXCLUDED = {"anyaccel", "pip"}
+ALL_PYTHONS = {"torch"}
 
 
 def pin(name: str, version: str) -> str:
-    """`numpy==2.4.6; python_version > "3.10"`; the local part of a version (`+cpu`) is left to the machine."""
+    """Return a pin such as `numpy==2.4.6; python_version > "3.10"`, without the local version (`+cpu`)."""
     line = f"{name}=={Version(version).public}"
-    return line if name in EVERYWHERE else f'{line}; python_version > "3.10"'
+    return line if name in ALL_PYTHONS else f'{line}; python_version > "3.10"'
 
 
 def main() -> None:
-    """Freeze the environment that this runs in."""
+    """Write the pins of the environment that runs this script."""
     pins = {
-        name: pin(name, found.version)
-        for found in distributions()
-        if (name := canonicalize_name(found.metadata["Name"])) not in NOT_OURS
+        name: pin(name, distribution.version)
+        for distribution in distributions()
+        if (name := canonicalize_name(distribution.metadata["Name"])) not in EXCLUDED
     }
     TARGET.write_text(HEADER + "".join(f"{pins[name]}\n" for name in sorted(pins)))
-    print(f"{len(pins)} versions in {TARGET.name}")
+    print(f"wrote {len(pins)} versions to {TARGET.name}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from anyaccel.embedded.judge import BACKGROUNDS, Judge, open_judge
+from anyaccel.embedded.judge import BACKGROUNDS, Judge, load_judge
 from anyaccel.errors import UsageError
 from training.captions import Scene, pair, single
 from training.things import Thing
@@ -60,13 +60,13 @@ def evaluate(
     things: tuple[Thing, ...], draw: Draw, count: int = 300, seeds: tuple[int, ...] = _SEEDS, batch: int = 100
 ) -> tuple[Figures, list[tuple[str, str]]]:
     """The figures, and every single thing that was not recognised: what was asked and what was seen."""
-    judge = open_judge()
+    judge = load_judge()
     scenes = judge_scenes(things, count)
     top1 = top5 = backgrounds = pairs = halves = 0
     missed = []
     for scene, picture in _pictures(scenes["single"], seeds, draw, batch):
         wanted = judge.groups[scene.objects[0].thing]
-        verdict = judge.look(picture)
+        verdict = judge.classify(picture)
         top1 += verdict.groups[:1] == (wanted,)
         top5 += wanted in verdict.groups
         if verdict.groups[:1] != (wanted,):
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def _is_there(judge: Judge, picture: Image.Image, side: str, thing: int) -> bool:
-    return judge.look(picture, side).groups[:1] == (judge.groups[thing],)
+    return judge.classify(picture, side).groups[:1] == (judge.groups[thing],)
 
 
 def _pictures(

@@ -109,7 +109,7 @@ def _find_groups(things: tuple[Thing, ...], glyphs: Glyphs, tiles: list[Image.Im
             scenes = [single(things, index) for index in indices]
             moved = [dataclasses.replace(s, objects=tuple(jitter(o, chance) for o in s.objects)) for s in scenes]
             for index, picture in zip(indices, render(moved, composer, tokenizer), strict=True):
-                seen = judge.look(picture).groups[0]
+                seen = judge.classify(picture).groups[0]
                 if group[seen] != group[index]:
                     old, new = max(group[seen], group[index]), min(group[seen], group[index])
                     group = [new if one == old else one for one in group]

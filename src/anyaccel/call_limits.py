@@ -1,6 +1,6 @@
-"""Limits of a call's arguments: sizes, steps, batches and seeds, each checked and explained in one way.
+"""Checks of common call arguments: sizes, steps, batches and seeds.
 
-NumPy's integers count as integers; `True` and `2.0` do not.
+NumPy integers are accepted; `True` and `2.0` are not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = [
 
 SIDES = ("height", "width")
 LARGEST_SEED = 2**64 - 1
-_LONGEST_SIDE = 16_384
+_LONGEST_SIDE = 16_384  # pixels; a sanity check, not a limit of a model
 _LARGEST_BATCH = 1024
 _SIZE = re.compile(r"(?P<width>[0-9]{1,18})([x\N{MULTIPLICATION SIGN}](?P<height>[0-9]{1,18}))?", re.IGNORECASE)
 
 
 def to_integer(value: Any) -> int | None:
-    """Return an integer of any library as one of Python's; None if it is not an integer."""
-    if isinstance(value, bool):
+    """Return an integer of any library as a Python `int`; None if the value is not an integer."""
+    if isinstance(value, bool):  # operator.index(True) is 1
         return None
     try:
         return operator.index(value)
@@ -43,7 +43,7 @@ def to_integer(value: Any) -> int | None:
 
 
 def check_side(name: str, value: Any, *, hint: str = "") -> int:
-    """Return a height or a width in pixels; raise if no image can have it."""
+    """Return a height or a width in pixels; raise if it is out of range."""
     side = to_integer(value)
     if side is None or not 1 <= side <= _LONGEST_SIDE:
         raise UsageError(
@@ -54,7 +54,7 @@ def check_side(name: str, value: Any, *, hint: str = "") -> int:
 
 
 def check_multiple(name: str, side: int, multiple: int) -> None:
-    """Raise if a height or a width is not a multiple of what a model requires."""
+    """Raise if a height or a width is not a multiple of `multiple`."""
     if side % multiple:
         below = side // multiple * multiple
         raise UsageError(
@@ -66,6 +66,7 @@ def check_multiple(name: str, side: int, multiple: int) -> None:
 def parse_image_size(text: str) -> tuple[int, int]:
     """Return the width and the height of `512x768`; `512` is a square."""
     hint = "use WIDTHxHEIGHT in pixels, for example 512x768"
+    # At most 18 digits: int() of a huge number would be slow.
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"invalid image size {text!r:.60}", hint=hint)
@@ -74,7 +75,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20") -> int:
-    """Return a number of denoising steps; raise if it is not one."""
+    """Return a number of denoising steps; raise if it is invalid."""
     steps = to_integer(value)
     if steps is None or steps < 1:
         raise UsageError(f"the number of steps must be an integer of at least 1, not {value!r:.60}", hint=hint)
@@ -82,7 +83,7 @@ def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20")
 
 
 def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
-    """Return a number of images in one call; raise if it is not one."""
+    """Return a number of images in one call; raise if it is invalid."""
     batch = to_integer(value)
     if batch is None or not 1 <= batch <= _LARGEST_BATCH:
         raise UsageError(f"the batch must be an integer from 1 to {_LARGEST_BATCH}, not {value!r:.60}", hint=hint)
@@ -90,7 +91,7 @@ def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
 
 
 def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
-    """Return a seed as an integer; raise if no generator accepts it."""
+    """Return a seed as an integer; raise if `torch.Generator` would not accept it."""
     seed = to_integer(value)
     if seed is None or not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"a seed must be an integer from 0 to 2**64 - 1, not {value!r:.60}", hint=hint)
@@ -98,14 +99,15 @@ def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
 
 
 def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
-    """Return one seed per image: those of a list, or an integer and the ones that follow it."""
+    """Return one seed per image: those of a list, or consecutive ones from an integer."""
     hint = "for example seed=7 or seed=[7, 8]"
     if not isinstance(seed, Sequence) or isinstance(seed, str):
         first = read_seed(seed, hint=hint)
+        # Wraps around, so every seed is valid for any number of images.
         return tuple((first + image) % (LARGEST_SEED + 1) for image in range(images))
     if len(seed) != images:
         raise UsageError(
             f"{len(seed)} seeds were given for {images} image{'s' if images != 1 else ''}",
-            hint="give one seed for each image, or a single integer",
+            hint="pass one seed per image, or a single integer",
         )
     return tuple(read_seed(value, hint=hint) for value in seed)

@@ -61,7 +61,7 @@ class AnyaccelError(Exception):
     exit_status: ClassVar[int] = 3
 
     def __init__(self, message: str, *, hint: str) -> None:
-        super().__init__(message, hint)
+        super().__init__(message, hint)  # both in args, so repr() and logs show the hint
         self.message = message
         self.hint = hint
 
@@ -171,6 +171,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
+    # Tracebacks and multi-line advice do not fit into plan reasons and progress lines.
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
@@ -191,6 +192,7 @@ def nearest(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
     names = list(known)
     close = difflib.get_close_matches(name.lower(), [*names, *also], n=1, cutoff=0.5)
     guess = f"did you mean {close[0]}? " if close else ""
+    # With very many names, such as all recipes, the list would hide the suggestion.
     if len(names) <= _MAX_LISTED:
         return f"{guess}known: {', '.join(names)}"
     similar = difflib.get_close_matches(name.lower(), names, n=_MAX_SIMILAR, cutoff=0.0)

@@ -1,16 +1,16 @@
-"""The one way to change a module's `forward`.
+"""Overrides of a module's `forward`; no other code assigns one.
 
 A `ForwardOverrides` object sits in `module.__dict__["forward"]` and runs the overrides that were set for the module,
-outermost first, around the forward found at call time. The module stays the object it is: `isinstance`, adapters,
-`state_dict`, copies and pickles work as before.
+outermost first, around the forward found at call time. The module is not wrapped: `isinstance`, adapters, `state_dict`,
+copies and pickles work as before.
 
 accelerate's and diffusers' hooks replace `module.forward` too and restore what they saw when they were added. Both
 orders work: a hook added later runs around the overrides until `refresh_overrides` puts them on top again, which a
-placed pipeline does at every call. What a hook restores is an older `ForwardOverrides`, which passes calls through.
+placed pipeline does at every call. A removed hook may restore an older `ForwardOverrides`, which passes calls through.
 
 Known limitations: a shallow copy of a module (`copy.copy`, `nn.DataParallel`) runs the original's weights, as with any
-replaced forward. An unpickled module has its class's `forward` bound at load time, so that it loads without this
-package; a later patch of the class is not seen by that module until it is placed.
+replaced forward. An unpickled module has the `forward` of its class bound at load time, so it loads without anyaccel; a
+later patch of the class has no effect on that module until it is placed. See docs/decisions/0014-forward-overrides.md.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 Forward: TypeAlias = Callable[..., Any]
+# Called with the forward beneath it and the arguments; returns the output.
 Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""Called with the forward beneath it and the arguments; returns the output."""
+# The attribute of a module that holds its overrides.
 OVERRIDES_KEY = "_anyaccel_overrides"
-"""The attribute of a module that holds its overrides."""
 
 
 class Slot(IntEnum):
-    """What overrides are for; a module has at most one per slot, and a lower slot runs around the higher ones."""
+    """Positions of overrides; a module has at most one per slot, and lower slots run around higher ones."""
 
     INPUTS = 0
     """Device and dtype of inputs, torch function modes, NaN check."""
@@ -59,7 +59,7 @@ class Slot(IntEnum):
     """Joins the calls of several requests into one batch."""
     CFG_SPLIT = 3
     """Splits the batch of classifier-free guidance over two ranks."""
-    STEP_REUSE = 4
+    STEP_SKIPPING = 4
     """Returns the output of an earlier step."""
     CAPTURE = 5
     """Captures and replays device graphs."""
@@ -74,7 +74,7 @@ class _Chain:
         self.slots: dict[Slot, Override] = {}
         self.ordered: tuple[Override, ...] = ()
         self.top: weakref.ref[ForwardOverrides] | None = None
-        """The object that runs them: the outermost forward when it was last looked at."""
+        """The object that runs them: the outermost forward when overrides were last installed."""
 
     def change(self, slot: Slot, override: Override | None) -> None:
         slots = {**self.slots, slot: override}
@@ -104,7 +104,8 @@ class ForwardOverrides:
         """Another library's replacement of the forward; None for the class's own, which is looked up at call time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the overrides around the forward; step aside while torch traces or transforms the module."""
+        """Run the overrides around the forward."""
+        # Overrides have side effects that torch.compile, torch.export and vmap must not trace.
         if torch.compiler.is_compiling():
             return self._run_original(*args, **kwargs)
         top = self._chain.top
@@ -121,7 +122,7 @@ class ForwardOverrides:
         if self.beneath is not None:
             return self.beneath(*args, **kwargs)
         module: Any = self._get_module()
-        return type(module).forward(module, *args, **kwargs)  # Dynamo traces this, and no bound method made here
+        return type(module).forward(module, *args, **kwargs)  # Dynamo cannot trace a bound method created here
 
     def _get_module(self) -> torch.nn.Module:
         module = self._module()
@@ -133,7 +134,7 @@ class ForwardOverrides:
         module = self._get_module()
         return MethodType(type(module).forward, module) if self.beneath is None else self.beneath
 
-    # Pipelines ask which arguments a model takes, and torch.export where its code is.
+    # Pipelines inspect the arguments of a model, and torch.export its code.
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._get_original())
@@ -142,7 +143,7 @@ class ForwardOverrides:
     def __name__(self) -> str:
         return "forward"
 
-    # accelerate unwraps a bound method, and binds its function again.
+    # accelerate unwraps a bound method and binds its function again.
     @property
     def __func__(self) -> Any:
         return self._get_original().__func__
@@ -181,7 +182,7 @@ def get_override(module: Any, slot: Slot) -> Override | None:
 
 
 def remove_override(module: torch.nn.Module, slot: Slot) -> None:
-    """Remove a module's override for a slot, if it has one; without overrides the module has its own forward again."""
+    """Remove a module's override for a slot; removing the last one restores the original forward."""
     chain = _find_chain(module)
     if chain is None:
         return
@@ -199,7 +200,7 @@ def remove_override(module: torch.nn.Module, slot: Slot) -> None:
 
 
 def refresh_overrides(module: torch.nn.Module) -> None:
-    """Put a module's overrides around whatever replaced its forward since they were set."""
+    """Move a module's overrides around hooks that replaced its forward since they were set."""
     chain = _find_chain(module)
     if chain is not None:
         _install(module, chain)
@@ -215,10 +216,10 @@ def run_beneath(module: torch.nn.Module, slot: Slot, args: tuple[Any, ...], kwar
 
 
 def _install(module: torch.nn.Module, chain: _Chain) -> None:
-    """Make the outermost forward of a module one that runs its overrides."""
+    """Make the outermost forward of a module run its overrides."""
     forward = vars(module).get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
-        forward = None  # restored by a hook or a pickle: the class's own
+        forward = None  # a hook or a pickle restored the forward of the class
     if not isinstance(forward, ForwardOverrides) or forward._module() is not module:
         forward = vars(module)["forward"] = ForwardOverrides(module, forward, chain)
     forward._chain = chain

@@ -1,8 +1,7 @@
-"""Messages of other libraries: the only place where their loggers, warnings and progress bars are silenced.
+"""Loggers, warnings and progress bars of other libraries; the only module that silences them.
 
-Library calls (`anyaccel.place`, a pipeline's call) drop single messages that are wrong about what anyaccel does. Whole
-libraries are silenced where the process is anyaccel's, in commands and in worker processes, and while
-`anyaccel.explain` builds models from their configs only, since no message about those concerns the caller.
+Library calls (`anyaccel.place`, a pipeline call) drop only single messages that do not apply to anyaccel. Whole
+libraries are silenced in commands, in worker processes, and while `anyaccel.explain` builds models without weights.
 """
 
 from __future__ import annotations
@@ -31,34 +30,34 @@ __all__ = [
     "use_process_local_tqdm_lock",
 ]
 
+# Advice of diffusers 0.42 against casting modules, which `runtime/placement/place.py` follows.
 FLOAT32_ADVICE = ("diffusers.models.modeling_utils", "should be kept in float32")
-"""Diffusers' advice against casting modules; `runtime/placement/place.py` follows it (seen in diffusers 0.42)."""
+# Advice of diffusers 0.42 that the interface of `enable_parallelism` may change.
 EXPERIMENTAL_ADVICE = ("diffusers.models.modeling_utils", "experimental feature")
-"""Diffusers' advice that the interface of `enable_parallelism` may change (seen in diffusers 0.42)."""
 _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
+# Advice of diffusers 0.42 about pipelines without a safety checker.
 SAFETY_ADVICE = tuple((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint"))
-"""Diffusers' advice about pipelines that are loaded without a safety checker (seen in diffusers 0.42)."""
+# Messages that commands drop. Other warnings of diffusers are shown, for example about truncated prompts.
 _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
-"""What is not for somebody who runs a command. Other warnings of diffusers are: it warns of prompts it cuts off."""
 
 
 @contextmanager
 def drop_log_records(logger: str, text: str = "") -> Iterator[None]:
-    """Drop the records of one logger that contain a text during the block; without a text, all of them."""
+    """Drop the records of a logger that contain a text during the block; all records without a text."""
 
-    def is_kept(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
         return text not in record.getMessage()
 
-    logging.getLogger(logger).addFilter(is_kept)
+    logging.getLogger(logger).addFilter(keep)
     try:
         yield
     finally:
-        logging.getLogger(logger).removeFilter(is_kept)
+        logging.getLogger(logger).removeFilter(keep)
 
 
 @functools.cache
 def drop_log_records_always(logger: str, start: str) -> None:
-    """Drop the records of one logger that start with a text, from now on; calling it again adds nothing."""
+    """Drop the records of a logger that start with a text from now on; calling it again has no effect."""
     logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(start))
 
 
@@ -68,18 +67,17 @@ def log_errors_only(library: str) -> None:
 
 
 def silence_process() -> None:
-    """Drop all warnings, logged or not, from now on: for worker processes whose messages concern nobody."""
+    """Drop all warnings from now on, logged or not; for worker processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 @contextmanager
 def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
-    """Drop libraries' messages to developers during the block, unless the user requested them.
+    """Drop developer messages of libraries during the block, unless the user requested them.
 
-    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` is for runs whose
-    messages concern nobody, such as a model that is built from its config only: it also drops warnings of diffusers and
-    every Python warning.
+    The user requests them with `-W` or with a variable such as `TRANSFORMERS_VERBOSITY`. `everything` also drops the
+    warnings of diffusers and all Python warnings, for example for a model that is built without weights.
     """
     with ExitStack() as stack:
         for library in ("transformers", "diffusers") if everything else ("transformers",):
@@ -89,13 +87,14 @@ def quiet_libraries(*, everything: bool = False) -> Iterator[None]:
         if everything or not sys.warnoptions:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", Warning if everything else FutureWarning)
-            warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # half precision on a CPU that has none
+            warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # half precision on a CPU without support
         yield
 
 
 @contextmanager
 def _only_errors(library: str) -> Iterator[None]:
-    """Log a library's errors only: the variable is read when it is imported, and by processes that are started."""
+    """Log only the errors of a library during the block."""
+    # The variable covers later imports and child processes, the level a library that is already imported.
     variable, logger = f"{library.upper()}_VERBOSITY", logging.getLogger(library)
     if variable in os.environ:
         yield
@@ -112,7 +111,8 @@ def _only_errors(library: str) -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Show no bar of tqdm during the block; blocks of a modular pipeline have no option for it."""
+    """Hide tqdm progress bars during the block."""
+    # Blocks of a modular pipeline have no option to disable their bars.
     from tqdm import std
 
     original = std.tqdm.__init__
@@ -125,13 +125,13 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Show no bar of transformers during the block: it shows one per model.
+    """Hide the progress bar that transformers shows per model during the block.
 
-    Its switch also turns off the hub's bars, so downloads have to be done before.
+    This also hides the bars of huggingface_hub, so download models before.
     """
     from transformers.utils import logging as transformers_logging
 
-    switch: Any = transformers_logging  # whose functions have no annotations
+    switch: Any = transformers_logging  # its functions have no annotations
     if not switch.is_progress_bar_enabled():
         yield
         return
@@ -143,7 +143,8 @@ def no_transformers_bars() -> Iterator[None]:
 
 
 def use_process_local_tqdm_lock() -> None:
-    """Replace tqdm's lock, a semaphore that a killed process leaves behind, by one of this process."""
+    """Replace tqdm's lock with a lock of this process."""
+    # tqdm's default is a named semaphore, which a killed process leaks.
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())

@@ -1,8 +1,7 @@
-"""Progress of generating images and of batches: the events, whoever shows them.
+"""Progress events of image generation and of batch runs.
 
-The library API shows diffusers' own bars; `generate`, `warm` and `batch` show a rich display (`cli/progress.py`). The
-chart, `check`, `bench` and `verify` report what they count by callbacks of their own, and the service sends its own
-events to its clients.
+`generate`, `warm` and `batch` display them (`cli/progress.py`). The library API shows the progress bars of diffusers;
+the chart, `check`, `bench`, `verify` and the service have their own callbacks and events.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ class StoppedError(Exception):
 class ProgressListener:
     """Receives progress events and ignores them; subclasses override the ones they show.
 
-    An exception that a method raises ends the work there.
+    An exception that a method raises stops the work.
     """
 
     def on_phase(self, text: str) -> None:
-        """A phase begins, such as loading a model."""
+        """Called when a phase begins, such as loading a model."""
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        """`done` of a model's components are loaded, and the named one is next; it is empty after the last."""
+        """Called when `done` components are loaded; `name` is the next one, or empty after the last."""
 
     def on_step(self, done: int, total: int | None) -> None:
-        """`done` denoising steps are done; pipelines with several stages begin again at 0."""
+        """Called after `done` denoising steps; pipelines with several stages restart at 0."""
 
     def on_start(self, done: int, total: int) -> None:
-        """A run over rows begins; `done` of them are already done."""
+        """Called when a run over rows begins; `done` rows were finished earlier."""
 
     def on_row(self, done: int, total: int, text: str) -> None:
-        """`done` rows are done; the text gives the rate and the failures."""
+        """Called after `done` rows; the text has the rate and the failures."""
 
     def on_message(self, text: str) -> None:
-        """Something that the user should know happened."""
+        """Called with a message for the user."""
 
     def on_warning(self, text: str) -> None:
-        """Something went wrong, and the work continues."""
+        """Called when something failed and the work continues."""

@@ -1,4 +1,4 @@
-"""Nothing outside `backends/` decides by a device's name: code asks a sheet for a capability."""
+"""Code outside `backends/` checks capabilities of a sheet, never device names."""
 
 import ast
 from collections.abc import Iterator
@@ -10,20 +10,22 @@ from tests.conftest import ALL_SHEETS, SOURCE
 
 NAMES = {name for sheet in ALL_SHEETS for name in (sheet.name, sheet.torch_name)}
 
-# The files that may write `cpu`, and no other name, as more than an argument, each with the reason.
+# Files that may compare with `cpu` (no other name), with the reason.
 EXCEPTIONS: dict[str, str] = {
-    "cluster/ray_cluster.py": "CPU is the name of a resource of Ray's",
-    "emulator/collectives.py": "gloo is registered for tensors of the CPU too",
-    "emulator/device_patches.py": "safetensors reads to the CPU, by a string, for a virtual device",
+    "cluster/ray_cluster.py": "CPU is the name of a Ray resource",
+    "emulator/collectives.py": "gloo is also registered for CPU tensors",
+    "emulator/device_patches.py": "safetensors takes a string, and loads to the CPU for a virtual device",
+    "planning/options.py": "cpu is a value of the option scheduler",
+    "runtime/call/run.py": "cpu is a value of the option scheduler",
     "runtime/distributed/parallel.py": "torch.distributed has one string for the backends of CPU and device",
 }
 
 
-ASKING = {"hasattr", "getattr", "dict", "frozenset", "set", "tuple", "list"}
-"""Functions whose argument is looked at: a device's name in one of them decides something."""
-LOOKING_UP = {"startswith", "endswith", "get", "fullmatch", "match", "search", "count", "index", "pop"}
-TELLING = {f"is_{name}" for name in NAMES} | {"hip"}
-"""Attributes of torch's that tell one device from the others."""
+INSPECTING = {"hasattr", "getattr", "dict", "frozenset", "set", "tuple", "list"}
+"""Functions that inspect their argument: a device name in a call of them is a decision."""
+LOOKUPS = {"startswith", "endswith", "get", "fullmatch", "match", "search", "count", "index", "pop"}
+DEVICE_ATTRIBUTES = {f"is_{name}" for name in NAMES} | {"hip"}
+"""torch attributes that are specific to one device."""
 
 
 def is_name(node: ast.AST) -> bool:
@@ -33,43 +35,43 @@ def is_name(node: ast.AST) -> bool:
 
 
 def is_harmless(parent: ast.AST | None, node: ast.AST) -> bool:
-    """Whether a name is only handed on: `virtual("neuron")`, a default, or the value of a pair."""
+    """Return whether a name is only passed on: `virtual("neuron")`, a default, or a dict value."""
     if isinstance(parent, ast.Call):
         called = parent.func.attr if isinstance(parent.func, ast.Attribute) else getattr(parent.func, "id", "")
-        return called not in ASKING | LOOKING_UP
+        return called not in INSPECTING | LOOKUPS
     if isinstance(parent, ast.keyword | ast.arguments):
         return True
     return isinstance(parent, ast.Dict) and node in parent.values
 
 
-def decisions(tree: ast.AST) -> Iterator[ast.AST]:
-    """The places where a device's name, or a question that only one device answers, decides."""
+def find_decisions(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes where a device name or a device-specific attribute decides something."""
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     for node in ast.walk(tree):
         if (is_name(node) and not is_harmless(parents.get(node), node)) or (
-            isinstance(node, ast.Attribute) and node.attr in TELLING
+            isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES
         ):
             yield node
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict":
-            yield from (word for word in node.keywords if word.arg in NAMES)
+            yield from (keyword for keyword in node.keywords if keyword.arg in NAMES)
 
 
-def files() -> list[Path]:
+def list_files() -> list[Path]:
     return [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] != "backends"]
 
 
-def test_no_file_decides_by_a_name() -> None:
+def test_no_code_decides_by_device_name() -> None:
     found = {
-        str(path.relative_to(SOURCE)): [ast.unparse(node) for node in decisions(ast.parse(path.read_text()))]
-        for path in files()
+        str(path.relative_to(SOURCE)): [ast.unparse(node) for node in find_decisions(ast.parse(path.read_text()))]
+        for path in list_files()
     }
-    assert [name for name in EXCEPTIONS if not found[name]] == [], "they decide by no name any more: drop the exception"
-    offenders = {name: rest for name, codes in found.items() if (rest := leave_out_allowed(name, codes))}
-    assert offenders == {}, "ask the sheet for a capability instead"
+    assert [name for name in EXCEPTIONS if not found[name]] == [], "remove exceptions that are no longer needed"
+    offenders = {name: left for name, codes in found.items() if (left := drop_allowed(name, codes))}
+    assert offenders == {}, "check a capability of the sheet instead"
 
 
-def leave_out_allowed(name: str, codes: list[str]) -> list[str]:
-    """The decisions of a file that no exception allows."""
+def drop_allowed(name: str, codes: list[str]) -> list[str]:
+    """Return the decisions of a file that no exception allows."""
     return [code for code in codes if name not in EXCEPTIONS or not code.lower().startswith(("'cpu'", "'cpu:"))]
 
 
@@ -100,8 +102,8 @@ def leave_out_allowed(name: str, codes: list[str]) -> list[str]:
         "x = torch.version.hip",
     ],
 )
-def test_the_check_itself_finds_decisions(code: str) -> None:
-    assert list(decisions(ast.parse(code)))
+def test_check_finds_decisions(code: str) -> None:
+    assert list(find_decisions(ast.parse(code)))
 
 
 @pytest.mark.parametrize(
@@ -115,5 +117,5 @@ def test_the_check_itself_finds_decisions(code: str) -> None:
         'x = {"a": "mps"}',
     ],
 )
-def test_the_check_leaves_other_code_alone(code: str) -> None:
-    assert not list(decisions(ast.parse(code)))
+def test_check_ignores_other_code(code: str) -> None:
+    assert not list(find_decisions(ast.parse(code)))

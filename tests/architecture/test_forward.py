@@ -1,4 +1,4 @@
-"""A module's forward is changed in one way, and a plan is assigned once."""
+"""Only `forward_overrides` assigns a module's forward, and plans are never reassigned."""
 
 import re
 
@@ -9,9 +9,9 @@ from tests.conftest import SOURCE
 FORWARD = re.compile(r"\.forward\s*=(?!=)|\[\"forward\"\]\s*=(?!=)|setattr\([^,]+,\s*\"forward\"")
 PLAN = re.compile(r"\.plan\s*=(?!=)|object\.__setattr__\([^)]*plan")
 EXCEPTIONS = {
-    "forward_overrides.py": "the one way",
+    "forward_overrides.py": "implements overrides",
     "runtime/placement/group_offload.py": "restores the forward that diffusers' hooks replaced",
-    "explanation/explain.py": "an attribute of a class of its own, set when it is made",
+    "explanation/explain.py": "an attribute of another class, set in its __init__",
 }
 
 
@@ -25,21 +25,21 @@ def find_offenders(pattern: re.Pattern[str]) -> list[str]:
     ]
 
 
-def test_only_overrides_assign_a_forward() -> None:
+def test_only_forward_overrides_assigns_a_forward() -> None:
     assert find_offenders(FORWARD) == [], "use forward_overrides.set_override"
 
 
-def test_no_plan_is_assigned() -> None:
+def test_plans_are_not_reassigned() -> None:
     assert find_offenders(PLAN) == [], "what happens after planning goes into plan.report"
 
 
 @pytest.mark.parametrize(
     "line", ["model.forward = wrap(model)", 'vars(model)["forward"] = run', 'setattr(a.b, "forward", f)']
 )
-def test_the_check_finds_a_forward(line: str) -> None:
+def test_check_finds_a_forward_assignment(line: str) -> None:
     assert FORWARD.search(line)
 
 
 @pytest.mark.parametrize("line", ["placement.plan = replace(plan, dtype=chosen)"])
-def test_the_check_finds_a_plan(line: str) -> None:
+def test_check_finds_a_plan_assignment(line: str) -> None:
     assert PLAN.search(line)

@@ -1,4 +1,4 @@
-"""One place each: what one module does, no other module does by itself."""
+"""Functions, limits and patches that only one module may define."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "anyaccel"
 SILENCED = ("accelerate", "diffusers", "huggingface_hub", "ray", "transformers")
-HOMES = {
+OWNERS = {
     "check_side": "call_limits.py",
     "check_steps": "call_limits.py",
     "first_line": "errors.py",
@@ -18,12 +18,12 @@ HOMES = {
     "read_seed": "call_limits.py",
     "read_seeds": "call_limits.py",
 }
-"""Functions that had several copies, and the module that has the one."""
+"""Functions that once had several copies, with the module that owns them."""
 
 
 @functools.cache
 def list_nodes() -> list[tuple[str, ast.AST]]:
-    """Every node of the source, with its module."""
+    """Return all AST nodes of the source with their modules."""
     return [
         (path.relative_to(SOURCE).as_posix(), node)
         for path in sorted(SOURCE.rglob("*.py"))
@@ -31,24 +31,24 @@ def list_nodes() -> list[tuple[str, ast.AST]]:
     ]
 
 
-def find_offenders(home: str, offends: Callable[[ast.AST], bool]) -> list[str]:
-    """The places outside a module where the source does what only that module may do."""
+def find_offenders(owner: str, offends: Callable[[ast.AST], bool]) -> list[str]:
+    """Return the code outside of the owner module that only the owner may have."""
     return [
         f"{module}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:80]}"
         for module, node in list_nodes()
-        if module != home and offends(node)
+        if module != owner and offends(node)
     ]
 
 
 def is_limit(node: ast.AST) -> bool:
-    """The largest seed, 2**64 - 1, or the longest side under any name."""
+    """Return whether a node defines the largest seed (2**64 - 1) or the longest side, under any name."""
     power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and ast.unparse(node) == "2 ** 64"
     target = node.targets[0] if isinstance(node, ast.Assign) else None
     return power or (target is not None and "SIDE" in ast.unparse(target) and "16384" in ast.unparse(node))
 
 
 def is_silencing(node: ast.AST) -> bool:
-    """`getLogger("diffusers…")` and its like, `set_verbosity…`, its variable, a switch for all, or a patch of tqdm."""
+    """Return whether a node silences another library: its logger, verbosity, warnings or progress bars."""
     if isinstance(node, ast.Constant):
         return str(node.value).endswith("S_VERBOSITY")
     if isinstance(node, ast.Call):
@@ -69,7 +69,7 @@ def find_targets(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def is_step_override(node: ast.AST) -> bool:
-    """`scheduler.step = …` or `vars(scheduler)["step"] = …`; a class may have an attribute of that name."""
+    """Return whether a node replaces `scheduler.step`; `self.step` is another attribute."""
     return any(
         (isinstance(target, ast.Attribute) and target.attr == "step" and ast.unparse(target.value) != "self")
         or ast.unparse(target).endswith(("vars(scheduler)['step']", ".__dict__['step']"))
@@ -77,7 +77,7 @@ def is_step_override(node: ast.AST) -> bool:
     )
 
 
-def test_limits_of_calls_are_defined_once() -> None:
+def test_call_limits_are_defined_once() -> None:
     assert find_offenders("call_limits.py", is_limit) == []
 
 
@@ -91,23 +91,22 @@ def test_schedulers_are_overridden_in_one_module() -> None:
 
 def test_functions_have_no_second_copy() -> None:
     functions = [(module, node.name) for module, node in list_nodes() if isinstance(node, ast.FunctionDef)]
-    copies = [(module, name) for module, name in functions if module != HOMES.get(name.lstrip("_"), module)]
+    copies = [(module, name) for module, name in functions if module != OWNERS.get(name.lstrip("_"), module)]
     assert copies == []
-    assert {(home, name) for name, home in HOMES.items()} <= set(functions)
+    assert {(owner, name) for name, owner in OWNERS.items()} <= set(functions)
 
 
-def test_listeners_share_one_protocol() -> None:
-    def listens_alone(node: ast.AST) -> bool:
+def test_progress_listeners_share_one_base_class() -> None:
+    def lacks_base_class(node: ast.AST) -> bool:
         if not isinstance(node, ast.ClassDef):
             return False
         methods = {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
         return "on_component" in methods and "ProgressListener" not in map(ast.unparse, node.bases)
 
-    assert find_offenders("progress.py", listens_alone) == []
+    assert find_offenders("progress.py", lacks_base_class) == []
 
 
-def test_the_rules_see_what_they_are_about() -> None:
-    """Each rule finds the offence that it is written for."""
+def test_rules_find_offending_code() -> None:
     for rule, code in (
         (is_limit, "LARGEST = 2**64 - 1"),
         (is_limit, "_LONGEST_SIDE = 16_384"),
@@ -117,7 +116,7 @@ def test_the_rules_see_what_they_are_about() -> None:
         (is_silencing, "os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')"),
         (is_silencing, "logging.disable(logging.WARNING)"),
         (is_silencing, "warnings.simplefilter('ignore')"),
-        (is_silencing, "logging.getLogger(module).addFilter(is_kept)"),
+        (is_silencing, "logging.getLogger(module).addFilter(keep)"),
         (is_silencing, "transformers_logging.disable_progress_bar()"),
         (is_step_override, "scheduler.step = own"),
         (is_step_override, "vars(scheduler)['step'] = own"),

@@ -16,12 +16,12 @@ STARTING: dict[str, set[str] | None] = {
     "os": {"fork", "forkpty", "system", "popen", "posix_spawn", "spawnv", "spawnve", "execv", "execve"},
     "pty": None,
 }
-"""By module the names that start a process; None is all of them."""
+"""The names that start a process, by module; None for all names."""
 
 EXCEPTIONS = {
-    "backends/machine.py": "asks sysctl whether Rosetta translates this process",
-    "verification/verify.py": "asks git which commit is verified",
-    "cluster/torchrun_on_ray.py": "an actor that Ray starts runs the user's program to its end",
+    "backends/machine.py": "runs sysctl to detect Rosetta",
+    "verification/verify.py": "runs git to read the commit",
+    "cluster/torchrun_on_ray.py": "a Ray actor runs the user's program",
 }
 
 
@@ -40,7 +40,7 @@ def find_starts(code: str) -> Iterator[str]:
                 yield f"{module}.{name}"
 
 
-def test_only_processes_starts_processes() -> None:
+def test_only_the_processes_package_starts_processes() -> None:
     found = {
         name: sorted(set(starts))
         for path in sorted(SOURCE.rglob("*.py"))
@@ -49,8 +49,10 @@ def test_only_processes_starts_processes() -> None:
     }
     offenders = {name: starts for name, starts in found.items() if name not in EXCEPTIONS}
     assert offenders == {}, "use call_in_fork, JsonLineWorker or PipeWorker of anyaccel.processes"
-    assert found.keys() == EXCEPTIONS.keys(), "drop the exception: that file starts no process"
-    assert all("Popen" not in start for starts in found.values() for start in starts), "an exception may only run"
+    assert found.keys() == EXCEPTIONS.keys(), "remove exceptions that are no longer needed"
+    assert all("Popen" not in start for starts in found.values() for start in starts), (
+        "exceptions may only use subprocess.run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,9 @@ def test_only_processes_starts_processes() -> None:
         "from concurrent.futures import ProcessPoolExecutor",
     ],
 )
-def test_the_check_finds_starts(code: str) -> None:
+def test_check_finds_process_starts(code: str) -> None:
     assert list(find_starts(code))
 
 
-def test_the_check_leaves_other_code_alone() -> None:
+def test_check_ignores_other_code() -> None:
     assert not list(find_starts("import os\nfrom multiprocessing.connection import Connection\nos.kill(1, 9)"))

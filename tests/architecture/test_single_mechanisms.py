@@ -18,7 +18,7 @@ WRITES = {
     "tempfile.mktemp",
 }
 ONE_ARGUMENT_RENAMES = {"rename", "replace"}
-"""Methods of a path. `str.replace` has two positional arguments, `replace` of a date none."""
+"""Methods of `Path`. `str.replace` has two positional arguments, `date.replace` has none."""
 
 
 def find_calls(source: str) -> list[str]:
@@ -27,9 +27,9 @@ def find_calls(source: str) -> list[str]:
     imported = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imported.update({one.asname or one.name: one.name for one in node.names})
+            imported.update({alias.asname or alias.name: alias.name for alias in node.names})
         elif isinstance(node, ast.ImportFrom):
-            imported.update({one.asname or one.name: f"{node.module}.{one.name}" for one in node.names})
+            imported.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
     calls = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -51,7 +51,7 @@ def is_write(call: str) -> bool:
 
 
 def list_offenders() -> dict[str, list[str]]:
-    """List calls of the collector and of renames by file, without those of the modules that own them."""
+    """Return garbage collector calls and renames by file, except in the modules that own them."""
     offenders = {}
     for path in sorted(SOURCE.rglob("*.py")):
         file = path.relative_to(SOURCE)
@@ -67,8 +67,8 @@ def test_only_gc_control_calls_the_collector_and_only_storage_renames_files() ->
     assert list_offenders() == {}, "use processes/gc_control.py, or storage/atomic_write.py"
 
 
-def test_the_command_line_writes_no_file_in_part() -> None:
-    """What a user asked for is there whole or not at all."""
+def test_commands_write_files_atomically() -> None:
+    """An interrupted command must not leave a partial file."""
     offenders = [
         path.name
         for path in sorted((SOURCE / "cli").rglob("*.py"))
@@ -78,14 +78,14 @@ def test_the_command_line_writes_no_file_in_part() -> None:
     assert offenders == [], "use storage/atomic_write.py"
 
 
-def test_the_modules_that_own_the_calls_are_seen() -> None:
+def test_check_finds_the_calls_of_the_owners() -> None:
     collector = find_calls((SOURCE / GC_MODULE).read_text())
     assert {"gc.disable", "gc.enable", "gc.freeze", "gc.collect"} <= set(collector)
     writes = find_calls((SOURCE / STORAGE / "atomic_write.py").read_text())
     assert {"os.replace", "os.link"} <= set(filter(is_write, writes))
 
 
-def test_every_spelling_is_seen() -> None:
+def test_check_finds_every_form_of_a_call() -> None:
     source = """
 import gc, gc as g, os
 from gc import collect

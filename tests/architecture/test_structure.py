@@ -1,4 +1,4 @@
-"""The rules of the house: where vendors' names may stand, how long a file may be, what an import loads."""
+"""Structure of the code: vendor names, file lengths, imports and public names."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ FILES = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.
 OUR_FOLDERS = (".ci", "benchmarks", "docs", "examples", "src", "tests", "tools", "training")
 LONGEST_FILE = 450
 LONGEST_FUNCTION = 60
-DRAWERS = {"utils", "util", "helpers", "common", "misc"}
+CATCH_ALL_NAMES = {"utils", "util", "helpers", "common", "misc"}
 
 VENDOR_NAMES = re.compile(
     r"\btorch\.(backends\.)?(cuda|hpu|mps|neuron|npu|mlu|xpu)\b"
@@ -26,8 +26,8 @@ def find_vendor_names(text: str) -> list[str]:
     return [match.group() for match in VENDOR_NAMES.finditer(text)]
 
 
-def find_long_parts(text: str) -> list[str]:
-    """The file, where it is too long, and its functions that are."""
+def find_too_long(text: str) -> list[str]:
+    """Return the file length and the functions that exceed the limits."""
     lines = len(text.splitlines())
     found = [f"{lines} lines"] if lines > LONGEST_FILE else []
     for node in ast.walk(ast.parse(text)):
@@ -37,7 +37,7 @@ def find_long_parts(text: str) -> list[str]:
     return found
 
 
-def test_vendors_stay_in_their_folders() -> None:
+def test_vendor_names_are_only_in_backends_and_emulator() -> None:
     offenders = {
         name: found
         for name, path in FILES.items()
@@ -50,43 +50,43 @@ def test_vendors_stay_in_their_folders() -> None:
 @pytest.mark.parametrize(
     "code", ["torch.cuda.empty_cache()", "torch.backends.mps", "from torch import xpu", "import torch_npu"]
 )
-def test_the_check_finds_vendors_names(code: str) -> None:
+def test_check_finds_vendor_names(code: str) -> None:
     assert find_vendor_names(code)
 
 
-def test_files_and_functions_fit_the_reader() -> None:
-    offenders = {name: found for name, path in FILES.items() if (found := find_long_parts(path.read_text()))}
+def test_files_and_functions_are_short() -> None:
+    offenders = {name: found for name, path in FILES.items() if (found := find_too_long(path.read_text()))}
     assert offenders == {}
 
 
-def test_the_check_finds_long_files_and_functions() -> None:
+def test_check_finds_long_files_and_functions() -> None:
     function = "def long():\n" + "    pass\n" * LONGEST_FUNCTION
-    assert find_long_parts(function) == ["long has 61 lines"]
-    assert find_long_parts("x = 1\n" * 451) == ["451 lines"]
-    assert find_long_parts("x = 1\n" * LONGEST_FILE) == []
+    assert find_too_long(function) == ["long has 61 lines"]
+    assert find_too_long("x = 1\n" * 451) == ["451 lines"]
+    assert find_too_long("x = 1\n" * LONGEST_FILE) == []
 
 
-def test_no_module_is_a_drawer() -> None:
-    assert [name for name, path in FILES.items() if path.stem in DRAWERS] == []
+def test_no_module_has_a_catch_all_name() -> None:
+    assert [name for name, path in FILES.items() if path.stem in CATCH_ALL_NAMES] == []
 
 
 @pytest.mark.parametrize("statement", ["import anyaccel", "import anyaccel; anyaccel.sheet('mps')"])
-def test_a_bare_import_and_a_sheet_load_no_torch(statement: str) -> None:
-    done = subprocess.run(
+def test_import_and_sheet_do_not_import_torch(statement: str) -> None:
+    process = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", statement], capture_output=True, text=True, check=True, timeout=60
     )
-    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
+    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in process.stderr.splitlines()}
     assert "anyaccel" in loaded
     assert loaded & {"torch", "diffusers", "transformers", "accelerate", "numpy"} == set()
 
 
-def test_each_accelerator_is_one_file() -> None:
+def test_one_module_per_accelerator() -> None:
     names = {sheet.torch_name for sheet in ALL_SHEETS}
     assert {path.stem for path in (SOURCE / "backends" / "devices").glob("[!_]*.py")} == names
 
 
 def test_no_file_names_a_package_index() -> None:
-    # Put together here, so that the check does not find itself.
+    # Split into pieces, or the check would find this file.
     index = re.compile("|".join([r"--(extra-)?index-" + "url", "py" + r"pi\.org", r"download\.py" + r"torch\.org/whl"]))
     offenders = []
     for path in [*ROOT.glob("[!.]*"), *(path for folder in OUR_FOLDERS for path in (ROOT / folder).rglob("*"))]:
@@ -96,7 +96,7 @@ def test_no_file_names_a_package_index() -> None:
     assert offenders == []
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names() -> None:
     import anyaccel
 
     assert sorted(anyaccel.__all__) == [
@@ -139,7 +139,7 @@ def test_the_public_names_are_these() -> None:
     assert set(anyaccel.__all__) <= set(dir(anyaccel))
 
 
-def test_a_name_that_is_not_public() -> None:
+def test_unknown_public_name_raises() -> None:
     import anyaccel
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -1,8 +1,7 @@
-"""Private details of other libraries are used in `upstream/` only.
+"""Only `upstream/` uses private names of other libraries.
 
-A private detail is a name with one leading underscore that the package around a file does not define: read as an
-attribute, by `getattr` and the like, out of `vars(…)`, or imported. A name that `upstream/` has an entry for is one in
-any string as well.
+A private name has one leading underscore and is not defined by the folder of the file. Uses are attributes, `getattr`
+and similar calls, lookups in `vars(…)`, and imports. Names with an entry in `upstream/` also count in any string.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import pytest
 from anyaccel.emulator.torch_patches import PATCHES
 from tests.conftest import SOURCE
 
-HOMES = ("upstream/", "emulator/torch_patches.py", "library_logging.py")
-"""The last one is the one place for log messages that are dropped; tests/upstream covers its texts."""
+ALLOWED = ("upstream/", "emulator/torch_patches.py", "library_logging.py")
+"""`library_logging.py` has the texts of dropped log messages; tests/upstream covers them."""
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter"}
 PATCHED = {patch.name.removesuffix(".__init__") for patch in PATCHES}
 PATH = re.compile(r"(torch|diffusers|transformers|accelerate)(\.\w+)*\._(?!_)\w+[\w.]*")
@@ -26,18 +25,18 @@ TEXTS = re.compile(
     r"\bcheck_inputs\b|\bf_locals\b|must be divisible by mesh size|should be kept in float32|experimental feature"
     r"|Graph break in user code|Loading pipeline components|It seems like some layers were not executed"
 )
-"""Details that have no underscore: a method, locals of a frame, texts of messages."""
+"""Details without an underscore: a method, frame locals, texts of messages."""
 DOCUMENTED = {"_exit", "_getframe", "_fields"}
-"""Of Python's own library: `os._exit`, `sys._getframe` and the fields of a named tuple."""
+"""Documented names of the standard library: `os._exit`, `sys._getframe`, `_fields` of a named tuple."""
 OPERATORS = {"aten", "_ATEN", "torch.ops.aten"}
-"""Names after these are ATen operators, which a dispatch mode is called with: `_to_copy` is one like `add`."""
+"""Attributes of these are ATen operators, which dispatch modes receive; `_to_copy` is one like `add`."""
 EXCEPTIONS = {
-    ("runtime/pipeline.py", "_execution_device"): "an override has to be a method of the class",
-    ("checking/pytest_plugin.py", "_pytest"): "pytest's, whose runner has no public name",
+    ("runtime/pipeline.py", "_execution_device"): "overrides a private method of diffusers",
+    ("checking/pytest_plugin.py", "_pytest"): "pytest has no public name for its runner",
     ("backends/devices/mps.py", "_int_mm"): "the name of an ATen operator on a sheet",
     ("verification/probe_operations.py", "_int_mm"): "the name of an ATen operator on a sheet",
 }
-"""What may be used elsewhere, each with the reason. The list shrinks: an entry that is no longer needed is an error."""
+"""Allowed uses elsewhere, with the reason. An entry that is no longer needed is an error."""
 
 
 def is_private(name: object) -> bool:
@@ -57,25 +56,25 @@ def find_members(tree: ast.AST) -> Iterator[str]:
                 yield member.name
             elif isinstance(member, ast.Assign | ast.AnnAssign):
                 targets = member.targets if isinstance(member, ast.Assign) else [member.target]
-                yield from (part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name))
+                yield from (item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr
 
 
 @functools.cache
 def list_members(folder: str) -> frozenset[str]:
-    """The private attributes that a folder's classes define: those of another folder are not used across it."""
-    names = {name for file, tree in list_trees().items() if folder_of(file) == folder for name in find_members(tree)}
+    """Return the private attributes that the classes of a folder define."""
+    names = {name for file, tree in list_trees().items() if get_folder(file) == folder for name in find_members(tree)}
     return frozenset(names - {name for _, name in EXCEPTIONS})
 
 
-def folder_of(file: str) -> str:
+def get_folder(file: str) -> str:
     return file.rpartition("/")[0]
 
 
 @functools.cache
 def list_entries() -> frozenset[str]:
-    """The private names that `upstream/` uses of other libraries."""
+    """Return the private names of other libraries that `upstream/` uses."""
     trees = [tree for file, tree in list_trees().items() if file.startswith("upstream/")]
     own = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own |= {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -84,7 +83,7 @@ def list_entries() -> frozenset[str]:
 
 
 def read_names(node: ast.AST) -> Iterator[str]:
-    """Yield the private names that one node mentions, as an attribute or as a string."""
+    """Yield the private names in a node, as an attribute or as a string."""
     if isinstance(node, ast.Attribute) and is_private(node.attr):
         yield node.attr
     elif isinstance(node, ast.Constant) and is_private(node.value):
@@ -92,7 +91,7 @@ def read_names(node: ast.AST) -> Iterator[str]:
 
 
 def find_private(tree: ast.AST, members: frozenset[str] = frozenset()) -> Iterator[tuple[ast.AST, str]]:
-    """Yield where a file uses a private detail of another library, and which."""
+    """Yield the nodes that use a private name of another library, with the name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if node.attr not in members | DOCUMENTED and ast.unparse(node.value) not in OPERATORS:
@@ -100,7 +99,7 @@ def find_private(tree: ast.AST, members: frozenset[str] = frozenset()) -> Iterat
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node, name) for name in find_private_imports(node))
         elif isinstance(node, ast.Call | ast.Subscript):
-            yield from ((node, name) for name in find_names_given(node) if name not in members | DOCUMENTED)
+            yield from ((node, name) for name in find_looked_up_names(node) if name not in members | DOCUMENTED)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             is_path = PATH.fullmatch(node.value) and node.value not in PATCHED
             if is_path or node.value in list_entries() or TEXTS.search(node.value):
@@ -118,17 +117,19 @@ def find_private_imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
             yield from (part for part in name.split(".") if is_private(part))
 
 
-def find_names_given(node: ast.Call | ast.Subscript) -> Iterator[str]:
+def find_looked_up_names(node: ast.Call | ast.Subscript) -> Iterator[str]:
     """Yield the private names in `getattr(x, "_name")`, `vars(x)["_name"]`, `vars(x).get("_name")` and the like."""
     if isinstance(node, ast.Subscript):
-        given, by_name = [node.slice], is_namespace(node.value)
+        arguments, by_name = [node.slice], is_namespace(node.value)
     else:
-        given, function = node.args, node.func
+        arguments, function = node.args, node.func
         called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
         by_name = called in BY_NAME or (isinstance(function, ast.Attribute) and is_namespace(function.value))
-    for one in given if by_name else ():
-        if isinstance(one, ast.Constant) and is_private(one.value) and not str(one.value).startswith("_anyaccel"):
-            yield str(one.value)
+    for argument in arguments if by_name else ():
+        if not isinstance(argument, ast.Constant) or not is_private(argument.value):
+            continue
+        if not str(argument.value).startswith("_anyaccel"):
+            yield str(argument.value)
 
 
 def is_namespace(node: ast.expr) -> bool:
@@ -136,16 +137,16 @@ def is_namespace(node: ast.expr) -> bool:
     return text.startswith("vars(") or text.endswith(".__dict__")
 
 
-def test_private_details_are_in_one_place() -> None:
+def test_private_names_are_used_only_in_upstream() -> None:
     found = {
         (file, name): f"{file}:{getattr(node, 'lineno', 0)}: {ast.unparse(node)[:100]}"
         for file, tree in list_trees().items()
-        if not file.startswith(HOMES)
-        for node, name in find_private(tree, list_members(folder_of(file)))
+        if not file.startswith(ALLOWED)
+        for node, name in find_private(tree, list_members(get_folder(file)))
     }
-    offenders = [line for place, line in found.items() if place not in EXCEPTIONS]
-    unneeded = [f"{file}: the exception for {name} is not needed" for file, name in set(EXCEPTIONS) - set(found)]
-    assert offenders + unneeded == [], "add an entry to upstream/, with a test in tests/upstream"
+    offenders = [line for use, line in found.items() if use not in EXCEPTIONS]
+    unneeded = [f"{file}: the exception for {name} is no longer needed" for file, name in set(EXCEPTIONS) - set(found)]
+    assert offenders + unneeded == [], "add an entry to upstream/ with a test in tests/upstream"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_private_details_are_in_one_place() -> None:
         "count = self._version",
     ],
 )
-def test_the_check_finds_a_private_detail(line: str) -> None:
+def test_check_finds_private_names(line: str) -> None:
     assert list(find_private(ast.parse(line)))
 
 
@@ -188,5 +189,5 @@ def test_the_check_finds_a_private_detail(line: str) -> None:
         'vars(pipe)["_anyaccel_room"]',
     ],
 )
-def test_the_check_leaves_other_code_alone(line: str) -> None:
+def test_check_ignores_other_code(line: str) -> None:
     assert not list(find_private(ast.parse(line), frozenset({"_ours"})))

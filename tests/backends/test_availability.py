@@ -1,4 +1,4 @@
-"""Is it there, and if not why: for machines that nobody here has."""
+"""Availability of devices, on simulated machines."""
 
 import importlib.machinery
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from anyaccel.backends import machine as machine_module
-from anyaccel.backends.availability import Device, describe_broken, examine
+from anyaccel.backends.availability import Device, check_availability, make_broken_device
 from anyaccel.backends.machine import Machine, read_machine
 from anyaccel.backends.registry import Backend, BrokenPlugin, build_registry
 from anyaccel.backends.sheet import Sheet
@@ -24,147 +24,143 @@ def on_mac(versions: dict[str, str]) -> Machine:
     return replace(MAC, versions={**MAC.versions, **versions})
 
 
-def look(name: str, machine: Machine, seen: tuple[str, ...] | str = ()) -> Device:
-    return examine(REGISTRY.backend(name).sheet_on(machine), machine, seen)
+def check(name: str, machine: Machine, seen: tuple[str, ...] | str = ()) -> Device:
+    return check_availability(REGISTRY.backend(name).sheet_on(machine), machine, seen)
 
 
-def test_a_mac_has_mps() -> None:
-    device = look("mps", MAC, ("Apple M4",))
+def test_mac_has_mps() -> None:
+    device = check("mps", MAC, ("Apple M4",))
     assert device.available
     assert (device.reason, device.hint, device.count) == ("found: 1 × Apple M4", "", 1)
 
 
-def test_an_old_macos_is_advised_against() -> None:
-    device = look("mps", on_mac({"macos": "12.7"}), ("Apple M1",))
+def test_old_macos_is_available_with_a_recommendation() -> None:
+    device = check("mps", on_mac({"macos": "12.7"}), ("Apple M1",))
     assert device.available
-    assert device.hint == "macos >=13.0 is recommended, and this is 12.7"
+    assert device.hint == "macos >=13.0 is recommended, not 12.7"
 
 
 @pytest.mark.parametrize(
     ("machine", "reason", "hint"),
     [
-        (LINUX, "it needs macOS, and this is Linux", "Apple silicon"),
+        (LINUX, "requires macOS, not Linux", "Apple silicon"),
         (
             on_mac({"macos": "12.4"}),
-            "it needs macos >=12.6, and this is 12.4",
+            "requires macos >=12.6, not 12.4",
             "update macOS",
         ),
         (
             replace(MAC, architecture="x86_64"),
-            "it needs a Python for arm64, and this one is for x86_64",
+            "requires Python for arm64, not x86_64",
             "install an arm64 Python",
         ),
         (
             replace(MAC, architecture="x86_64", translated=True),
-            "it needs a Python for arm64, and this one is for x86_64 and runs translated (Rosetta)",
+            "requires Python for arm64, not x86_64 under Rosetta",
             "install an arm64 Python",
         ),
         (
             on_mac({"torch": "1.12.1"}),
-            "it needs torch >=1.13, and this is 1.12.1",
+            "requires torch >=1.13, not 1.12.1",
             "pip install --upgrade torch",
         ),
-        (MAC, "its software is installed and finds no device", "https://docs.pytorch.org"),
+        (MAC, "its software is installed but finds no device", "https://docs.pytorch.org"),
     ],
 )
-def test_why_mps_is_not_there(machine: Machine, reason: str, hint: str) -> None:
-    device = look("mps", machine)
+def test_reason_why_mps_is_unavailable(machine: Machine, reason: str, hint: str) -> None:
+    device = check("mps", machine)
     assert not device.available
     assert device.reason == reason
     assert hint in device.hint
 
 
-def test_all_that_is_missing_is_said_at_once() -> None:
-    device = look("neuron", replace(LINUX, versions={"python": "3.11.7", "torch": "2.13.0"}))
-    assert "it needs python >=3.12,<3.15, and this is 3.11.7; the module torch_neuronx is not installed" in (
-        device.reason
-    )
+def test_all_unmet_requirements_are_reported_together() -> None:
+    device = check("neuron", replace(LINUX, versions={"python": "3.11.7", "torch": "2.13.0"}))
+    assert "requires python >=3.12,<3.15, not 3.11.7; the module torch_neuronx is not installed" in (device.reason)
     assert "use Python 3.12" in device.hint
     assert "torch-neuronx" in device.hint
 
 
-def test_hardware_without_its_software_is_told_from_no_hardware() -> None:
-    bare = look("hpu", LINUX)
-    assert bare.reason.endswith("no hardware is seen either (/dev/accel/accel[0-9]*)")
-    card = look("hpu", replace(LINUX, device_files={"/dev/accel/accel[0-9]*": 8}))
-    assert card.reason.endswith("; the hardware is there (/dev/accel/accel[0-9]*)")
+def test_missing_software_is_distinguished_from_missing_hardware() -> None:
+    bare = check("hpu", LINUX)
+    assert bare.reason.endswith("no hardware was detected (/dev/accel/accel[0-9]*)")
+    card = check("hpu", replace(LINUX, device_files={"/dev/accel/accel[0-9]*": 8}))
+    assert card.reason.endswith("; the hardware is present (/dev/accel/accel[0-9]*)")
     assert "habanalabs-installer.sh" in card.hint
 
 
-def test_software_that_fails_is_quoted() -> None:
+def test_error_of_failing_software_is_quoted() -> None:
     machine = replace(LINUX, modules=frozenset({"torch_npu"}))
-    device = look("npu", machine, "ImportError: libhccl.so: cannot open shared object file")
+    device = check("npu", machine, "ImportError: libhccl.so: cannot open shared object file")
     assert (
-        device.reason == "its software is installed and fails: ImportError: libhccl.so: cannot open shared object file"
+        device.reason == "its software is installed but fails: ImportError: libhccl.so: cannot open shared object file"
     )
     assert not device.available
 
 
-def test_devices_that_a_variable_may_hide() -> None:
-    device = look("npu", replace(LINUX, modules=frozenset({"torch_npu"})))
+def test_hint_names_the_variable_that_may_hide_devices() -> None:
+    device = check("npu", replace(LINUX, modules=frozenset({"torch_npu"})))
     assert "ASCEND_RT_VISIBLE_DEVICES" in device.hint
 
 
-def test_a_server_of_eight() -> None:
-    device = look("hpu", replace(LINUX, modules=frozenset({"habana_frameworks.torch"})), ("GAUDI2",) * 8)
+def test_server_with_eight_devices() -> None:
+    device = check("hpu", replace(LINUX, modules=frozenset({"habana_frameworks.torch"})), ("GAUDI2",) * 8)
     assert device.available
     assert device.reason == "found: 8 × GAUDI2"
     assert device.count == 8
 
 
 @pytest.mark.parametrize(("build", "name"), [("cuda", "cuda"), ("hip", "rocm")])
-def test_rocm_is_told_apart_by_the_build_of_torch(build: str, name: str) -> None:
+def test_rocm_is_selected_by_the_torch_build(build: str, name: str) -> None:
     machine = replace(LINUX, torch_builds={build: "7.0"})
     sheet = REGISTRY.backend("cuda").sheet_on(machine)
     assert sheet.name == name
-    assert examine(sheet, machine, ("a card",)).available
+    assert check_availability(sheet, machine, ("a card",)).available
     assert sheet.torch_name == "cuda"
 
 
-def test_rocm_asked_for_on_a_build_for_cuda() -> None:
+def test_rocm_on_a_cuda_build_of_torch() -> None:
     machine = replace(LINUX, torch_builds={"cuda": "13.0"})
     (rocm,) = REGISTRY.backend("rocm").variants
-    assert examine(rocm, machine, ()).reason.startswith("it needs a torch built for ROCm, and this is 2.13.0")
+    assert check_availability(rocm, machine, ()).reason.startswith("requires a torch build for ROCm, not 2.13.0")
 
 
-def test_no_torch_at_all() -> None:
+def test_machine_without_torch() -> None:
     machine = Machine(system="Linux", architecture="x86_64", versions={"python": "3.12.4"})
-    assert look("cpu", machine).reason == "it needs torch >=2.6, and none is installed"
-    assert "none is installed" in look("cuda", machine).reason
+    assert check("cpu", machine).reason == "requires torch >=2.6, which is not installed"
+    assert "torch is not installed" in check("cuda", machine).reason
 
 
 @pytest.mark.parametrize("sheet", ALL_SHEETS, ids=lambda sheet: sheet.name)
 @pytest.mark.parametrize("machine", [LINUX, MAC, Machine(system="Windows", architecture="AMD64")])
-def test_what_is_not_there_always_says_why_and_what_would_help(machine: Machine, sheet: Sheet) -> None:
-    device = examine(sheet, machine, ())
+def test_unavailable_device_has_a_reason_and_a_hint(machine: Machine, sheet: Sheet) -> None:
+    device = check_availability(sheet, machine, ())
     assert not device.available
     assert device.reason
     assert device.hint
 
 
-def test_a_broken_plugin_is_shown_with_its_error() -> None:
-    device = describe_broken(BrokenPlugin("quantum", "quantum-accel", "ImportError: no qubits"))
+def test_broken_plugin_is_listed_with_its_error() -> None:
+    device = make_broken_device(BrokenPlugin("quantum", "quantum-accel", "ImportError: no qubits"))
     assert not device.available
     assert "ImportError: no qubits" in device.reason
     assert "quantum-accel" in device.hint
 
 
-def test_this_machine_is_read() -> None:
+def test_read_this_machine() -> None:
     machine = read_machine(ALL_SHEETS)
     assert machine.system in {"Linux", "Darwin", "Windows"}
     assert machine.versions["torch"]
     assert set(machine.device_files) == {pattern for sheet in ALL_SHEETS for pattern in sheet.device_files}
 
 
-def test_the_first_sheet_stands_for_a_backend_that_torch_was_not_built_for() -> None:
+def test_first_sheet_is_the_default_without_a_matching_torch_build() -> None:
     backend = REGISTRY.backend("cuda")
     assert isinstance(backend, Backend)
     assert backend.sheet_on(LINUX) is backend.sheet
 
 
-def test_a_broken_parent_package_is_not_imported_to_find_a_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finding_a_module_does_not_import_its_parent_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "habana_frameworks"
     (package / "torch").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('broken')")
@@ -173,8 +169,8 @@ def test_a_broken_parent_package_is_not_imported_to_find_a_module(
     assert "habana_frameworks.torch" in read_machine(ALL_SHEETS).modules
 
 
-def test_files_that_several_vendors_use_count_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/accel/accel0 may be a laptop's own NPU."""
+def test_device_files_are_counted_per_vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/accel/accel0 may also be the NPU of a laptop."""
 
     def find(pattern: str) -> list[str]:
         if pattern.startswith("/sys/class/"):
@@ -197,19 +193,19 @@ def test_files_that_several_vendors_use_count_for_one(tmp_path: Path, monkeypatc
         ("Linux", "x86_64", "1", False),
     ],
 )
-def test_rosetta_is_told_from_an_intel_mac(
+def test_rosetta_is_distinguished_from_an_intel_mac(
     system: str, architecture: str, answer: str, translated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: architecture)
-    answered = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
-    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: answered)
+    completed = subprocess.CompletedProcess([], 0, stdout=f"{answer}\n")
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: completed)
     assert machine_module._is_translated() is translated
 
 
-def test_what_torch_was_built_for_is_read_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_builds_are_read_without_running_version_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\nraise SystemExit(0)\ncuda_x = (\n"
     (tmp_path / "version.py").write_text(text)
-    found = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     assert machine_module._read_torch_builds() == {"cuda": "13.0"}

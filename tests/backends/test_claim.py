@@ -1,4 +1,4 @@
-"""Claims: when a limit applies."""
+"""When a limit applies."""
 
 import pytest
 
@@ -19,12 +19,17 @@ def make_limit(only_on: tuple[str, ...] = (), only_if: tuple[str, ...] = ()) -> 
         (make_limit(only_if=("macos<14",)), None, {"macos": "13.6"}, True),
         (make_limit(only_if=("macos<14",)), None, {"macos": "14.0"}, False),
         (make_limit(only_if=("macos<14",)), None, {"torch": "2.13.0"}, None),
-        (make_limit(only_if=("torch<2.8",)), None, {"torch": "2.8.0.dev1+cpu"}, False),  # a nightly is what it leads to
+        (
+            make_limit(only_if=("torch<2.8",)),
+            None,
+            {"torch": "2.8.0.dev1+cpu"},
+            False,
+        ),  # a nightly counts as its release
         (make_limit(only_if=("torch<2.8", "macos<14")), None, {"torch": "2.9"}, False),  # one "no" decides
         (make_limit(only_on=("m1",), only_if=("torch<2.8",)), "m1", {}, None),
     ],
 )
-def test_a_limit_applies_by_product_and_version(
+def test_limit_applies_by_product_and_version(
     limit: Limit, product: str | None, versions: dict[str, str], expected: bool | None
 ) -> None:
     assert limit.applies(product, versions) is expected

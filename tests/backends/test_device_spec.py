@@ -1,4 +1,4 @@
-"""Device strings: every spelling, good and bad."""
+"""Parsing of device strings, valid and invalid."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
         ("virtual:gaudi2", {"name": "hpu", "virtual": True, "product": "gaudi2"}),
     ],
 )
-def test_good_spellings(device: object, expected: dict[str, object]) -> None:
+def test_valid_strings(device: object, expected: dict[str, object]) -> None:
     assert DeviceSpec.parse(device, REGISTRY) == DeviceSpec(**expected)  # type: ignore[arg-type]
 
 
@@ -75,39 +75,39 @@ def test_good_spellings(device: object, expected: dict[str, object]) -> None:
         ("cuda:0:1", "'0:1' is neither an index nor a memory size", "cuda, hpu:3"),
         ("cuda:9999999999", "'9999999999' is not an index", "did you mean cuda:9999999999GiB?"),
         ("cuda:24.5", "'24.5' is not an index", "did you mean cuda:24.5GiB?"),
-        ("gaudi2:16GiB", "gaudi2 is a product, with a memory of its own", "hpu:16GiB"),
-        ("cuda,strict", "only a virtual device has options", "write virtual:cuda,strict"),
+        ("gaudi2:16GiB", "gaudi2 is a product with a fixed memory size", "hpu:16GiB"),
+        ("cuda,strict", "only a virtual device has options", "use virtual:cuda,strict"),
         ("virtual:", "it has no name", "virtual:neuron,count=2"),
-        ("virtual:mps:16GiB", "memory as an option", "write virtual:mps,memory=16GiB"),
-        ("virtual:mps,", "'' is not an option", "options: count=N, memory=SIZE, strict"),
-        ("virtual:mps,strit", "'strit' is not an option", "options: count=N, memory=SIZE, strict"),
-        ("virtual:mps,count", "'count' is not an option", "count=N"),
-        ("virtual:mps,strict=1", "'strict=1' is not an option", "strict"),
-        ("virtual:mps,strict,strict", "strict is given twice", "cuda, hpu:3"),
-        ("virtual:mps,memory=1GiB,memory=2GiB", "memory is given twice", "cuda, hpu:3"),
-        ("virtual:gaudi2,memory=1GiB", "gaudi2 is a product, with a memory of its own", "cuda, hpu:3"),
-        ("virtual:mps,memory=lots", "'lots' is no size of a memory", "16GiB"),
-        ("virtual:mps,count=0", "at least one device and at most 999, not 0", "count=2"),
-        ("virtual:mps,count=-1", "at least one device and at most 999, not -1", "count=2"),
-        ("virtual:neuron:2,count=2", "index 2, and the count is 2", "neuron:1"),
+        ("virtual:mps:16GiB", "the memory of a virtual device is an option", "use virtual:mps,memory=16GiB"),
+        ("virtual:mps,", "unknown option ''", "options: count=N, memory=SIZE, strict"),
+        ("virtual:mps,strit", "unknown option 'strit'", "options: count=N, memory=SIZE, strict"),
+        ("virtual:mps,count", "unknown option 'count'", "count=N"),
+        ("virtual:mps,strict=1", "unknown option 'strict=1'", "strict"),
+        ("virtual:mps,strict,strict", "duplicate option strict", "cuda, hpu:3"),
+        ("virtual:mps,memory=1GiB,memory=2GiB", "duplicate option memory", "cuda, hpu:3"),
+        ("virtual:gaudi2,memory=1GiB", "gaudi2 is a product with a fixed memory size", "cuda, hpu:3"),
+        ("virtual:mps,memory=lots", "'lots' is not a valid memory size", "16GiB"),
+        ("virtual:mps,count=0", "must be from 1 to 999, not 0", "count=2"),
+        ("virtual:mps,count=-1", "must be from 1 to 999, not -1", "count=2"),
+        ("virtual:neuron:2,count=2", "index 2, but the device count is 2", "neuron:1"),
         ("nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("virtual:nueron", "unknown device 'nueron'", "did you mean neuron?"),
         ("trainum", "unknown device 'trainum'", "did you mean trainium?"),
         ("virtual:auto", "unknown device 'auto'", "known: cuda"),
-        ("rtx4090", "unknown device 'rtx4090'", "give the memory: cuda:24GiB"),
-        ("rx6800", "unknown device 'rx6800'", "give the memory: rocm:24GiB"),
-        ("gaudi9", "unknown device 'gaudi9'", "give the memory: hpu:24GiB; products of hpu by name: gaudi3, gaudi2"),
-        ("m4-max", "unknown device 'm4-max'", "give the memory: mps:24GiB"),
+        ("rtx4090", "unknown device 'rtx4090'", "use the memory size, such as cuda:24GiB"),
+        ("rx6800", "unknown device 'rx6800'", "use the memory size, such as rocm:24GiB"),
+        ("gaudi9", "unknown device 'gaudi9'", "such as hpu:24GiB, or a listed product: gaudi3, gaudi2"),
+        ("m4-max", "unknown device 'm4-max'", "use the memory size, such as mps:24GiB"),
         (None, "unknown device 'none'", "known: cuda"),
         (b"cpu", "is not a valid device", "cuda, hpu:3"),
     ],
 )
-def test_bad_spellings(text: object, message: str, hint: str) -> None:
+def test_invalid_strings(text: object, message: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         DeviceSpec.parse(text, REGISTRY)
     assert message in caught.value.message
     assert hint in caught.value.hint
-    assert isinstance(caught.value, UnknownDeviceError) == message.startswith("unknown")
+    assert isinstance(caught.value, UnknownDeviceError) == message.startswith("unknown device")
 
 
 SIZES = st.builds(lambda number, unit: f"{number}{unit}", st.integers(1, 999), st.sampled_from(["MiB", "GiB", "gb"]))
@@ -120,8 +120,8 @@ def specs(draw: st.DrawFn) -> DeviceSpec:
     product = draw(st.none() | st.sampled_from([product.name for product in sheet.products]))
     virtual = draw(st.booleans())
     count = draw(st.none() | st.integers(1, 999)) if virtual else None
-    most = 10**9 - 1 if count is None else count - 1
-    index = draw(st.none() | st.integers(0, most))
+    last = 10**9 - 1 if count is None else count - 1
+    index = draw(st.none() | st.integers(0, last))
     memory = draw(st.none() | SIZES) if product is None and (virtual or index is None) else None
     strict = draw(st.booleans()) if virtual else False
     return DeviceSpec(
@@ -130,7 +130,7 @@ def specs(draw: st.DrawFn) -> DeviceSpec:
 
 
 @given(specs())
-def test_a_spec_is_read_back_from_its_string(spec: DeviceSpec) -> None:
+def test_spec_round_trips_through_its_string(spec: DeviceSpec) -> None:
     assert DeviceSpec.parse(str(spec), REGISTRY) == spec
 
 
@@ -144,22 +144,24 @@ def test_any_text_is_a_spec_or_a_usage_error(text: str) -> None:
         assert str(DeviceSpec.parse(text, REGISTRY)) == text
 
 
-def test_no_word_means_two_devices() -> None:
-    words = [
-        word for sheet in ALL_SHEETS for word in (sheet.name, *sheet.aliases, *(one.name for one in sheet.products))
+def test_names_aliases_and_products_are_unique() -> None:
+    names = [
+        name
+        for sheet in ALL_SHEETS
+        for name in (sheet.name, *sheet.aliases, *(product.name for product in sheet.products))
     ]
-    assert len(words) == len(set(words))
+    assert len(names) == len(set(names))
     for sheet in ALL_SHEETS:
-        for word in sheet.aliases:
-            assert DeviceSpec.parse(word, REGISTRY).name == sheet.name
+        for alias in sheet.aliases:
+            assert DeviceSpec.parse(alias, REGISTRY).name == sheet.name
 
 
-def test_the_prefix_of_virtual_devices_is_defined_once() -> None:
+def test_virtual_prefix_is_defined_once() -> None:
     files = [path for path in SOURCE.rglob("*.py") if '= "virtual:"' in path.read_text()]
     assert [path.name for path in files] == ["device_spec.py"]
 
 
-def test_an_integer_is_an_index_of_the_auto_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_is_an_index_of_the_auto_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_device(0) == DeviceSpec(name=anyaccel.open_device("auto").sheet.name, index=0)
     monkeypatch.setenv("ANYACCEL_DEVICE", "virtual:neuron,count=4")
     assert read_device(3) == DeviceSpec(name="neuron", virtual=True, count=4, index=3)
@@ -170,15 +172,15 @@ def test_an_integer_is_an_index_of_the_auto_device(monkeypatch: pytest.MonkeyPat
         read_device(True)
 
 
-def test_the_variable_is_named_in_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("nonsense", "cuda:x", "virtual:hpu,count=0", "virtual:hpu:2,count=1"):
         monkeypatch.setenv("ANYACCEL_DEVICE", value)
         with pytest.raises(UsageError, match=r"\(from ANYACCEL_DEVICE\)"):
             read_device("auto")
 
 
-def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="cpu:16GiB describes a device by its memory"):
+def test_specs_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="cpu:16GiB gives a memory size, which cannot be used to open a device"):
         anyaccel.open_device("cpu:16GiB")
     with pytest.raises(DeviceUnavailableError, match="virtual:hpu was not started in this process"):
         anyaccel.open_device("virtual:hpu")
@@ -193,12 +195,12 @@ def test_what_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert anyaccel.is_available("host:0")
 
 
-def test_a_product_has_the_sheet_of_its_device_settled_for_it() -> None:
+def test_product_has_the_resolved_sheet_of_its_device() -> None:
     assert anyaccel.sheet("gaudi2") == anyaccel.sheet("hpu").on(product="gaudi2")
     assert anyaccel.sheet("mi300x").name == "rocm"
 
 
-def test_the_tensors_of_the_cpu_have_no_index() -> None:
+def test_cpu_tensors_have_no_index() -> None:
     opened = anyaccel.open_device("cpu")
     assert opened.tensor_device == torch.ones(1).device
     assert opened.sheet.is_host

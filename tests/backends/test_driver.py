@@ -1,6 +1,6 @@
-"""Drivers: what goes through torch's own module of a device, and what a backend must do otherwise.
+"""Drivers: default behavior through the torch device module, and overrides of backends.
 
-The stand-ins below have the vendors' functions under the vendors' names and signatures, and nothing else.
+The fake device modules have only the functions under test, with the vendors' names and signatures.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from anyaccel.backends.dtype_probe import probe_dtype
 from anyaccel.backends.registry import Backend
 from anyaccel.errors import NotMeasurableError
 
-HOST = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 CUDA_FP8 = cuda.CUDA.dtypes.float8_e4m3fn
 
 
@@ -26,15 +26,15 @@ def attach(backend: Backend, monkeypatch: pytest.MonkeyPatch, **functions: Any) 
     module: Any = SimpleNamespace(**functions)
     driver = backend.driver(backend.sheet)
 
-    def give(_: Driver) -> ModuleType:
-        found: ModuleType = module
-        return found
+    def get_module(_: Driver) -> ModuleType:
+        fake: ModuleType = module
+        return fake
 
-    monkeypatch.setattr(type(driver), "module", give)
+    monkeypatch.setattr(type(driver), "module", get_module)
     return driver
 
 
-def test_mps_memory_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_uses_its_own_memory_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = attach(
         mps.BACKEND,
         monkeypatch,
@@ -47,7 +47,7 @@ def test_mps_memory_has_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     driver.synchronize(0)
 
 
-def test_neuron_waits_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neuron_synchronizes_before_reading_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def count(index: int) -> int:
@@ -66,7 +66,7 @@ def test_neuron_waits_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["synchronize", "count"]
 
 
-def test_a_device_without_a_cache_has_nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_cache_without_a_caching_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     driver = attach(hpu.BACKEND, monkeypatch, synchronize=lambda: calls.append("synchronize"))
     driver.empty_cache()
@@ -75,7 +75,7 @@ def test_a_device_without_a_cache_has_nothing_to_release(monkeypatch: pytest.Mon
     assert calls == ["synchronize"]
 
 
-def test_a_figure_that_is_not_kept_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_memory_figure_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = attach(npu.BACKEND, monkeypatch)
     with pytest.raises(
         NotMeasurableError, match=r"neither torch\.npu nor torch\.accelerator .* has max_memory_allocated"
@@ -83,7 +83,7 @@ def test_a_figure_that_is_not_kept_is_an_error_and_not_a_zero(monkeypatch: pytes
         driver.max_memory(0)
 
 
-def test_seeding_reaches_the_host_and_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manual_seed_seeds_the_cpu_and_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     driver = attach(npu.BACKEND, monkeypatch, manual_seed_all=seeds.append, manual_seed=lambda seed: 1 / 0)
     driver.manual_seed(7)
@@ -91,7 +91,7 @@ def test_seeding_reaches_the_host_and_all_devices(monkeypatch: pytest.MonkeyPatc
     assert torch.initial_seed() == 7
 
 
-def test_a_runtime_that_sees_nothing_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_is_zero_if_the_runtime_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = attach(npu.BACKEND, monkeypatch, is_available=lambda: False, device_count=lambda: 8)
     assert driver.count() == 0
 
@@ -99,7 +99,7 @@ def test_a_runtime_that_sees_nothing_counts_none(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("reported", "product"), [("GAUDI", "gaudi1"), ("GAUDI2", "gaudi2"), ("GAUDI3", "gaudi3"), ("GAUDI4", None)]
 )
-def test_a_product_is_known_by_the_name_the_device_gives_itself(
+def test_product_is_found_by_the_reported_name(
     reported: str, product: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = attach(hpu.BACKEND, monkeypatch, get_device_name=lambda index: reported)
@@ -107,12 +107,12 @@ def test_a_product_is_known_by_the_name_the_device_gives_itself(
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "bfloat16", "complex64", "complex128"])
-def test_the_host_keeps_every_type(dtype: str) -> None:
-    assert probe_dtype(dtype, HOST) is None
+def test_cpu_supports_every_dtype(dtype: str) -> None:
+    assert probe_dtype(dtype, CPU_DEVICE) is None
 
 
 class NarrowTensor(torch.Tensor):
-    """A tensor whose move to a device narrows float64 as Gaudi does: the numbers change, the type does not."""
+    """A tensor that moving to a device narrows like float64 on Gaudi: the value changes, the dtype does not."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,72 +123,72 @@ class NarrowTensor(torch.Tensor):
 
 @pytest.mark.parametrize(
     ("kind", "error", "effect"),
-    [("narrow", None, "narrowed"), ("refuse", TypeError("no float64"), "error")],
+    [("narrow", None, "narrowed"), ("reject", TypeError("no float64"), "error")],
 )
-def test_the_probe_tells_narrowing_from_refusal(
+def test_probe_distinguishes_narrowing_from_an_error(
     kind: str, error: Exception | None, effect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = torch.tensor
+    original = torch.tensor
 
-    def refuse(self: torch.Tensor, target: Any) -> torch.Tensor:
+    def reject(self: torch.Tensor, target: Any) -> torch.Tensor:
         if isinstance(target, torch.device) and error is not None:
             raise error
         return self
 
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensor = build(*args, **kwargs)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = original(*args, **kwargs)
         return tensor.as_subclass(NarrowTensor) if kind == "narrow" else tensor
 
-    monkeypatch.setattr(torch, "tensor", make)
+    monkeypatch.setattr(torch, "tensor", create)
     if error is not None:
-        monkeypatch.setattr(torch.Tensor, "to", refuse)
-    assert probe_dtype("float64", HOST) == effect
+        monkeypatch.setattr(torch.Tensor, "to", reject)
+    assert probe_dtype("float64", CPU_DEVICE) == effect
 
 
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("full"), RuntimeError("MPS backend out of memory (MPS allocated: 18 GB)")]
 )
-def test_a_busy_device_is_not_one_without_the_type(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_on_a_full_device_decides_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(self: torch.Tensor, target: Any) -> torch.Tensor:
         raise error
 
     doubted = DtypeLimit(
-        says="Refused.", source="https://x", evidence="documented", effect="narrowed", contradicted_by="https://y"
+        says="Rejected.", source="https://x", evidence="documented", effect="narrowed", contradicted_by="https://y"
     )
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted))
     monkeypatch.setattr(torch.Tensor, "to", run_out)
-    assert Driver(sheet).resolve_conditions(HOST).dtype("float64") == doubted
+    assert Driver(sheet).resolve_conditions(CPU_DEVICE).dtype("float64") == doubted
     with pytest.raises(RuntimeError, match=str(error)[:20]):
-        probe_dtype("float64", HOST)
+        probe_dtype("float64", CPU_DEVICE)
 
 
-def test_fp8_is_not_asked_for_by_an_addition() -> None:
+def test_fp8_is_not_probed() -> None:
     assert isinstance(CUDA_FP8, DtypeLimit)
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float8_e4m3fn=replace(CUDA_FP8, contradicted_by="https://y")))
-    assert Driver(sheet).resolve_conditions(HOST).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
+    assert Driver(sheet).resolve_conditions(CPU_DEVICE).dtype("float8_e4m3fn") == sheet.dtypes.float8_e4m3fn
 
 
 @pytest.mark.parametrize(("current", "index"), [(2, 2), (torch.device("xpu", 5), 5), (torch.device("xpu"), 0)])
-def test_the_current_device_may_be_told_as_a_number_or_a_device(
+def test_current_device_may_be_an_integer_or_a_torch_device(
     current: object, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert attach(npu.BACKEND, monkeypatch, current_device=lambda: current).current_index() == index
 
 
-def test_a_container_shares_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/sys/fs/cgroup/memory.max": "2000\n", "/sys/fs/cgroup/memory.current": "1500\n"}
     monkeypatch.setattr(cpu, "_read", lambda path: files.get(path, ""))
     memory = cpu.BACKEND.driver(CPU).memory(0)
     assert (memory.free_bytes, memory.total_bytes) == (500, 2000)
 
 
-def test_a_device_settles_what_its_sheet_leaves_in_doubt() -> None:
+def test_contradicted_dtype_is_probed() -> None:
     doubted = DtypeLimit(
-        says="Refused.", source="https://x", evidence="documented", effect="error", contradicted_by="https://y"
+        says="Rejected.", source="https://x", evidence="documented", effect="error", contradicted_by="https://y"
     )
     certain = replace(doubted, contradicted_by="")
     sheet = replace(CPU, dtypes=replace(CPU.dtypes, float64=doubted, int64=certain))
-    settled = Driver(sheet).resolve_conditions(HOST)
-    assert isinstance(settled.dtype("float64"), Yes)
-    assert settled.dtype("float64").evidence == "hardware"  # type: ignore[union-attr]
-    assert settled.dtype("int64") == certain, "what nobody doubts is not asked"
+    resolved = Driver(sheet).resolve_conditions(CPU_DEVICE)
+    assert isinstance(resolved.dtype("float64"), Yes)
+    assert resolved.dtype("float64").evidence == "hardware"  # type: ignore[union-attr]
+    assert resolved.dtype("int64") == certain, "an uncontradicted limit is not probed"

@@ -1,4 +1,4 @@
-"""Evidence files: written and read back, refused where they prove nothing, and taken into the sheets."""
+"""Evidence files: writing, reading, rejecting invalid ones, and merging them into sheets."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +27,8 @@ from tests.conftest import ROOT
 FILE = f"{FOLDER}/seen.json"
 
 
-def find(claim: str, seen: str, verdict: Verdict, expected: str = "yes") -> Finding:
-    return Finding(claim=claim, expected=expected, seen=seen, verdict=verdict, detail="as a test says")
+def make_finding(claim: str, seen: str, verdict: Verdict, expected: str = "yes") -> Finding:
+    return Finding(claim=claim, expected=expected, seen=seen, verdict=verdict, detail="from a test")
 
 
 def make(*findings: Finding, **changes: Any) -> Verification:
@@ -41,7 +41,7 @@ def make(*findings: Finding, **changes: Any) -> Verification:
         tolerance=1e-3,
         right=True,
     )
-    made = Verification(
+    verification = Verification(
         device="neuron",
         virtual=False,
         product="trn2",
@@ -56,123 +56,130 @@ def make(*findings: Finding, **changes: Any) -> Verification:
         findings=findings,
         pipelines=(pipeline,),
     )
-    return replace(made, **changes)
+    return replace(verification, **changes)
 
 
-def taken(*findings: Finding, **changes: Any) -> Sheet:
+def merge(*findings: Finding, **changes: Any) -> Sheet:
     return merge_evidence(NEURON, {FILE: make(*findings, **changes)})
 
 
-def test_a_file_is_read_as_it_was_written() -> None:
-    written = make(find("dtypes.float32", "yes", "agrees"), find("batches", "", "not tried"))
+def test_file_round_trips() -> None:
+    written = make(make_finding("dtypes.float32", "yes", "agrees"), make_finding("batches", "", "not tried"))
     assert read_verification(written.to_json(), "a file") == written
     assert written.where == "Trainium 2, torch 2.11.0, 2026-11-15"
 
 
-def test_a_file_that_was_changed_by_hand_is_refused() -> None:
-    text = make(find("dtypes.float64", "yes", "contradicts", "error")).to_json()
-    with pytest.raises(AnyaccelError, match=r"a file was changed after it was written.*\nhint: take it back"):
+def test_modified_file_raises() -> None:
+    text = make(make_finding("dtypes.float64", "yes", "contradicts", "error")).to_json()
+    with pytest.raises(AnyaccelError, match=r"a file was changed after it was written.*\nhint: restore the original"):
         read_verification(text.replace("contradicts", "agrees"), "a file")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
-        ("{", "", "is no evidence file"),
-        ('"format": 1', '"format": 99', "has the format 99, and this anyaccel reads 1"),
-        ('"device": ', '"devise": ', "is no evidence file"),
-        ('"agrees"', '"holds"', "no verdict is called holds"),
+        ("{", "", "is not a valid evidence file"),
+        ('"format": 1', '"format": 99', "has the format version 99, but this version of anyaccel reads 1"),
+        ('"device": ', '"devise": ', "is not a valid evidence file"),
+        ('"agrees"', '"holds"', "unknown verdict holds"),
     ],
 )
-def test_what_is_no_evidence_file_is_refused(old: str, new: str, words: str) -> None:
-    text = make(find("batches", "yes", "agrees")).to_json()
-    with pytest.raises(AnyaccelError, match=words):
+def test_invalid_file_raises(old: str, new: str, message: str) -> None:
+    text = make(make_finding("batches", "yes", "agrees")).to_json()
+    with pytest.raises(AnyaccelError, match=message):
         read_verification(text.replace(old, new, 1), "a file")
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"virtual": True}, "is of a virtual device"), ({"signed_off_by": ""}, "is signed off by nobody")],
+    ("changes", "message"),
+    [({"virtual": True}, "is from a virtual device"), ({"signed_off_by": ""}, "is not signed off")],
 )
-def test_the_package_takes_hardware_alone_and_signed_off(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_virtual_and_unsigned_files_raise(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     (tmp_path / "good.json").write_text(make().to_json())
     (tmp_path / "other.json").write_text(make(**changes).to_json())
-    with pytest.raises(AnyaccelError, match=f"verified/other.json {words}"):
+    with pytest.raises(AnyaccelError, match=f"verified/other.json {message}"):
         load_verifications(tmp_path)
 
 
-def test_a_claim_that_held_is_known_from_hardware_and_keeps_its_source() -> None:
-    claim = taken(find("dtypes.float32", "yes", "agrees")).dtypes.float32
+def test_confirmed_claim_has_hardware_evidence_and_keeps_its_source() -> None:
+    claim = merge(make_finding("dtypes.float32", "yes", "agrees")).dtypes.float32
     assert isinstance(claim, Yes)
     assert (NEURON.dtypes.float32.evidence, claim.evidence) == ("documented", "hardware")  # type: ignore[union-attr]
     assert claim.source == NEURON.dtypes.float32.source  # type: ignore[union-attr]
-    assert [(one.where, one.file) for one in claim.seen_on] == [("Trainium 2, torch 2.11.0, 2026-11-15", FILE)]
+    assert [(entry.where, entry.file) for entry in claim.seen_on] == [("Trainium 2, torch 2.11.0, 2026-11-15", FILE)]
 
 
-def test_a_limit_that_did_not_hold_is_contradicted_and_stays() -> None:
-    claim = taken(find("training", "yes", "contradicts", "error"), find("new_shapes", "yes", "contradicts", "slow"))
-    known, unheard = claim.training, claim.new_shapes
-    assert isinstance(known, Limit)
-    assert isinstance(unheard, Limit)
-    assert known.contradicted_by == NEURON.training.contradicted_by  # type: ignore[union-attr]
-    assert unheard.contradicted_by == FILE
-    assert (known.evidence, unheard.evidence) == ("documented", "documented")
+def test_contradicted_limit_stays() -> None:
+    sheet = merge(
+        make_finding("training", "yes", "contradicts", "error"),
+        make_finding("new_shapes", "yes", "contradicts", "slow"),
+    )
+    contradicted_before, new = sheet.training, sheet.new_shapes
+    assert isinstance(contradicted_before, Limit)
+    assert isinstance(new, Limit)
+    assert contradicted_before.contradicted_by == NEURON.training.contradicted_by  # type: ignore[union-attr]
+    assert new.contradicted_by == FILE
+    assert (contradicted_before.evidence, new.evidence) == ("documented", "documented")
 
 
-def test_a_yes_that_did_not_hold_says_so() -> None:
-    sheet = taken(find("dtypes.float32", "wrong", "contradicts"))
+def test_contradicted_yes_is_shown_as_contradicted() -> None:
+    sheet = merge(make_finding("dtypes.float32", "wrong", "contradicts"))
     assert isinstance(sheet.dtypes.float32, Yes)
     assert sheet.dtypes.float32.evidence == "documented"
-    rows = {row.matter: row for section in describe_sheet(sheet) for row in section.rows}
-    assert rows["float32"].says.endswith(" Not so on Trainium 2, torch 2.11.0, 2026-11-15: silently wrong.")
+    rows = {row.subject: row for section in describe_sheet(sheet) for row in section.rows}
+    assert rows["float32"].says.endswith(" Contradicted on Trainium 2, torch 2.11.0, 2026-11-15: silently wrong.")
     assert rows["float32"].files == (FILE,)
 
 
-@pytest.mark.parametrize(("seen", "kind"), [("yes", Yes), ("narrowed", DtypeLimit)])
-def test_an_open_question_is_answered_by_the_device(seen: str, kind: type[Claim]) -> None:
+@pytest.mark.parametrize(("seen", "expected"), [("yes", Yes), ("narrowed", DtypeLimit)])
+def test_unknown_is_answered_by_the_device(seen: str, expected: type[Claim]) -> None:
     assert isinstance(NEURON.dtypes.float8_e5m2, Unknown)
-    claim = taken(find("dtypes.float8_e5m2", seen, "new", "not known")).dtypes.float8_e5m2
-    assert type(claim) is kind
+    claim = merge(make_finding("dtypes.float8_e5m2", seen, "new", "not known")).dtypes.float8_e5m2
+    assert type(claim) is expected
     assert isinstance(claim, Claim)
     assert (claim.evidence, claim.source) == ("hardware", FILE)
     assert getattr(claim, "effect", "yes") == seen
 
 
-def test_what_was_not_tried_changes_nothing() -> None:
-    assert taken(find("dtypes.float8_e5m2", "", "not tried"), find("batches", "", "not tried")) == NEURON
+def test_untried_claims_are_unchanged() -> None:
+    assert (
+        merge(make_finding("dtypes.float8_e5m2", "", "not tried"), make_finding("batches", "", "not tried")) == NEURON
+    )
 
 
-def test_a_limit_of_other_products_is_not_seen_where_it_does_not_hold() -> None:
-    here, there = (
-        merge_evidence(NEURON, {FILE: make(find("dtypes.float8_e4m3fn", seen, "agrees", seen))}).dtypes.float8_e4m3fn
+def test_limit_of_other_products_gets_no_hardware_evidence() -> None:
+    confirmed, unconfirmed = (
+        merge_evidence(
+            NEURON, {FILE: make(make_finding("dtypes.float8_e4m3fn", seen, "agrees", seen))}
+        ).dtypes.float8_e4m3fn
         for seen in ("error", "yes")
     )
-    assert isinstance(here, Limit)
-    assert isinstance(there, Limit)
-    assert (here.evidence, there.evidence) == ("hardware", "documented")
-    assert there.seen_on[0].seen == "yes"
+    assert isinstance(confirmed, Limit)
+    assert isinstance(unconfirmed, Limit)
+    assert (confirmed.evidence, unconfirmed.evidence) == ("hardware", "documented")
+    assert unconfirmed.seen_on[0].seen == "yes"
 
 
 @pytest.mark.parametrize("changes", [{"device": "mps"}, {"virtual": True}])
-def test_other_devices_and_virtual_ones_change_nothing(changes: dict[str, Any]) -> None:
-    assert taken(find("dtypes.float32", "yes", "agrees"), **changes) == NEURON
+def test_files_of_other_or_virtual_devices_are_ignored(changes: dict[str, Any]) -> None:
+    assert merge(make_finding("dtypes.float32", "yes", "agrees"), **changes) == NEURON
 
 
-def test_every_file_of_the_package_speaks_of_claims_that_are_on_its_sheet() -> None:
-    assert load_verifications(), "the CPU's is there"
+def test_packaged_files_refer_to_claims_of_their_sheet() -> None:
+    assert load_verifications(), "at least the file of the CPU"
     for file, verification in load_verifications().items():
         assert (ROOT / file).is_file()
         claims = dict(anyaccel.sheet(verification.device).claims())
         assert {finding.claim for finding in verification.findings} <= set(claims)
-        seen = [finding.claim for finding in verification.findings if finding.verdict == "agrees"]
-        for name in seen:
+        confirmed = [finding.claim for finding in verification.findings if finding.verdict == "agrees"]
+        for name in confirmed:
             claim = claims[name]
             assert isinstance(claim, Claim)
-            assert file in {sighting.file for sighting in claim.seen_on}
+            assert file in {entry.file for entry in claim.seen_on}
 
 
-def test_the_files_are_part_of_the_wheel() -> None:
-    """They lie in the package, whose whole folder is built into it; no pattern of git's hides them."""
+def test_files_are_part_of_the_wheel() -> None:
+    """Hatchling excludes files that git ignores, so .gitignore must not match them."""
     from hatchling.builders.wheel import WheelBuilder
 
     builder = WheelBuilder(str(ROOT))

@@ -1,4 +1,4 @@
-"""Out of memory: known by its class or by its message, in the wording of every vendor."""
+"""Detection of out-of-memory errors by class and by the messages of all vendors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_messages_of_vendors(message: str) -> None:
+def test_vendor_messages_are_detected(message: str) -> None:
     assert is_out_of_memory(RuntimeError(message))
     assert not is_out_of_memory(ValueError(message)), "an error about an argument may quote anything"
 
 
-def test_classes_and_other_errors() -> None:
+def test_error_classes() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("anything"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -1,4 +1,4 @@
-"""The example plugin is installed for real, and adding an accelerator touches no file of anyaccel's."""
+"""The example plugin, installed with pip: a new accelerator needs no change to anyaccel."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 
 def install(folder: Path, target: Path) -> None:
-    """What `pip install FOLDER` does, into a folder of its own and without a network."""
+    """Run `pip install FOLDER` into a separate directory, without network access."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(folder)],
@@ -24,10 +24,10 @@ def install(folder: Path, target: Path) -> None:
 
 
 def devices(site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
     return subprocess.run(
         [sys.executable, "-m", "anyaccel", "devices", *arguments],
-        env=kept | {"PYTHONPATH": str(site)},
+        env=environment | {"PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
         check=False,
@@ -37,7 +37,7 @@ def devices(site: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the example, so that building it leaves nothing in the repository."""
+    """Return a copy of the example, because building it writes files next to it."""
     folder = tmp_path_factory.mktemp("source") / "backend_plugin"
     shutil.copytree(ROOT / "examples" / "backend_plugin", folder)
     return folder
@@ -50,7 +50,7 @@ def site(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_an_installed_plugin_is_a_device_like_the_others(site: Path) -> None:
+def test_installed_plugin_is_listed_as_a_device(site: Path) -> None:
     rows = {row["name"]: row for row in json.loads(devices(site, "--json").stdout)}
     assert len(rows) == 9
     assert rows["abacus"] == {
@@ -66,14 +66,14 @@ def test_an_installed_plugin_is_a_device_like_the_others(site: Path) -> None:
     }
 
 
-def test_its_sheet_is_shown(site: Path) -> None:
+def test_sheet_of_a_plugin_is_shown(site: Path) -> None:
     done = devices(site, "abacus")
     assert done.returncode == 0, done.stderr
     assert "Beads hold 32 bits." in done.stdout
     assert "https://example.com/abacus/manual" in done.stdout
 
 
-def test_a_plugin_that_breaks_is_shown_and_nothing_else_suffers(site: Path, tmp_path: Path) -> None:
+def test_broken_plugin_is_listed_and_affects_no_other_device(site: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"
     shutil.copytree(site, broken)
     (broken / "anyaccel_abacus" / "__init__.py").write_text("raise RuntimeError('the beads are stuck')")
@@ -88,7 +88,7 @@ def test_a_plugin_that_breaks_is_shown_and_nothing_else_suffers(site: Path, tmp_
     assert "Traceback" not in named.stderr
 
 
-def test_two_plugins_of_one_name_are_an_error(site: Path, plugin: Path, tmp_path: Path) -> None:
+def test_two_plugins_with_the_same_name_raise(site: Path, plugin: Path, tmp_path: Path) -> None:
     rival = tmp_path / "rival"
     shutil.copytree(plugin, rival)
     project = rival / "pyproject.toml"
@@ -98,7 +98,7 @@ def test_two_plugins_of_one_name_are_an_error(site: Path, plugin: Path, tmp_path
     install(rival, both)
     done = devices(both)
     assert done.returncode == 3
-    assert "'abacus' is claimed by 2 plugins" in done.stderr
+    assert "2 plugins provide the device 'abacus'" in done.stderr
     assert "anyaccel-abacus" in done.stderr
     assert "rival-abacus" in done.stderr
     assert "pip uninstall" in done.stderr
@@ -113,13 +113,13 @@ def test_two_plugins_of_one_name_are_an_error(site: Path, plugin: Path, tmp_path
         (
             "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU\n"
             "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='My Device'))",
-            "'My Device' is no name for a device",
+            "'My Device' is not a valid device name",
         ),
         (
             "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU, CpuDriver\n"
             "class Many(CpuDriver):\n    def count(self): return -3\n"
             "BACKEND = replace(CPU, sheet=replace(CPU.sheet, name='abacus'), driver=Many)",
-            "it counts -3 devices",
+            "it reports -3 devices",
         ),
         (
             "from dataclasses import replace\nfrom anyaccel.backends.devices.cpu import BACKEND as CPU, CpuDriver\n"
@@ -129,7 +129,7 @@ def test_two_plugins_of_one_name_are_an_error(site: Path, plugin: Path, tmp_path
         ),
     ],
 )
-def test_a_plugin_may_do_its_worst(site: Path, tmp_path: Path, code: str, reason: str) -> None:
+def test_misbehaving_plugin_affects_no_other_device(site: Path, tmp_path: Path, code: str, reason: str) -> None:
     broken = tmp_path / "site"
     shutil.copytree(site, broken)
     (broken / "anyaccel_abacus" / "__init__.py").write_text(code)
@@ -140,7 +140,7 @@ def test_a_plugin_may_do_its_worst(site: Path, tmp_path: Path, code: str, reason
     assert rows["cpu"]["available"]
 
 
-def test_a_plugin_behind_the_device_of_another_is_opened_as_itself(site: Path, tmp_path: Path) -> None:
+def test_plugin_with_the_device_type_of_another_backend_keeps_its_own_sheet(site: Path, tmp_path: Path) -> None:
     other = tmp_path / "site"
     shutil.copytree(site, other)
     (other / "anyaccel_abacus" / "__init__.py").write_text(

@@ -1,4 +1,4 @@
-"""Quirks: every name that code reacts to is on a sheet, and every other quirk says that it is information only."""
+"""Quirks: names that code reacts to are on a sheet; all others are marked as information only."""
 
 import ast
 
@@ -39,9 +39,9 @@ def test_code_reacts_to_every_known_quirk() -> None:
     assert set(CONSTANTS) - used == set()
 
 
-def test_no_code_writes_the_name_of_a_quirk_itself() -> None:
+def test_code_uses_constants_for_quirk_names() -> None:
     names = {quirk.name for sheet in ALL_SHEETS for quirk in sheet.quirks}
-    written = {
+    literals = {
         f"{path.relative_to(SOURCE)}: {node.value}"
         for path in CONSUMERS
         for node in ast.walk(ast.parse(path.read_text()))
@@ -49,13 +49,13 @@ def test_no_code_writes_the_name_of_a_quirk_itself() -> None:
         and isinstance(node.value, str)
         and node.value.removeprefix("quirks.") in names
     }
-    assert written == set()
+    assert literals == set()
 
 
-def test_a_misspelt_quirk_is_an_error_where_the_sheet_is_written() -> None:
+def test_misspelled_quirk_raises_when_the_sheet_is_defined() -> None:
     with pytest.raises(UsageError, match="no code reacts to the quirk 'float32_atention'") as caught:
         make_quirk("float32_atention")
     assert "did you mean float32_attention?" in caught.value.hint
     assert make_quirk("rattles", information_only=True).information_only
-    with pytest.raises(UsageError, match="code reacts to the quirk 'float32_attention'"):
+    with pytest.raises(UsageError, match="the quirk 'float32_attention' is not information only: code reacts to it"):
         make_quirk("float32_attention", information_only=True)

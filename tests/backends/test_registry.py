@@ -1,4 +1,4 @@
-"""Backends are found by themselves; plugins are found, shown when broken, and refused when two claim one name."""
+"""Registry of backends: discovery, broken plugins and name conflicts."""
 
 import sys
 import types
@@ -17,19 +17,19 @@ TOASTER = Backend(sheet=replace(CPU, name="toaster", title="Toaster"))
 
 @pytest.fixture
 def module() -> Iterator[str]:
-    name = "a_plugin_of_the_tests"
+    name = "plugin_of_these_tests"
     sys.modules[name] = types.SimpleNamespace(TOASTER=TOASTER, NOT_ONE="a string")  # type: ignore[assignment]
     yield name
     del sys.modules[name]
 
 
-def test_a_plugin_is_found(module: str) -> None:
+def test_plugin_is_found(module: str) -> None:
     registry = build_registry([EntryPoint("toaster", f"{module}:TOASTER", GROUP)])
     assert registry.backend("toaster").sheet.title == "Toaster"
     assert "toaster" in registry.names()
 
 
-def test_a_plugin_that_cannot_be_imported_is_kept_with_its_error(module: str) -> None:
+def test_plugin_that_fails_to_load_is_listed_with_its_error(module: str) -> None:
     registry = build_registry(
         [
             EntryPoint("gone", "no_such_module_anywhere:BACKEND", GROUP),
@@ -48,29 +48,29 @@ def test_a_plugin_that_cannot_be_imported_is_kept_with_its_error(module: str) ->
         registry.backend("gone")
 
 
-def test_two_plugins_that_claim_one_name_are_an_error_for_that_name_alone(module: str) -> None:
+def test_two_plugins_with_the_same_name_raise_for_that_name_only(module: str) -> None:
     twice = [EntryPoint("toaster", f"{module}:TOASTER", GROUP), EntryPoint("toaster2", f"{module}:TOASTER", GROUP)]
     registry = build_registry(twice)
-    with pytest.raises(PluginError, match="'toaster' is claimed by 2 plugins"):
+    with pytest.raises(PluginError, match="2 plugins provide the device 'toaster'"):
         registry.backend("toaster")
-    with pytest.raises(PluginError, match="claimed by 2 plugins"):
-        registry.refuse_conflicts()
+    with pytest.raises(PluginError, match="2 plugins provide the device"):
+        registry.check_conflicts()
     assert registry.backend("cpu")
 
 
-def test_a_plugin_wins_over_a_built_in_backend(module: str) -> None:
+def test_plugin_overrides_a_built_in_backend(module: str) -> None:
     sys.modules[module].MINE = Backend(sheet=replace(CPU, name="mps", title="Mine"))  # type: ignore[attr-defined]
     registry = build_registry([EntryPoint("mps", f"{module}:MINE", GROUP)])
     assert registry.backend("mps").sheet.title == "Mine"
 
 
-@pytest.mark.parametrize(("asked", "nearest"), [("nueron", "neuron"), ("MPS", "mps"), ("cude", "cuda")])
-def test_an_unknown_device_names_the_nearest_and_lists_the_known(asked: str, nearest: str) -> None:
+@pytest.mark.parametrize(("misspelled", "nearest"), [("nueron", "neuron"), ("MPS", "mps"), ("cude", "cuda")])
+def test_unknown_device_suggests_the_nearest_and_lists_all(misspelled: str, nearest: str) -> None:
     with pytest.raises(UnknownDeviceError) as caught:
-        build_registry([]).backend(asked)
+        build_registry([]).backend(misspelled)
     assert f"did you mean {nearest}?" in caught.value.hint
     assert all(name in caught.value.hint for name in ("cpu", "cuda", "rocm", "hpu", "mlu"))
 
 
-def test_a_variant_is_found_by_its_own_name() -> None:
+def test_variant_is_found_by_name() -> None:
     assert build_registry([]).backend("rocm").name == "cuda"

@@ -1,4 +1,4 @@
-"""Every sheet: complete, sourced, and in agreement with diffusers."""
+"""Built-in sheets: complete, with sources, and consistent with diffusers."""
 
 import itertools
 import json
@@ -26,34 +26,34 @@ CLAIMS = {
 }
 
 
-def test_the_eight_backends_and_rocm_are_there() -> None:
+def test_eight_backends_and_rocm_exist() -> None:
     names = {sheet.name for sheet in ALL_SHEETS}
     assert names == {"cpu", "cuda", "rocm", "mps", "hpu", "neuron", "xpu", "npu", "mlu"}
 
 
-def is_ours(source: str, *folders: str) -> bool:
-    """Whether it is a file of this repository, in one of the folders."""
+def is_repository_file(source: str, *folders: str) -> bool:
+    """Return whether a source is a file of this repository in one of the folders."""
     return source.startswith(folders) and (ROOT / source).is_file()
 
 
 def find_gaps(claim: Claim) -> list[str]:
-    """The fields of a claim that do not say what it is or how it is known."""
-    right = {
+    """Return the fields of a claim that are missing or invalid."""
+    valid = {
         "says": bool(claim.says.strip()),
-        "source": is_ours(claim.source, "benchmarks/results/", FOLDER)
+        "source": is_repository_file(claim.source, "benchmarks/results/", FOLDER)
         or claim.source.startswith(("https://", "http://")),
         "evidence": claim.evidence in get_args(Evidence),
     }
     if isinstance(claim, Limit | Requirement):
-        right["hint"] = bool(claim.hint)
+        valid["hint"] = bool(claim.hint)
     if isinstance(claim, Limit):
         against = claim.contradicted_by
-        right["effect"] = claim.effect in get_args(Effect)
-        right["contradicted_by"] = not against or against.startswith("https://") or is_ours(against, FOLDER)
-    return [field for field, is_right in right.items() if not is_right]
+        valid["effect"] = claim.effect in get_args(Effect)
+        valid["contradicted_by"] = not against or against.startswith("https://") or is_repository_file(against, FOLDER)
+    return [field for field, is_valid in valid.items() if not is_valid]
 
 
-def test_every_claim_says_what_it_is_and_how_it_is_known() -> None:
+def test_every_claim_is_complete() -> None:
     assert len(CLAIMS) > 250
     assert {name: gaps for name, claim in CLAIMS.items() if (gaps := find_gaps(claim))} == {}
 
@@ -69,7 +69,7 @@ def test_every_claim_says_what_it_is_and_how_it_is_known() -> None:
         ("contradicted_by", "nobody"),
     ],
 )
-def test_the_check_finds_a_claim_with_a_gap(field: str, value: str) -> None:
+def test_check_finds_incomplete_claims(field: str, value: str) -> None:
     limit = next(claim for claim in CLAIMS.values() if isinstance(claim, Limit))
     assert find_gaps(limit) == []
     changed: dict[str, Any] = {field: value}
@@ -77,7 +77,7 @@ def test_the_check_finds_a_claim_with_a_gap(field: str, value: str) -> None:
 
 
 @SHEETS
-def test_what_is_not_known_is_said(sheet: Sheet) -> None:
+def test_unknown_answers_have_a_text(sheet: Sheet) -> None:
     unknown = [claim for _, claim in sheet.claims() if isinstance(claim, Unknown)]
     assert all(claim.says.strip() for claim in unknown)
 
@@ -96,16 +96,16 @@ def test_conditions_name_products_of_the_sheet(sheet: Sheet) -> None:
 
 
 @SHEETS
-def test_default_types_are_taken_by_the_device(sheet: Sheet) -> None:
+def test_default_dtypes_are_supported(sheet: Sheet) -> None:
     assert sheet.default_dtypes.order
     for dtype in sheet.default_dtypes.order:
         answer = sheet.dtype(dtype)
-        refused = isinstance(answer, Limit) and answer.effect == "error" and not answer.conditional
-        assert not refused, f"{sheet.name} runs models in {dtype}, which it refuses"
+        rejected = isinstance(answer, Limit) and answer.effect == "error" and not answer.conditional
+        assert not rejected, f"{sheet.name} runs models in {dtype}, which it rejects"
 
 
 @SHEETS
-def test_replacements_are_types_that_the_device_takes(sheet: Sheet) -> None:
+def test_replacement_dtypes_are_supported(sheet: Sheet) -> None:
     for limit in sheet.limits(DtypeLimit).values():
         if limit.becomes:
             replacement = sheet.dtype(limit.becomes)
@@ -116,13 +116,13 @@ def test_replacements_are_types_that_the_device_takes(sheet: Sheet) -> None:
 
 
 @SHEETS
-def test_a_sheet_is_frozen_and_crosses_processes(sheet: Sheet) -> None:
+def test_sheet_is_frozen_and_can_be_pickled(sheet: Sheet) -> None:
     assert pickle.loads(pickle.dumps(sheet)) == sheet
     with pytest.raises(AttributeError):
         sheet.name = "other"  # type: ignore[misc]
 
 
-def test_what_the_seed_documents_say_is_on_the_sheets() -> None:
+def test_sheets_have_the_facts_of_docs_seeds() -> None:
     mps, hpu, neuron = (anyaccel.sheet(name) for name in ("mps", "hpu", "neuron"))
     assert not mps.reliable_batches
     sizes = {limit.of: (limit.amount, limit.unit, limit.effect) for limit in mps.limits(SizeLimit).values()}
@@ -143,8 +143,8 @@ def test_what_the_seed_documents_say_is_on_the_sheets() -> None:
     assert neuron.compiler.cache_variable == "TORCH_NEURONX_NEFF_CACHE_DIR"
 
 
-def test_the_calibration_of_neuron() -> None:
-    """Float64, random numbers and data-dependent shapes failed there; int64 is narrowed, never an error."""
+def test_limits_of_neuron() -> None:
+    """float64, random numbers and data-dependent shapes fail; int64 is narrowed without an error."""
     neuron = anyaccel.sheet("neuron")
     effects = {name: limit.effect for name, limit in neuron.limits(Limit).items()}
     assert effects["dtypes.float64"] == "error"
@@ -156,17 +156,17 @@ def test_the_calibration_of_neuron() -> None:
 
 
 @pytest.mark.parametrize("device", ["mps", "npu", "neuron"])
-def test_float64_is_refused(device: str) -> None:
+def test_float64_is_rejected(device: str) -> None:
     answer = anyaccel.sheet(device).dtype("float64")
     assert isinstance(answer, Limit)
     assert answer.effect == "error"
 
 
 @pytest.mark.parametrize("product", ["trn1", "inf2"])
-def test_products_without_a_torch_device_say_so(product: str) -> None:
-    found = anyaccel.sheet("neuron").product(product)
-    assert not found.native
-    assert "not a torch device" in found.software
+def test_products_without_a_torch_device_are_marked(product: str) -> None:
+    entry = anyaccel.sheet("neuron").product(product)
+    assert not entry.native
+    assert "not a torch device" in entry.software
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_distributed_backends(device: str, backend: str) -> None:
     assert distributed.backend == backend
 
 
-def test_our_own_measurements_stand_on_the_sheet_as_they_were_made() -> None:
+def test_sheet_matches_the_recorded_measurements() -> None:
     cuda = build_registry([]).backend("cuda").sheet
     measured = json.loads((ROOT / cuda.host_round_trip.source).read_text())  # type: ignore[union-attr]
     assert measured["evidence"] == "hardware"
@@ -196,17 +196,17 @@ def test_our_own_measurements_stand_on_the_sheet_as_they_were_made() -> None:
 
 
 @pytest.mark.parametrize("version", ["abc", "", None, 13])
-def test_a_version_that_cannot_be_read_decides_nothing(version: Any) -> None:
+def test_invalid_version_decides_no_condition(version: Any) -> None:
     answer = anyaccel.sheet("mps").on(versions={"macos": version}).dtype("bfloat16")
     assert isinstance(answer, Limit)
 
 
-def test_what_is_only_slow_still_works() -> None:
+def test_slow_dynamic_shapes_are_not_static_shapes() -> None:
     assert not anyaccel.sheet("hpu").static_shapes
     assert anyaccel.sheet("neuron").static_shapes
 
 
-def test_a_sheet_read_for_a_product_settles_its_conditions() -> None:
+def test_product_resolves_conditions() -> None:
     hpu = anyaccel.sheet("hpu")
     assert isinstance(hpu.on(product="gaudi2").dtype("float16"), Yes)
     first = hpu.on(product="gaudi1").dtype("float16")
@@ -219,23 +219,23 @@ def test_a_sheet_read_for_a_product_settles_its_conditions() -> None:
     assert len(xpu.on(product="arc-a770").limits(SizeLimit)) == 1
 
 
-def test_an_unknown_product_lists_the_known_ones() -> None:
+def test_unknown_product_lists_the_known_ones() -> None:
     with pytest.raises(UnknownProductError, match=r"did you mean gaudi2\? known: gaudi3, gaudi2, gaudi1"):
         anyaccel.sheet("hpu").on(product="gaudy2")
 
 
 # Where the sheets differ from diffusers 0.42.1, with the source that is followed instead.
 DIFFERENCES = {
-    # Kept as float32 by the bridge while torch sees float64: gaudi-pytorch-bridge backend/helpers/tensor_utils.cpp
+    # Stored as float32 by the bridge while torch reports float64: gaudi-pytorch-bridge backend/helpers/tensor_utils.cpp
     ("hpu", "float64"): torch.float32,
-    # Kept as float32 on the chip: torch_mlu/csrc/aten/utils/types.cpp
+    # Stored as float32 on the device: torch_mlu/csrc/aten/utils/types.cpp
     ("mlu", "float64"): torch.float32,
 }
 
 
 TABLES = pytest.mark.skipif(
     not hasattr(torch_utils, "maybe_adjust_dtype_for_device"),
-    reason="this diffusers has no such tables; they came with 0.39",
+    reason="requires diffusers 0.39 or later",
 )
 
 
@@ -243,11 +243,11 @@ DEVICES = sorted({sheet.torch_name for sheet in ALL_SHEETS})
 
 
 @TABLES
-def test_types_agree_with_diffusers() -> None:
+def test_dtypes_agree_with_diffusers() -> None:
     ours, theirs = {}, {}
     for device, dtype in itertools.product(DEVICES, ("float64", "int64", "float32", "float16", "bfloat16", "int32")):
-        asked: Any = SimpleNamespace(type=device)  # torch has no "neuron" without its module
-        theirs[device, dtype] = torch_utils.maybe_adjust_dtype_for_device(getattr(torch, dtype), asked)
+        fake_device: Any = SimpleNamespace(type=device)  # torch has no "neuron" without its module
+        theirs[device, dtype] = torch_utils.maybe_adjust_dtype_for_device(getattr(torch, dtype), fake_device)
         ours[device, dtype] = getattr(torch, anyaccel.sheet(device).adjusted_dtype(dtype))
     assert {key: dtype for key, dtype in ours.items() if dtype != theirs[key]} == DIFFERENCES
 

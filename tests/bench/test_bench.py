@@ -11,7 +11,7 @@ import torch
 from anyaccel.bench.bench import run_bench, run_together
 from anyaccel.bench.case import BenchCase
 from anyaccel.bench.pipelines import drawing_in_float32, make_call, make_pipeline
-from anyaccel.bench.text import describe_bench
+from anyaccel.bench.text import format_bench
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes
 
@@ -30,7 +30,7 @@ def test_variants_generate_the_same_image_in_turn(folder: Path) -> None:
     variants = ("stock eager", "anyaccel", "anyaccel fast")
     case = BenchCase(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call, variants=variants)
     messages: list[str] = []
-    row = run_bench(case, rounds=2, tell=messages.append)
+    row = run_bench(case, rounds=2, on_progress=messages.append)
     assert json.loads(json.dumps(row)) == row
     ours, stock = row["variants"]["anyaccel"], row["variants"]["stock eager"]
     assert ours["psnr_db"] is None or ours["psnr_db"] > 80
@@ -39,7 +39,7 @@ def test_variants_generate_the_same_image_in_turn(folder: Path) -> None:
     assert row["against stock eager"] == pytest.approx(stock["median_s"] / ours["median_s"], rel=0.05)
     assert "fusions" in ours["plan"]
     assert any("round 2 of 2" in message for message in messages)
-    text = "\n".join(describe_bench([row]))
+    text = "\n".join(format_bench([row]))
     assert "tiny" in text
     assert "step_skipping" in row["variants"]["anyaccel fast"]["plan"]
     assert row["fast_psnr_db"] is not None, "it is another image"

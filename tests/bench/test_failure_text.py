@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from anyaccel.bench.bench import measure_file_psnr, run_bench, run_together
 from anyaccel.bench.case import VARIANTS, BenchCase
 from anyaccel.bench.failure_text import make_failure_row
-from anyaccel.bench.text import describe_bench
+from anyaccel.bench.text import format_bench
 from anyaccel.cli.main import app
 from anyaccel.errors import NotMeasurableError, UsageError
 
@@ -104,7 +104,7 @@ def test_a_stock_image_with_nan_or_inf_is_reported(monkeypatch: pytest.MonkeyPat
     assert row["variants"]["anyaccel"]["not_compared"] == "the image of stock eager contains NaN or Inf"
     assert "psnr_db" not in row["variants"]["anyaccel"]
     assert row["fast_psnr_db"] is None
-    lines = list(describe_bench([row]))
+    lines = list(format_bench([row]))
     [ours] = [line for line in lines if line.startswith("  anyaccel  ")]
     assert "the image of stock eager contains NaN or Inf" in ours
     assert "same image" not in ours
@@ -113,7 +113,7 @@ def test_a_stock_image_with_nan_or_inf_is_reported(monkeypatch: pytest.MonkeyPat
 def test_an_exact_image_with_nan_is_reported_for_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     row = run(monkeypatch, {"anyaccel": {"image": "nan"}})
     assert row["fast_not_compared"] == "the image of anyaccel contains NaN or Inf"
-    assert "as exact, and the image of anyaccel contains NaN or Inf" in "\n".join(describe_bench([row]))
+    assert "as exact, and the image of anyaccel contains NaN or Inf" in "\n".join(format_bench([row]))
 
 
 @pytest.mark.parametrize("command", ["warm", "go", "finish"])
@@ -136,7 +136,7 @@ def test_the_other_variants_are_measured(
     assert "against stock eager" not in row
     assert row["against stock compiled"] == 1.0
     assert row["fast against exact"] == 1.0
-    text = "\n".join(describe_bench([row]))
+    text = "\n".join(format_bench([row]))
     assert f"  stock eager failed: {cause}\n    hint: " in text
     assert "anyaccel is 1.00 times as fast as stock compiled" in text
 
@@ -146,7 +146,7 @@ def test_if_all_variants_fail_the_row_has_the_error(monkeypatch: pytest.MonkeyPa
     assert row["error"] == "anyaccel failed: ValueError: 7"
     assert row["failed"]["stock compiled"]["details"] == ["Traceback", "7"]
     assert "variants" not in row
-    assert "stock compiled failed: ValueError: 7" in "\n".join(describe_bench([row]))
+    assert "stock compiled failed: ValueError: 7" in "\n".join(format_bench([row]))
 
 
 def test_run_bench_raises_if_a_variant_fails(monkeypatch: pytest.MonkeyPatch) -> None:

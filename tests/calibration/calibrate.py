@@ -1,4 +1,4 @@
-"""Run every case on its virtual device, and hold what the ledger says against what the hardware did."""
+"""Runs every case on its virtual device and compares the ledger with what the hardware did."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from anyaccel.recipes import recipes
 from anyaccel.recipes.lazy_modules import diffusers
 from tests.calibration.case import Case
 
-__all__ = ["Outcome", "Summary", "calibrate", "load_libraries", "observe", "strict_kinds", "summarise"]
+__all__ = ["CaseOutcome", "Summary", "calibrate", "load_libraries", "observe", "strict_error_classes", "summarize"]
 
-LOUD = ("error", "wrong")
-"""The effects that a program which runs right must never be accused of."""
-_USED = (
+FALSE_ALARMS = ("error", "wrong")
+"""Effects that a program must not have if it runs correctly on hardware."""
+_PRELOADED = (
     "StableDiffusionPipeline",
     "StableDiffusionXLPipeline",
     "FluxPipeline",
@@ -28,29 +28,29 @@ _USED = (
     "PNDMScheduler",
     "DDIMScheduler",
 )
-ENOUGH = 0.9
-"""The part of the failures that must be caught."""
+REQUIRED_SHARE = 0.9
+"""Share of the failures that must be caught."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one case left behind."""
+class CaseOutcome:
+    """The result of one case."""
 
     name: str
     device: str
     effect: str | None
     thread: str
     good: bool
-    """Caught, where it is a failure; free of any accusation, where the hardware ran it right."""
+    """A failure was caught, or a correct program raised no false alarm."""
     rows: list[str]
-    """What the ledger held of it, in words."""
+    """The relevant rows of the ledger, as text."""
     raised: str
     seconds: float
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The two figures."""
+    """Counts of caught failures and false alarms."""
 
     caught: int
     failures: int
@@ -59,13 +59,13 @@ class Summary:
 
     @property
     def share(self) -> float:
-        """The part of the failures that was caught."""
+        """Share of the failures that were caught."""
         return self.caught / self.failures if self.failures else 0.0
 
     @property
     def holds(self) -> bool:
-        """Whether the virtual devices may be believed."""
-        return self.share >= ENOUGH and not self.false_alarms
+        """Whether the virtual devices are accurate enough."""
+        return self.share >= REQUIRED_SHARE and not self.false_alarms
 
     def __str__(self) -> str:
         return (
@@ -75,54 +75,54 @@ class Summary:
 
 
 def load_libraries() -> None:
-    """Import once what every case needs: each case forks from here."""
+    """Import what the cases need, once: each case is a fork of this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in _USED:
+        for name in _PRELOADED:
             getattr(diffusers, name)
         recipes()
 
 
-def calibrate(cases: Iterable[Case]) -> list[Outcome]:
-    """Every case in a process of its own, one after the other."""
+def calibrate(cases: Iterable[Case]) -> list[CaseOutcome]:
+    """Run the cases one after another, each in its own process."""
     load_libraries()
     return [observe(case) for case in cases]
 
 
-def observe(case: Case) -> Outcome:
-    """Run one case, and judge it."""
+def observe(case: Case) -> CaseOutcome:
+    """Run one case and evaluate it."""
     started = time.perf_counter()
-    rows, kinds, raised = run_forked(
+    rows, error_classes, raised = run_forked(
         case.device, lambda accelerator: _run(case, accelerator), memory=case.product, timeout_s=180.0
     )
     if case.effect is None:
-        told = [row for row in rows if row.effect in LOUD]
-        good = not told and not kinds
+        relevant = [row for row in rows if row.effect in FALSE_ALARMS]
+        good = not relevant and not error_classes
     else:
-        told = [row for row in rows if _is_about(case, row)]
-        good = bool(told) or (case.effect == "error" and case.strict_error in kinds)
-    return Outcome(
+        relevant = [row for row in rows if _is_about(case, row)]
+        good = bool(relevant) or (case.effect == "error" and case.strict_error in error_classes)
+    return CaseOutcome(
         name=case.name,
         device=case.device,
         effect=case.effect,
         thread=case.thread,
         good=good,
-        rows=[f"{row.effect} {row.limit} {row.operation} {row.file}:{row.line}" for row in told],
+        rows=[f"{row.effect} {row.limit} {row.operation} {row.file}:{row.line}" for row in relevant],
         raised=raised,
         seconds=round(time.perf_counter() - started, 2),
     )
 
 
-def strict_kinds(case: Case) -> list[str]:
-    """The kinds of error that the case raises where a limit raises: `["LimitTypeError", "TypeError", …]`."""
-    _, kinds, _ = run_forked(
+def strict_error_classes(case: Case) -> list[str]:
+    """Return the class of the error in strict mode and its base classes: `["LimitTypeError", "TypeError", …]`."""
+    _, error_classes, _ = run_forked(
         case.device, lambda accelerator: _run(case, accelerator), memory=case.product, strict=True, timeout_s=180.0
     )
-    return kinds
+    return error_classes
 
 
-def summarise(outcomes: Iterable[Outcome]) -> Summary:
-    """Count them."""
+def summarize(outcomes: Iterable[CaseOutcome]) -> Summary:
+    """Count caught failures and false alarms."""
     outcomes = list(outcomes)
     failures = [outcome for outcome in outcomes if outcome.effect is not None]
     good_cases = [outcome for outcome in outcomes if outcome.effect is None]
@@ -134,27 +134,27 @@ def summarise(outcomes: Iterable[Outcome]) -> Summary:
     )
 
 
-def write(outcomes: Iterable[Outcome], path: Path) -> None:
-    """Keep the figures and every case as JSON."""
+def write(outcomes: Iterable[CaseOutcome], path: Path) -> None:
+    """Write the summary and all outcomes as JSON."""
     outcomes = list(outcomes)
-    summary = summarise(outcomes)
-    kept = {**asdict(summary), "share": summary.share, "cases": [asdict(outcome) for outcome in outcomes]}
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+    summary = summarize(outcomes)
+    document = {**asdict(summary), "share": summary.share, "cases": [asdict(outcome) for outcome in outcomes]}
+    path.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _run(case: Case, accelerator: VirtualAccelerator) -> tuple[list[LedgerRow], list[str], str]:
-    """The rows of the ledger, and what was raised: its kinds and its words."""
-    kinds: list[str] = []
+    """Return the rows of the ledger, the classes of the raised error, and its text."""
+    error_classes: list[str] = []
     raised = ""
-    diffusers.utils.logging.set_verbosity_error()  # here, in a process of its own, and not for the caller
+    diffusers.utils.logging.set_verbosity_error()  # only in this forked process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             case.run(accelerator.device())
-        except Exception as error:  # noqa: BLE001 - whatever a snippet raises is what is looked for
-            kinds = [kind.__name__ for kind in type(error).__mro__]
-            raised = f"{kinds[0]}: {error}".splitlines()[0][:200]
-    return accelerator.ledger.rows(), kinds, raised
+        except Exception as error:  # noqa: BLE001 - the error of a snippet is its result
+            error_classes = [cls.__name__ for cls in type(error).__mro__]
+            raised = f"{error_classes[0]}: {error}".splitlines()[0][:200]
+    return accelerator.ledger.rows(), error_classes, raised
 
 
 def _is_about(case: Case, row: LedgerRow) -> bool:

@@ -1,7 +1,7 @@
-"""One thing that somebody did on a real device, as data and a snippet.
+"""A documented observation on a real device, with a snippet that reproduces it.
 
-A failure goes in where it follows from what the program asked of the device: a number type, an operation, a size, a
-draw, a tensor of another device. One that comes from the version of a driver or a system alone stays out.
+Included are failures that follow from what the program does: a dtype, an operation, a size, a random draw, a tensor of
+another device. Failures that depend only on the version of a driver or system are not included.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ Snippet = Callable[[torch.device], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A failure that was seen on hardware, or something that is known to run right there."""
+    """A failure that was observed on hardware, or code that is known to run correctly there."""
 
     name: str
-    """Unique, the device first: `mps-helios-schedule`."""
+    """A unique name that starts with the device: `mps-helios-timesteps`."""
     device: str
     effect: Effect | None
-    """What the device did; None where all went well."""
+    """The effect on hardware; None if the code runs correctly."""
     thread: str
-    """The address of the public thread, document or source that says so."""
+    """URL of the public issue, document or source."""
     says: str
-    """What it says, in one sentence."""
+    """Summary of the source in one sentence."""
     run: Snippet
-    """What the user, the pipeline or the scheduler did, at a tiny size."""
+    """The code of the user, pipeline or scheduler, at a tiny size."""
     product: str | None = None
-    """The product it was seen on, where that matters, or a size of memory: `gaudi1`, `1MiB`."""
+    """The product if it matters, or a memory size: `gaudi1`, `1MiB`."""
     strict_error: str | None = None
-    """The kind of error that the thread shows: `TypeError`. Only a raise of this kind counts as the failure."""
+    """The error class in the source: `TypeError`. Only an error of this class counts as the failure."""
     site: str | None = None
-    """The file of diffusers or transformers that the thread is about; None where it is the snippet itself."""
+    """The file of diffusers or transformers with the failing line; None if it is the snippet itself."""
     limit: str = ""
-    """A part of the limit's name, so that another limit that the snippet meets by the way does not count."""
+    """Part of the limit's name. Other limits that the snippet hits do not count."""
 
     @property
     def file(self) -> str:
-        """The file in which the ledger must find the fault."""
+        """The file that the ledger must report."""
         return self.site or inspect.getfile(self.run)

@@ -1,4 +1,4 @@
-"""Every public failure, device by device."""
+"""All public failures, by device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failed on Apple silicon, in the operations themselves: number types, operations, sizes."""
+"""Failures of operations on Apple silicon: dtypes, kernels, sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIFFUSERS = "https://github.com/huggingface/diffusers/"
 _COMFYUI = "https://github.com/Comfy-Org/ComfyUI/issues/"
 
 
-def _pass_nan_that_beta_ignores(device: torch.device) -> None:
+def _pass_nan_with_beta_zero(device: torch.device) -> None:
     query = torch.ones(1, 8, 16, device=device, dtype=torch.bfloat16)
     key = torch.ones(1, 16, 24, device=device, dtype=torch.bfloat16)
     ignored = torch.full((1, 1, 1), float("nan"), device=device, dtype=torch.bfloat16)
@@ -29,7 +29,7 @@ def _score_without_a_mask(device: torch.device) -> None:
     attention.get_attention_scores(torch.ones(2, 6, 4, device=device), torch.ones(2, 6, 4, device=device))
 
 
-def _slice_the_attention(device: torch.device) -> None:
+def _slice_attention(device: torch.device) -> None:
     recipe = recipes()["stable-diffusion-xl"]
     pipe: Any = recipe.make()
     pipe.to(device)
@@ -37,13 +37,13 @@ def _slice_the_attention(device: torch.device) -> None:
     pipe(**recipe.call())
 
 
-def _attend_to_permuted_parts(device: torch.device) -> None:
+def _attend_to_permuted_inputs(device: torch.device) -> None:
     query, key, value = (torch.randn(84, 3, 3, 64).to(device).permute(0, 2, 1, 3) for _ in range(3))
     functional.scaled_dot_product_attention(query, key, value)
 
 
 def _attend_to_a_long_video(device: torch.device) -> None:
-    # Heads of one number: the scores are 2**31 all the same, and take seconds rather than minutes here.
+    # Heads of one element: there are still 2**31 scores, but they take seconds instead of minutes.
     query = torch.zeros(1, 2, 2**15, 1, device=device)
     key = torch.zeros(1, 2, 2**15 + 512, 1, device=device)
     functional.scaled_dot_product_attention(query, key, key)
@@ -65,8 +65,8 @@ def _make_fp8_e5m2(device: torch.device) -> None:
 
 
 def _multiply_in_complex128(device: torch.device) -> None:
-    turn = torch.polar(torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)).to(device)
-    turn * turn
+    rotation = torch.polar(torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)).to(device)
+    rotation * rotation
 
 
 def _upsample_video_in_half(device: torch.device) -> None:
@@ -85,7 +85,7 @@ def _multiply_in_int8(device: torch.device) -> None:
     torch._int_mm(weights, weights)
 
 
-def _draw_two_pictures(device: torch.device) -> None:
+def _generate_two_images(device: torch.device) -> None:
     recipe = recipes()["stable-diffusion"]
     pipe: Any = recipe.make()
     pipe.to(device)(**recipe.call() | {"prompt": ["a lighthouse", "a harbour"]})
@@ -97,8 +97,8 @@ CASES = (
         device="mps",
         effect="wrong",
         thread=_PYTORCH + "194442",
-        says="baddbmm with beta=0 lets one NaN of its input through: every element is NaN, on the CPU none.",
-        run=_pass_nan_that_beta_ignores,
+        says="baddbmm with beta=0 propagates a NaN of its input: every element is NaN, none on the CPU.",
+        run=_pass_nan_with_beta_zero,
         limit="baddbmm",
     ),
     Case(
@@ -106,7 +106,7 @@ CASES = (
         device="mps",
         effect="wrong",
         thread=_DIFFUSERS + "pull/13701",
-        says="get_attention_scores without a mask gave NaN in 30 trials of 30: torch.empty goes into baddbmm.",
+        says="get_attention_scores without a mask gave NaN in 30 of 30 trials: it passes torch.empty to baddbmm.",
         run=_score_without_a_mask,
         site="diffusers/models/attention_processor.py",
         limit="baddbmm",
@@ -116,8 +116,8 @@ CASES = (
         device="mps",
         effect="wrong",
         thread=_DIFFUSERS + "issues/14438",
-        says="SDXL with enable_attention_slicing comes out black.",
-        run=_slice_the_attention,
+        says="SDXL with enable_attention_slicing gives a black image.",
+        run=_slice_attention,
         site="diffusers/models/attention_processor.py",
         limit="baddbmm",
     ),
@@ -126,8 +126,8 @@ CASES = (
         device="mps",
         effect="wrong",
         thread=_PYTORCH + "181133",
-        says="Attention over permuted query, key and value is off by 3.6, at heads of 64 and three tokens.",
-        run=_attend_to_permuted_parts,
+        says="Attention with permuted query, key and value is off by 3.6, with heads of 64 and three tokens.",
+        run=_attend_to_permuted_inputs,
         limit="attention",
     ),
     Case(
@@ -135,7 +135,7 @@ CASES = (
         device="mps",
         effect="wrong",
         thread=_COMFYUI + "14837",
-        says="Attention with about 2**31 scores corrupts the picture: no crash, no exception.",
+        says="Attention with about 2**31 scores corrupts the image: no crash, no exception.",
         run=_attend_to_a_long_video,
         limit="attention_scores",
     ),
@@ -144,7 +144,7 @@ CASES = (
         device="mps",
         effect="error",
         thread="https://github.com/invoke-ai/InvokeAI/issues/2444",
-        says="768 by 768 pixels abort on a Mac with 128 GB: an array of 5.4 GB is over 2**32 bytes.",
+        says="768 x 768 pixels abort on a Mac with 128 GB: an array of 5.4 GB exceeds 2**32 bytes.",
         run=_attend_at_768_pixels,
     ),
     Case(
@@ -183,7 +183,7 @@ CASES = (
         device="mps",
         effect="error",
         thread=_PYTORCH + "176981",
-        says="A complex128 tensor moves there, then operations raise: Undefined type ComplexDouble.",
+        says="A complex128 tensor can be moved, but operations raise: Undefined type ComplexDouble.",
         run=_multiply_in_complex128,
         limit="complex128",
     ),
@@ -202,7 +202,7 @@ CASES = (
         device="mps",
         effect="error",
         thread=_PYTORCH + "160332",
-        says="Under autocast a ConvTranspose3d is asked for in half, which MPS refuses.",
+        says="Autocast runs ConvTranspose3d in half precision, which MPS rejects.",
         run=_upsample_video_in_autocast,
         strict_error="RuntimeError",
         limit="conv_transpose3d",
@@ -212,7 +212,7 @@ CASES = (
         device="mps",
         effect="error",
         thread="https://github.com/MiniMax-AI/MiniMax-H3/issues/56",
-        says="int8 quantisation needs aten::_int_mm, which MPS lacks.",
+        says="int8 quantization needs aten::_int_mm, which MPS lacks.",
         run=_multiply_in_int8,
         limit="int_mm",
     ),
@@ -222,7 +222,7 @@ CASES = (
         effect="wrong",
         thread=_DIFFUSERS + "issues/363",
         says="Two prompts in one call give noise.",
-        run=_draw_two_pictures,
+        run=_generate_two_images,
         site="diffusers/pipelines/stable_diffusion/pipeline_stable_diffusion.py",
     ),
     Case(
@@ -230,8 +230,8 @@ CASES = (
         device="mps",
         effect="error",
         thread=_DIFFUSERS + "pull/12665",
-        says="The rotary embedding of PRX is made in float64 on the device; float32 does not degrade quality.",
-        run=snippets.turn_by_float64_in_rope,
+        says="The rotary embedding of PRX is computed in float64 on the device; float32 does not degrade quality.",
+        run=snippets.rotate_in_float64_einsum,
         strict_error="TypeError",
         limit="float64",
     ),
@@ -240,8 +240,8 @@ CASES = (
         device="mps",
         effect="error",
         thread=_DIFFUSERS + "pull/14765",
-        says="Wan's get_i2v_mask has device='cuda' as its default, and crashes NPU, XPU and MPS.",
-        run=snippets.make_mask_on_cuda,
+        says="Wan's get_i2v_mask has device='cuda' as its default and crashes on NPU, XPU and MPS.",
+        run=snippets.create_mask_on_cuda,
         strict_error="AssertionError",
     ),
 )

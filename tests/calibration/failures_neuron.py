@@ -1,4 +1,4 @@
-"""What failed on AWS Neuron, in models and their memory."""
+"""Failures on AWS Neuron, in models and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES = (
         effect="error",
         thread=_NEURON,
         says="Rotary embeddings in float64 had to be cast for Neuron.",
-        run=snippets.turn_by_float64,
+        run=snippets.rotate_in_float64,
         site=_EMBEDDINGS,
         limit="float64",
     ),
@@ -26,8 +26,8 @@ CASES = (
         device="neuron",
         effect="error",
         thread=_NEURON,
-        says="The UNet made a float64 tensor of a float timestep before the change.",
-        run=snippets.hand_float_timestep_to_unet,
+        says="Before the change, the UNet created a float64 tensor from a float timestep.",
+        run=snippets.pass_float_timestep_to_unet,
         limit="float64",
     ),
     Case(
@@ -35,8 +35,8 @@ CASES = (
         device="neuron",
         effect="narrowed",
         thread=_NEURON,
-        says="int64 is asked for as int32 there, since the device does not compute in it.",
-        run=snippets.hand_int64_timestep_to_unet,
+        says="int64 is replaced by int32, because the device does not compute in int64.",
+        run=snippets.pass_int64_timestep_to_unet,
         limit="int64",
     ),
     Case(
@@ -45,7 +45,7 @@ CASES = (
         effect="error",
         thread=_NEURON,
         says="Neuron does not support creating random tensors directly on the device.",
-        run=snippets.draw_latents_there,
+        run=snippets.draw_on_device,
         limit="random_numbers",
     ),
     Case(
@@ -53,8 +53,8 @@ CASES = (
         device="neuron",
         effect="error",
         thread=_NEURON,
-        says="There is no generator for the device; the host's is used.",
-        run=snippets.seed_a_generator_there,
+        says="The device has no generator; the CPU's is used.",
+        run=snippets.create_generator_on_device,
         limit="random_numbers",
     ),
     Case(
@@ -63,7 +63,7 @@ CASES = (
         effect="error",
         thread=_NEURON_ERRORS + "EMOD025.html",
         says="Dynamic shape is not supported (NCC_EMOD025).",
-        run=snippets.pick_by_a_mask,
+        run=snippets.index_by_mask,
         limit="data_dependent_shapes",
     ),
     Case(
@@ -72,7 +72,7 @@ CASES = (
         effect="error",
         thread=_NEURON_ERRORS + "index.html",
         says="Complex data types are not supported (NCC_EVRF004).",
-        run=snippets.turn_in_complex64,
+        run=snippets.rotate_in_complex64,
         limit="complex64",
     ),
     Case(
@@ -81,7 +81,7 @@ CASES = (
         effect="error",
         thread=_DIFFUSERS + "blob/v0.42.1/src/diffusers/models/transformers/transformer_qwenimage21.py",
         says="Neuron cannot lower a tensor-repeats repeat_interleave.",
-        run=snippets.repeat_by_a_tensor,
+        run=snippets.repeat_by_tensor,
         limit="repeat_interleave",
     ),
     Case(

@@ -1,4 +1,4 @@
-"""What failed on Ascend and Cambricon."""
+"""Failures on Ascend NPU and Cambricon MLU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES = (
         effect="error",
         thread=_DIFFUSERS + "issues/10428",
         says="FLUX: aclnnRepeatInterleaveIntWithDim failed, self not implemented for DT_DOUBLE.",
-        run=snippets.turn_by_float64,
+        run=snippets.rotate_in_float64,
         strict_error="RuntimeError",
         site=_EMBEDDINGS,
         limit="float64",
@@ -27,7 +27,7 @@ CASES = (
         effect="error",
         thread=_DIFFUSERS + "pull/13432",
         says="The rotary embedding of ERNIE-Image in float64 breaks MPS and NPU.",
-        run=snippets.turn_by_float64_in_rope,
+        run=snippets.rotate_in_float64_einsum,
         limit="float64",
     ),
     Case(
@@ -36,7 +36,7 @@ CASES = (
         effect="error",
         thread=_DIFFUSERS + "pull/13689",
         says="Z-Image fails: aclnnIndex lacks complex64, and freqs_cis is indexed on the device.",
-        run=snippets.draw_with_z_image,
+        run=snippets.run_z_image,
         site="diffusers/models/transformers/transformer_z_image.py",
         limit="complex64",
     ),
@@ -46,7 +46,7 @@ CASES = (
         effect="error",
         thread="https://github.com/vllm-project/vllm-omni/issues/4911",
         says="Indexing a complex64 tensor fails in aclnnIndex on a 910B3.",
-        run=snippets.pick_complex64_turns,
+        run=snippets.index_complex64_table,
         limit="complex64",
     ),
     Case(
@@ -55,7 +55,7 @@ CASES = (
         effect="error",
         thread="https://github.com/vllm-project/vllm-omni/pull/6571",
         says="Boogu-Image: aclnnGather, Tensor self not implemented for DT_COMPLEX128.",
-        run=snippets.gather_complex128_turns,
+        run=snippets.gather_from_complex128_table,
         limit="complex128",
     ),
     Case(
@@ -63,8 +63,8 @@ CASES = (
         device="npu",
         effect="slow",
         thread="https://github.com/modelscope/DiffSynth-Studio/pull/1191",
-        says="Wan's rotary embedding in complex128 runs on the AI CPU, slowly; in complex64 it is fast.",
-        run=snippets.turn_wan_in_complex128,
+        says="Wan's rotary embedding in complex128 runs slowly on the AI CPU; in complex64 it is fast.",
+        run=snippets.rotate_wan_in_complex128,
         limit="complex128",
     ),
     Case(
@@ -83,7 +83,7 @@ CASES = (
         effect="error",
         thread=_DIFFUSERS + "pull/13824",
         says="Z-Image needs real-number rotary embeddings on Cambricon MLU, which has no complex arithmetic.",
-        run=snippets.draw_with_z_image,
+        run=snippets.run_z_image,
         site="diffusers/models/transformers/transformer_z_image.py",
         limit="complex64",
     ),
@@ -92,7 +92,7 @@ CASES = (
         device="mlu",
         effect="narrowed",
         thread=_TORCH_MLU + "0fc9aec1e21145c1fdf2c458e28798ee32a2c3fe/torch_mlu/csrc/aten/utils/types.cpp",
-        says="Comparisons of int64 are done in int32.",
+        says="Comparisons of int64 run in int32.",
         run=snippets.compare_int64,
         limit="int64",
     ),
@@ -101,7 +101,7 @@ CASES = (
         device="mlu",
         effect="error",
         thread=_TORCH_MLU + "0c488210aebc5f37bdaaeb6995dfe27d66ec36d3/torch_mlu/mlu/__init__.py",
-        says="bfloat16 needs a device of generation 5.",
+        says="bfloat16 requires a generation 5 device.",
         run=snippets.load_weights_in_bfloat16,
         product="mlu370-x8",
         limit="bfloat16",

@@ -1,4 +1,4 @@
-"""What failed in schedules and timesteps: types of NumPy, tensors of two devices, look-ups, draws."""
+"""Failures in schedulers: NumPy dtypes, mixed devices, timestep lookups, random draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _step_helios_dmd(device: torch.device) -> None:
     scheduler.convert_flow_pred_to_x0(latents, latents, torch.full((1,), 0.5, device=device), schedule, schedule)
 
 
-def _hand_float64_timestep_to_unet(device: torch.device) -> None:
+def _pass_float64_timestep_to_unet(device: torch.device) -> None:
     sample = torch.zeros(1, 4, 8, 8, device=device)
     timesteps = torch.from_numpy(numpy.linspace(0, 999, 5))
     timesteps[0][None].to(sample.device)
@@ -42,7 +42,7 @@ def _add_noise_by_device_indices(device: torch.device) -> None:
     scheduler.alphas_cumprod[timesteps] ** 0.5
 
 
-def _draw_by_a_host_generator(device: torch.device) -> None:
+def _draw_with_cpu_generator(device: torch.device) -> None:
     torch.randperm(8, generator=torch.Generator(), device=device)
 
 
@@ -89,7 +89,7 @@ def _expand_in_unipc(device: torch.device) -> None:
     torch.expm1(-torch.log(sigmas))
 
 
-def _keep_schedule_in_float64(device: torch.device) -> None:
+def _move_float64_schedule(device: torch.device) -> None:
     sigmas = numpy.linspace(1, 1 / 1000, 5)
     torch.from_numpy(sigmas).to(device=device)
 
@@ -123,7 +123,7 @@ CASES = (
         effect="error",
         thread=_DIFFUSERS + "issues/358",
         says="LMSDiscreteScheduler's timestep is float64, and timesteps[None].to(sample.device) raises.",
-        run=_hand_float64_timestep_to_unet,
+        run=_pass_float64_timestep_to_unet,
         strict_error="TypeError",
         limit="float64",
     ),
@@ -147,12 +147,12 @@ CASES = (
         strict_error="RuntimeError",
     ),
     Case(
-        name="mps-host-generator",
+        name="mps-cpu-generator",
         device="mps",
         effect="error",
         thread="https://github.com/huggingface/transformers/issues/31897",
         says="Expected a 'mps:0' generator device but found 'cpu', in the randperm of a sampler.",
-        run=_draw_by_a_host_generator,
+        run=_draw_with_cpu_generator,
         strict_error="RuntimeError",
     ),
     Case(
@@ -160,7 +160,7 @@ CASES = (
         device="mps",
         effect="wrong",
         thread=_DIFFUSERS + "issues/14368",
-        says="IPNDMScheduler returns nothing but NaN: a tensor times a number of the host with an offset is wrong.",
+        says="IPNDMScheduler returns only NaN: a tensor times a CPU scalar with a storage offset is wrong.",
         run=_step_ipndm,
         site="diffusers/schedulers/scheduling_ipndm.py",
     ),
@@ -169,7 +169,7 @@ CASES = (
         device="neuron",
         effect="error",
         thread=_NEURON,
-        says="The scheduler's look-up of a timestep has a shape that depends on data; SDXL needed set_begin_index(0).",
+        says="The scheduler's timestep lookup has a data-dependent shape; SDXL needed set_begin_index(0).",
         run=_step_euler,
         site="diffusers/schedulers/scheduling_euler_discrete.py",
         limit="data_dependent_shapes",
@@ -179,7 +179,7 @@ CASES = (
         device="neuron",
         effect="slow",
         thread=_DIFFUSERS + "pull/13718",
-        says="SDXL and PixArt keep their timesteps on the host, to be free of a round trip a step.",
+        says="SDXL and PixArt keep their timesteps on the CPU to avoid one round trip per step.",
         run=_loop_over_device_timesteps,
         limit="host_round_trip",
     ),
@@ -189,7 +189,7 @@ CASES = (
         effect="slow",
         thread="https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/47ac7d08773ddccb40511b0070621233c8d845c2/"
         "pytorch_helpers/habana_helpers/frontend_utils.cpp",
-        says="item(), as in the look-up of a timestep, copies synchronously and spins until the copy is done.",
+        says="item(), as in a timestep lookup, copies synchronously and spins until the copy is done.",
         run=_step_flow_match,
         site="diffusers/schedulers/scheduling_flow_match_euler_discrete.py",
         limit="host_round_trip",
@@ -220,8 +220,8 @@ CASES = (
         effect="narrowed",
         thread="https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/f90046f4e6efe15d0e7ba218c974a816cc038c71/"
         "backend/helpers/tensor_utils.cpp",
-        says="A float64 tensor is kept as float32 there, while torch still sees float64.",
-        run=_keep_schedule_in_float64,
+        says="A float64 tensor is stored as float32, while torch still reports float64.",
+        run=_move_float64_schedule,
         limit="float64",
     ),
     Case(
@@ -229,8 +229,8 @@ CASES = (
         device="mlu",
         effect="narrowed",
         thread="https://github.com/open-mmlab/mmcv/pull/1429",
-        says="MLU does not support 64-bit floating point: torch_mlu keeps it as float32.",
-        run=_keep_schedule_in_float64,
+        says="MLU does not support 64-bit floating point: torch_mlu stores it as float32.",
+        run=_move_float64_schedule,
         limit="float64",
     ),
 )

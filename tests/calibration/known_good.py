@@ -1,4 +1,4 @@
-"""What is known to run right on the hardware: whatever accuses one of these is a false alarm."""
+"""Code that is known to run correctly on hardware: any error reported for it is a false alarm."""
 
 from __future__ import annotations
 
@@ -24,54 +24,58 @@ KNOWN_GOOD = (
         "neuron-stable-diffusion-xl",
         _NEURON,
         "SDXL was validated on Trainium.",
-        good_snippets.draw_with("stable-diffusion-xl"),
+        good_snippets.generate_with("stable-diffusion-xl"),
     ),
-    _good("neuron-pixart-alpha", _NEURON, "PixArt was validated on Trainium.", good_snippets.draw_with("pixart-alpha")),
-    _good("neuron-flux-2-klein", _NEURON, "FLUX.2-klein runs on one core.", good_snippets.draw_with("flux-2-klein")),
     _good(
-        "neuron-noise-of-the-host",
+        "neuron-pixart-alpha", _NEURON, "PixArt was validated on Trainium.", good_snippets.generate_with("pixart-alpha")
+    ),
+    _good(
+        "neuron-flux-2-klein", _NEURON, "FLUX.2-klein runs on one core.", good_snippets.generate_with("flux-2-klein")
+    ),
+    _good(
+        "neuron-cpu-noise",
         _NEURON,
-        "Noise is drawn on the host and moved.",
-        good_snippets.move_noise_of_the_host,
+        "Noise is drawn on the CPU and moved.",
+        good_snippets.move_cpu_noise,
     ),
     _good(
-        "neuron-timesteps-on-the-host",
+        "neuron-cpu-timesteps",
         _DIFFUSERS + "pull/13718",
-        "With timesteps on the host and set_begin_index(0) the loop runs.",
-        good_snippets.step_with_timesteps_on_the_host,
+        "With timesteps on the CPU and set_begin_index(0), the loop runs.",
+        good_snippets.step_with_cpu_timesteps,
     ),
-    _good("neuron-token-ids", _NEURON, "The text encoders of SDXL take int64 ids there.", good_snippets.embed_tokens),
+    _good("neuron-token-ids", _NEURON, "The text encoders of SDXL accept int64 IDs.", good_snippets.embed_tokens),
     _good(
         "neuron-bfloat16",
         _NEURON,
         "The validated pipelines ran in bfloat16.",
-        good_snippets.run_a_layer_in(torch.bfloat16),
+        good_snippets.run_layer_in(torch.bfloat16),
     ),
-    _good("mps-stable-diffusion", _MPS, "One picture a call works.", good_snippets.draw_with("stable-diffusion")),
-    _good("mps-float16", _MPS, "float16 is what the examples use.", good_snippets.run_a_layer_in(torch.float16)),
+    _good("mps-stable-diffusion", _MPS, "One image per call works.", good_snippets.generate_with("stable-diffusion")),
+    _good("mps-float16", _MPS, "The examples use float16.", good_snippets.run_layer_in(torch.float16)),
     _good(
         "mps-ddim",
         _DIFFUSERS + "issues/501",
         "Text to image works with DDIM.",
-        good_snippets.draw_by("DDIMScheduler", "stable-diffusion"),
+        good_snippets.generate_with_scheduler("DDIMScheduler", "stable-diffusion"),
     ),
     _good(
         "mps-pndm",
         _DIFFUSERS + "issues/501",
         "Text to image works with PNDM.",
-        good_snippets.draw_by("PNDMScheduler", "stable-diffusion"),
+        good_snippets.generate_with_scheduler("PNDMScheduler", "stable-diffusion"),
     ),
     _good(
         "mps-image-to-image",
         _DIFFUSERS + "issues/501",
         "Image to image works with DDIM.",
-        good_snippets.draw_by("DDIMScheduler", "stable-diffusion-image-to-image"),
+        good_snippets.generate_with_scheduler("DDIMScheduler", "stable-diffusion-image-to-image"),
     ),
     _good(
         "mps-stable-video-diffusion",
         _DIFFUSERS + "pull/6220",
         "Running the pipeline in float32 works.",
-        good_snippets.draw_with("stable-video-diffusion"),
+        good_snippets.generate_with("stable-video-diffusion"),
     ),
     _good(
         "mps-model-offload",
@@ -82,8 +86,8 @@ KNOWN_GOOD = (
     _good(
         "mps-contiguous-attention",
         "https://github.com/pytorch/pytorch/issues/181133",
-        "With contiguous parts the error is 8e-7.",
-        good_snippets.attend_to_contiguous_parts,
+        "With contiguous inputs the error is 8e-7.",
+        good_snippets.attend_to_contiguous_inputs,
     ),
     _good(
         "mps-conv-transpose3d",
@@ -92,43 +96,43 @@ KNOWN_GOOD = (
         good_snippets.upsample_video,
     ),
     _good(
-        "mps-parts-of-a-unet",
+        "mps-unet-layers",
         "https://github.com/zjx0101/ObjectClear/pull/32",
-        "Attention, Conv2d, GroupNorm and randn_tensor with the host's generator were verified.",
-        good_snippets.run_the_parts_of_a_unet,
+        "Attention, Conv2d, GroupNorm and randn_tensor with a CPU generator were verified.",
+        good_snippets.run_unet_layers,
     ),
     _good(
-        "mps-rotary", _DIFFUSERS + "pull/12665", "A rotary embedding in float32 works.", good_snippets.turn_in_float32
+        "mps-rotary", _DIFFUSERS + "pull/12665", "A rotary embedding in float32 works.", good_snippets.rotate_in_float32
     ),
     _good(
         "mps-complex64-rotary",
         "https://github.com/google/gemma_pytorch/issues/11",
-        "torch has complex tensors on MPS since 2.3, and rotary embeddings use them.",
-        good_snippets.turn_in_complex64,
+        "torch supports complex tensors on MPS since 2.3, and rotary embeddings use them.",
+        good_snippets.rotate_in_complex64,
     ),
     _good(
         "hpu-sana",
         _GAUDI,
-        "Sana runs in bfloat16 by .to('hpu'), and the example passes no generator.",
-        good_snippets.draw_with("sana", torch.bfloat16, generator=None),
+        "Sana runs in bfloat16 with .to('hpu'), and the example passes no generator.",
+        good_snippets.generate_with("sana", torch.bfloat16, generator=None),
     ),
     _good(
         "hpu-flux",
         "https://huggingface.co/docs/diffusers/optimization/habana",
-        "FLUX runs in bfloat16 by .to('hpu').",
-        good_snippets.draw_with("flux", torch.bfloat16),
+        "FLUX runs in bfloat16 with .to('hpu').",
+        good_snippets.generate_with("flux", torch.bfloat16),
     ),
     _good(
         "hpu-batch",
         "https://github.com/huggingface/optimum-habana/pull/1682",
         "Stable Diffusion 3 was measured in batches of 1 to 8.",
-        good_snippets.draw_with("stable-diffusion-3", num_images_per_prompt=2),
+        good_snippets.generate_with("stable-diffusion-3", num_images_per_prompt=2),
     ),
     _good(
         "hpu-real-rotary",
         "https://github.com/vllm-project/vllm-gaudi/pull/1617",
         "A rotary embedding in real numbers runs.",
-        good_snippets.turn_in_real_numbers,
+        good_snippets.rotate_in_real_numbers,
     ),
     _good(
         "hpu-gaudi1-position-ids",
@@ -140,28 +144,28 @@ KNOWN_GOOD = (
     _good(
         "xpu-inpaint-float16",
         _DIFFUSERS + "pull/11264",
-        "Inpainting in float16 gives the same picture as an A100.",
-        good_snippets.draw_with("stable-diffusion-inpaint", torch.float16),
+        "Inpainting in float16 gives the same image as an A100.",
+        good_snippets.generate_with("stable-diffusion-inpaint", torch.float16),
         "max-1550",
     ),
     _good(
         "xpu-animate-diff",
         _DIFFUSERS + "pull/9399",
-        "The tests of AnimateDiff pass on a Max 1550.",
-        good_snippets.draw_with("animate-diff"),
+        "The AnimateDiff tests pass on a Max 1550.",
+        good_snippets.generate_with("animate-diff"),
         "max-1550",
     ),
     _good(
         "xpu-flux",
         _DIFFUSERS + "pull/11245",
-        "FLUX gives a picture like an A100's.",
-        good_snippets.draw_with("flux", torch.bfloat16),
+        "FLUX gives an image like an A100's.",
+        good_snippets.generate_with("flux", torch.bfloat16),
         "max-1550",
     ),
     _good(
         "xpu-layerwise-casting",
         _DIFFUSERS + "pull/11406",
-        "All 46 tests of layerwise casting, with weights kept in fp8, passed on XPU.",
+        "All 46 tests of layerwise casting, with weights stored in fp8, passed on XPU.",
         good_snippets.store_layers_in_fp8,
     ),
     _good(
@@ -174,38 +178,38 @@ KNOWN_GOOD = (
     _good(
         "npu-flux",
         _DIFFUSERS + "pull/10123",
-        "FLUX gives a picture once its rotary embedding is in float32.",
-        good_snippets.draw_with("flux", torch.bfloat16),
+        "FLUX works once its rotary embedding is in float32.",
+        good_snippets.generate_with("flux", torch.bfloat16),
     ),
     _good(
         "npu-stable-diffusion",
         "https://github.com/Comfy-Org/ComfyUI/pull/10050",
-        "Stable Diffusion 1.5 draws a picture in 40 s.",
-        good_snippets.draw_with("stable-diffusion"),
+        "Stable Diffusion 1.5 generates an image in 40 s.",
+        good_snippets.generate_with("stable-diffusion"),
     ),
     _good(
         "npu-complex64-rotary",
         "https://github.com/modelscope/DiffSynth-Studio/pull/1191",
         "Wan's rotary embedding runs in complex64.",
-        good_snippets.turn_in_complex64,
+        good_snippets.rotate_in_complex64,
     ),
     _good(
         "npu-token-ids",
         _DIFFUSERS + "issues/10428",
-        "The kernels' list of types has DT_INT64.",
+        "The kernels' dtype list includes DT_INT64.",
         good_snippets.embed_tokens,
     ),
     _good(
         "mlu-real-rotary",
         "https://github.com/ModelTC/LightX2V/pull/1163",
         "Z-Image with a rotary embedding in real numbers runs.",
-        good_snippets.turn_in_real_numbers,
+        good_snippets.rotate_in_real_numbers,
     ),
     _good(
         "mlu-bfloat16",
         "https://github.com/huggingface/transformers/pull/44381",
         "MLU devices support bfloat16.",
-        good_snippets.run_a_layer_in(torch.bfloat16),
+        good_snippets.run_layer_in(torch.bfloat16),
         "mlu590",
     ),
     _good(
@@ -218,7 +222,7 @@ KNOWN_GOOD = (
     _good(
         "mlu-token-ids",
         "https://github.com/huggingface/transformers/pull/29627",
-        "Transformers' models run there as on CUDA, int64 ids included.",
+        "Transformers models run as on CUDA, including int64 IDs.",
         good_snippets.embed_tokens,
     ),
 )

@@ -1,10 +1,10 @@
-"""The virtual devices agree with what people saw on real ones."""
+"""The virtual devices agree with observations on real devices."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.calibration.calibrate import Outcome, load_libraries, observe, strict_kinds, summarise
+from tests.calibration.calibrate import CaseOutcome, load_libraries, observe, strict_error_classes, summarize
 from tests.calibration.case import Case
 from tests.calibration.failures import FAILURES
 from tests.calibration.known_good import KNOWN_GOOD
@@ -13,12 +13,12 @@ from tests.conftest import NEEDS_RECIPES, Kept
 pytestmark = NEEDS_RECIPES
 
 DEVICES = {"mps", "hpu", "neuron", "npu", "xpu", "mlu"}
-SHOWN = [case for case in FAILURES if case.strict_error]
+WITH_ERROR = [case for case in FAILURES if case.strict_error]
 
 
-def observe_once(case: Case, kept: Kept) -> Outcome:
-    """What any worker saw of the case."""
-    outcome: Outcome | None = kept.find(f"calibration-{case.name}")
+def observe_once(case: Case, kept: Kept) -> CaseOutcome:
+    """Return the outcome of a case, shared between test workers."""
+    outcome: CaseOutcome | None = kept.find(f"calibration-{case.name}")
     if outcome is None:
         load_libraries()
         outcome = observe(case)
@@ -27,11 +27,11 @@ def observe_once(case: Case, kept: Kept) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(kept: Kept) -> list[Outcome]:
+def outcomes(kept: Kept) -> list[CaseOutcome]:
     return [observe_once(case, kept) for case in (*FAILURES, *KNOWN_GOOD)]
 
 
-def test_there_are_enough_cases_of_both_kinds_on_every_device() -> None:
+def test_enough_failures_and_good_cases_on_every_device() -> None:
     assert len(FAILURES) >= 40
     assert len(KNOWN_GOOD) >= 20
     assert {case.device for case in FAILURES} == DEVICES
@@ -50,21 +50,21 @@ def test_names_are_unique_and_every_case_has_a_source() -> None:
 
 
 @pytest.mark.long
-def test_nine_failures_in_ten_are_caught(outcomes: list[Outcome]) -> None:
-    summary = summarise(outcomes)
+def test_90_percent_of_the_failures_are_caught(outcomes: list[CaseOutcome]) -> None:
+    summary = summarize(outcomes)
     missed = [outcome.name for outcome in outcomes if outcome.effect and not outcome.good]
     assert summary.share >= 0.9, f"{summary}\nmissed: {', '.join(missed)}"
 
 
-def test_nothing_that_runs_right_is_accused(outcomes: list[Outcome]) -> None:
-    accused = {outcome.name: outcome.rows or outcome.raised for outcome in outcomes if not outcome.effect}
+def test_correct_code_raises_no_false_alarm(outcomes: list[CaseOutcome]) -> None:
+    reported = {outcome.name: outcome.rows or outcome.raised for outcome in outcomes if not outcome.effect}
     good = {outcome.name for outcome in outcomes if outcome.good}
-    assert {name: why for name, why in accused.items() if name not in good} == {}
+    assert {name: rows for name, rows in reported.items() if name not in good} == {}
 
 
-@pytest.mark.parametrize("case", SHOWN, ids=lambda case: case.name)
-def test_strict_raises_what_the_thread_shows(case: Case, kept: Kept) -> None:
+@pytest.mark.parametrize("case", WITH_ERROR, ids=lambda case: case.name)
+def test_strict_raises_the_documented_error(case: Case, kept: Kept) -> None:
     if not observe_once(case, kept).good:
-        pytest.skip("not caught, so that there is nothing to raise")
+        pytest.skip("not caught, so strict mode has nothing to raise")
     load_libraries()
-    assert case.strict_error in strict_kinds(case)
+    assert case.strict_error in strict_error_classes(case)

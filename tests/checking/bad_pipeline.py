@@ -1,4 +1,4 @@
-"""A pipeline that is written badly on purpose: every line marked with a fault meets one limit."""
+"""Pipeline with deliberate faults: each marked line hits one limit of some devices."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["FAULTS", "BadPipeline", "make"]
 
 
 class BadModel(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[misc]
-    """Rotary tables in float64, a host round trip a layer."""
+    """Rotary table in float64, and one synchronization per layer."""
 
     @diffusers.configuration_utils.register_to_config  # type: ignore[untyped-decorator]
     def __init__(self, width: int = 8) -> None:
@@ -27,7 +27,7 @@ class BadModel(diffusers.ModelMixin, diffusers.ConfigMixin):  # type: ignore[mis
 
 
 class BadPipeline(diffusers.DiffusionPipeline):  # type: ignore[misc]
-    """Noise on the device, a look-up of the timestep there, a table that is too large."""
+    """Noise on the device, a timestep lookup on the device, and a tensor that is too large."""
 
     def __init__(self, model: BadModel, scheduler: Any) -> None:
         super().__init__()
@@ -61,6 +61,6 @@ FAULTS = {
 
 
 def make() -> Any:
-    """The pipeline, as `anyaccel check` asks for it."""
+    """Return the pipeline for `anyaccel check`."""
     torch.manual_seed(1)
     return BadPipeline(BadModel().eval(), diffusers.DDIMScheduler())

@@ -1,4 +1,4 @@
-"""Functions that fail to make a pipeline, and one whose pipeline fails on the CPU already."""
+"""Factories that fail, and one with a pipeline that fails on the CPU."""
 
 import sys
 from typing import Any
@@ -9,12 +9,12 @@ __all__ = ["make_exit", "make_raise", "make_that_fails_on_the_cpu"]
 
 
 def make_exit() -> Any:
-    """Ends the process, as a script would."""
+    """Exit, as a script would."""
     sys.exit(0)
 
 
 def make_raise() -> Any:
-    """Fails."""
+    """Raise an error."""
     raise ValueError("in make")
 
 
@@ -24,6 +24,6 @@ class _Fails(BadPipeline):
 
 
 def make_that_fails_on_the_cpu() -> Any:
-    """A pipeline that fails wherever it runs."""
+    """Return a pipeline that fails on every device."""
     good = make()
     return _Fails(good.model, good.scheduler)

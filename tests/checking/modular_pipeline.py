@@ -1,4 +1,4 @@
-"""A modular pipeline with a block of its own, which is written badly on purpose."""
+"""Modular pipeline with a custom block that has a deliberate fault."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["Tint", "make"]
 
 
 class Tint(modular.ModularPipelineBlocks):  # type: ignore[misc]
-    """Changes the latents by a table in float64."""
+    """Scale the latents by a table in float64."""
 
     model_name = "stable-diffusion-xl"
 
@@ -36,11 +36,11 @@ class Tint(modular.ModularPipelineBlocks):  # type: ignore[misc]
 
 
 def make() -> Any:
-    """SDXL in blocks, tiny, with the tint before it is decoded; and how to call it."""
+    """Return a tiny modular SDXL with the tint block before the decoder, and its call arguments."""
     blocks = modular.StableDiffusionXLAutoBlocks()
     blocks.sub_blocks.insert("tint", Tint(), list(blocks.sub_blocks).index("decode"))
     pipe = blocks.init_pipeline()
     plain_pipe: Any = recipes()["stable-diffusion-xl"].make()
-    parts = plain_pipe.components
-    pipe.update_components(**{name: part for name, part in parts.items() if part is not None and hasattr(pipe, name)})
+    components = {name: value for name, value in plain_pipe.components.items() if value is not None}
+    pipe.update_components(**{name: value for name, value in components.items() if hasattr(pipe, name)})
     return pipe, {"height": 16, "width": 16}

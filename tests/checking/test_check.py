@@ -1,4 +1,4 @@
-"""`anyaccel check`: faults named at their own lines, where they are faults and nowhere else."""
+"""`anyaccel check`: faults are reported at their lines, on the devices that they affect."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ EFFECTS = {
     "size": {"mps": "error"},
     "round trip": dict.fromkeys(["mps", "neuron", "npu", "hpu", "mlu", "xpu"], "slow"),
 }
-"""What each fault does, by device, as the sheets' sources have it; on the devices that are not named it is none."""
+"""Effect of each fault by device, from the sources of the sheets. Other devices are not affected."""
 
 
 def line_of(fault: str) -> int:
@@ -40,47 +40,47 @@ def plain() -> Report:
 
 @pytest.mark.parametrize("device", find_devices("all"))
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_at_its_line_where_it_is_one(plain: Report, device: str, fault: str) -> None:
-    found = [one for one in plain.devices[device].violations if one.limit == FAULTS[fault]]
-    here = [one for one in found if one.file.endswith("bad_pipeline.py") and one.line == line_of(fault)]
+def test_a_fault_is_reported_at_its_line_on_affected_devices_only(plain: Report, device: str, fault: str) -> None:
+    violations = [found for found in plain.devices[device].violations if found.limit == FAULTS[fault]]
+    at_line = [found for found in violations if found.file.endswith("bad_pipeline.py") and found.line == line_of(fault)]
     expected = EFFECTS[fault].get(device)
     if expected is None:
-        assert here == []
+        assert at_line == []
         return
     limit = anyaccel.sheet(device).limits(Limit)[FAULTS[fault]]
-    assert (here[0].effect, here[0].source, here[0].hint) == (expected, limit.source, limit.hint)
-    assert f"# fault: {fault}" in here[0].code
+    assert (at_line[0].effect, at_line[0].source, at_line[0].hint) == (expected, limit.source, limit.hint)
+    assert f"# fault: {fault}" in at_line[0].code
 
 
-def test_no_other_line_of_it_is_accused_of_an_error(plain: Report) -> None:
-    """But for the one that goes on with what a fault made: the table in float64."""
+def test_no_other_line_is_reported_as_an_error(plain: Report) -> None:
+    """The one exception is the line that continues with the float64 table of a fault."""
     faults = {line_of(fault) for fault in FAULTS}
     for report in plain.devices.values():
-        others = {one.code for one in report.of("error") if one.line not in faults}
+        others = {violation.code for violation in report.of("error") if violation.line not in faults}
         assert others <= {"angle = (table * 0.1).to(latents.dtype)"}
 
 
-def test_a_round_trip_a_layer_is_counted_a_step(plain: Report) -> None:
+def test_round_trips_in_a_model_are_counted_per_step(plain: Report) -> None:
     for report in plain.devices.values():
-        trips = [one for one in report.violations if one.line == line_of("round trip")]
+        trips = [violation for violation in report.violations if violation.line == line_of("round trip")]
         assert trips[0].count == 2
         assert report.host_round_trips_per_step is not None
         assert report.host_round_trips_per_step >= 1
 
 
-def test_where_an_error_is_met_the_answer_is_no(plain: Report) -> None:
+def test_the_check_fails_if_a_line_hits_an_error(plain: Report) -> None:
     assert not plain.devices["neuron"].runs
     assert not plain.passes
     assert plain.devices["neuron"].of("error")
 
 
-def test_strict_stops_where_the_device_would() -> None:
+def test_strict_raises_where_the_device_would() -> None:
     report = check(make(), "neuron", plain=True, strict=True).devices["neuron"]
     assert not report.finished
     assert report.error.startswith("Limit")
 
 
-def test_a_recipe_passes_placed_and_the_json_says_so() -> None:
+def test_a_placed_recipe_passes_and_has_json() -> None:
     report = check("stable-diffusion", ["neuron"])
     document = json.loads(report.to_json())["devices"]["neuron"]
     assert document["passes"] is True
@@ -99,35 +99,35 @@ def test_compiling_counts_the_graphs() -> None:
     assert graphs.breaks == ()
 
 
-@pytest.mark.parametrize("asked", ["nonsense", "tests.checker.nowhere:make", "tests.checking.bad_pipeline:nothing"])
-def test_what_is_no_subject_is_said_with_a_hint(asked: str) -> None:
+@pytest.mark.parametrize("target", ["nonsense", "tests.checker.nowhere:make", "tests.checking.bad_pipeline:nothing"])
+def test_an_unknown_target_raises_with_a_hint(target: str) -> None:
     with pytest.raises(AnyaccelError) as caught:
-        check(asked, "mps")
+        check(target, "mps")
     assert caught.value.hint
 
 
-def test_unknown_devices_are_refused() -> None:
+def test_unknown_devices_raise() -> None:
     assert "mps" in find_devices("all")
     with pytest.raises(AnyaccelError, match="quantum"):
         find_devices(["mps", "quantum"])
 
 
 @pytest.mark.long
-def test_the_command_ends_with_one_where_the_answer_is_no() -> None:
+def test_the_command_exits_with_1_if_the_check_fails() -> None:
     command = [Path(sys.executable).parent / "anyaccel", "check", "tests.checking.bad_pipeline:make", "-d", "neuron"]
     done = subprocess.run([*map(str, command), "--plain"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "neuron (virtual, plain diffusers): does not run" in done.stdout
+    assert "neuron (virtual, plain diffusers): would fail: " in done.stdout
     assert f"bad_pipeline.py:{line_of('float64')}" in done.stdout
 
 
 @pytest.mark.long
-def test_where_threads_run_a_fresh_process_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_runs_in_a_new_process_if_torch_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     report = check(make(), "neuron", plain=True).devices["neuron"]
-    assert line_of("float64") in [one.line for one in report.of("error")]
+    assert line_of("float64") in [violation.line for violation in report.of("error")]
 
 
 def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
@@ -138,37 +138,41 @@ def test_a_modular_pipeline_is_checked_with_its_own_blocks() -> None:
     report = check("tests.checking.modular_pipeline:make", ["mps", "hpu"], plain=True)
     assert report.pipeline == "StableDiffusionXLModularPipeline"
     for device, effect in (("mps", "error"), ("hpu", "narrowed")):
-        found = [one for one in report.devices[device].violations if one.file.endswith("modular_pipeline.py")]
-        assert (fault, "dtypes.float64", effect) in [(one.line, one.limit, one.effect) for one in found]
+        violations = [
+            violation
+            for violation in report.devices[device].violations
+            if violation.file.endswith("modular_pipeline.py")
+        ]
+        assert (fault, "dtypes.float64", effect) in [(found.line, found.limit, found.effect) for found in violations]
         assert report.devices[device].max_difference == pytest.approx(0, abs=1e-3)
 
 
-def test_a_modular_pipeline_passes_where_it_is_placed() -> None:
+def test_a_placed_modular_pipeline_passes() -> None:
     assert check("tests.checking.modular_pipeline:make", "mps").passes
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "message"),
     [
         ("make_exit", r"make_exit fails: SystemExit: 0 \(.*failing.py:13\)"),
         ("make_raise", r"make_raise fails: ValueError: in make \(.*failing.py:18\)"),
-        ("make_that_fails_on_the_cpu", r"fails on the CPU already: KeyError: 'boom' \(.*failing.py:23\)"),
+        ("make_that_fails_on_the_cpu", r"fails on the CPU: KeyError: 'boom' \(.*failing.py:23\)"),
     ],
 )
-def test_a_fault_of_the_users_is_told_with_its_line(function: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_an_error_in_user_code_is_reported_with_its_line(function: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check(f"tests.checking.failing:{function}", "mps")
 
 
-def test_a_device_whose_process_dies_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_process_that_dies_does_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
     from anyaccel.checking import run
 
-    whole = run.run_on_device
+    run_on_device = run.run_on_device
 
-    def die_on_mps(device: str, *rest: Any) -> Any:
+    def die_on_mps(device: str, *arguments: Any) -> Any:
         if device == "mps":
             raise VirtualDeviceError("its process died with status 7", hint="-")
-        return whole(device, *rest)
+        return run_on_device(device, *arguments)
 
     monkeypatch.setattr(run, "run_on_device", die_on_mps)
     report = check(make(), ["mps", "xpu"], plain=True)
@@ -180,10 +184,10 @@ def test_a_device_whose_process_dies_spoils_no_other(monkeypatch: pytest.MonkeyP
 def test_a_component_without_a_config_is_noted(tmp_path: Path) -> None:
     import shutil
 
-    from anyaccel.explanation.known_models import find_description
+    from anyaccel.explanation.known_models import find_bundled_configs
 
-    described = find_description("stabilityai/sdxl-turbo")
+    described = find_bundled_configs("stabilityai/sdxl-turbo")
     assert described is not None
     shutil.copytree(described, tmp_path / "model")
     shutil.rmtree(tmp_path / "model" / "unet")
-    assert any("unet: there is no config of it" in note for note in make_small_model(tmp_path / "model").notes)
+    assert any("unet: no config found" in note for note in make_small_model(tmp_path / "model").notes)

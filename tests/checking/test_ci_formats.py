@@ -1,4 +1,4 @@
-"""Reports for other programs, and what an earlier report leaves out; nothing runs here."""
+"""Report formats for CI, and baselines."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,16 @@ from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError
 
 
-def violation(code: str = "x.double()", line: int = 7, **more: object) -> Violation:
-    known = {"limit": "dtypes.float64", "effect": "error", "operation": "aten::_to_copy", "file": "pipe.py", "count": 2}
-    known |= {"step": None, "says": "There is no float64, 100 %.", "source": "https://example.org", "hint": "float32"}
-    return Violation(**{**known, "evidence": "documented", "code": code, "line": line, **more})  # type: ignore[arg-type]
+def violation(code: str = "x.double()", line: int = 7, **changes: object) -> Violation:
+    values = {
+        "limit": "dtypes.float64",
+        "effect": "error",
+        "operation": "aten::_to_copy",
+        "file": "pipe.py",
+        "count": 2,
+    }
+    values |= {"step": None, "says": "There is no float64, 100 %.", "source": "https://example.org", "hint": "float32"}
+    return Violation(**{**values, "evidence": "documented", "code": code, "line": line, **changes})  # type: ignore[arg-type]
 
 
 def report(*violations: Violation, finished: bool = True) -> Report:
@@ -23,7 +29,7 @@ def report(*violations: Violation, finished: bool = True) -> Report:
         error="" if finished else "TypeError: no", max_difference=0.0 if finished else None,
         host_round_trips_per_step=0.0,
     )  # fmt: skip
-    return Report(subject="mine", pipeline="Mine", devices={"mps": device})
+    return Report(target="mine", pipeline="Mine", devices={"mps": device})
 
 
 def test_github_shows_each_line_once() -> None:
@@ -36,7 +42,7 @@ def test_github_shows_each_line_once() -> None:
     assert list(as_github(report(finished=False))) == ["::error title=mine::mps (virtual): stops: TypeError: no"]
 
 
-def test_sarif_has_rules_and_places() -> None:
+def test_sarif_has_rules_and_locations() -> None:
     run = json.loads(as_sarif(report(violation())))["runs"][0]
     assert run["tool"]["driver"]["rules"][0]["id"] == "dtypes.float64"
     result = run["results"][0]
@@ -45,43 +51,43 @@ def test_sarif_has_rules_and_places() -> None:
     assert result["properties"] == {"device": "mps", "virtual": True, "effect": "error"}
 
 
-def test_what_is_known_is_left_out_even_if_it_moved(tmp_path: Path) -> None:
+def test_baseline_findings_are_hidden_even_if_the_line_moved(tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(report(violation()).to_json())
-    known = read_baseline(str(path))
+    baseline = read_baseline(str(path))
     moved = report(violation(line=70), violation(code="y.double()", line=71))
-    left = drop_known_failures(moved, known)
-    assert [one.line for one in left.devices["mps"].violations] == [71]
-    assert "1 findings of the baseline are left out" in left.notes
-    assert not left.passes
-    assert drop_known_failures(report(violation(line=70)), known).passes
+    remaining = drop_known_failures(moved, baseline)
+    assert [found.line for found in remaining.devices["mps"].violations] == [71]
+    assert "findings hidden by the baseline: 1" in remaining.notes
+    assert not remaining.passes
+    assert drop_known_failures(report(violation(line=70)), baseline).passes
     twice = report(violation(line=70), violation(line=80))
-    assert len(drop_known_failures(twice, known).devices["mps"].violations) == 1
+    assert len(drop_known_failures(twice, baseline).devices["mps"].violations) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"devices": 3}'])
-def test_what_is_no_baseline_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_invalid_baseline_raises(tmp_path: Path, content: str) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(content)
     with pytest.raises(UsageError):
         read_baseline(str(path))
 
 
-def test_the_words_name_the_line_and_the_way_out() -> None:
-    words = str(report(violation(), violation(limit="host_round_trip", effect="slow", hint="")))
-    assert "mps (virtual, plain diffusers): does not run" in words
-    assert "pipe.py:7  x.double()" in words
-    assert "hint: float32" in words
+def test_the_text_has_the_line_and_the_hint() -> None:
+    text = str(report(violation(), violation(limit="host_round_trip", effect="slow", hint="")))
+    assert "mps (virtual, plain diffusers): would fail: 1 error" in text
+    assert "pipe.py:7\n          x.double()" in text
+    assert "hint: float32" in text
 
 
-def test_another_picture_is_an_error_in_every_format() -> None:
+def test_a_wrong_image_is_an_error_in_every_format() -> None:
     report = Report(
-        subject="mine",
+        target="mine",
         pipeline="Mine",
         devices={"mps": DeviceReport(device="mps", virtual=True, placed=True, finished=True, max_difference=0.5)},
     )
     assert list(as_github(report)) == [
-        "::error title=mine::mps (virtual): another picture: it differs from the CPU's by 5.0e-01"
+        "::error title=mine::mps (virtual): wrong image: it differs from the CPU's by 5.0e-01"
     ]
     results = json.loads(as_sarif(report))["runs"][0]["results"]
-    assert [(one["level"], one["ruleId"]) for one in results] == [("error", "picture")]
+    assert [(result["level"], result["ruleId"]) for result in results] == [("error", "picture")]

@@ -1,4 +1,4 @@
-"""`anyaccel check --real`: a model that is silently wrong on a device is found, and named."""
+"""`anyaccel check --real`: a model with silently wrong outputs on a device is reported."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from tests.conftest import NEEDS_RECIPES
 pytestmark = NEEDS_RECIPES
 
 
-def check_spoilt(spoil: Any) -> HardwareReport:
-    """Stable Diffusion on a virtual device whose kernel for the U-Net's last convolution is spoilt."""
+def check_with(change: Any) -> HardwareReport:
+    """Check Stable Diffusion on a virtual device that changes the output of the last UNet convolution."""
 
     def use(accelerator: VirtualAccelerator) -> HardwareReport:
         pipe: Any = recipes()["stable-diffusion"].make()
 
-        def hook(module: torch.nn.Module, given: Any, made: torch.Tensor) -> torch.Tensor:
-            return made if made.device.type == "cpu" else spoil(made)
+        def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            return output if output.device.type == "cpu" else change(output)
 
         pipe.unet.conv_out.register_forward_hook(hook)
         return check_on_hardware(pipe, "hpu", dtype="float32", num_inference_steps=3, height=16, width=16)
@@ -29,29 +29,36 @@ def check_spoilt(spoil: Any) -> HardwareReport:
     return run_forked("hpu", use)
 
 
-def test_a_model_that_is_right_is_right() -> None:
-    report = check_spoilt(lambda made: made)
+def test_an_unchanged_model_is_right() -> None:
+    report = check_with(lambda output: output)
     assert report.right
     assert report.virtual
-    assert {part.name: part.calls for part in report.parts} == {"text_encoder": 2, "unet": 4, "vae.decode": 1}
-    assert all(part.alone is not None and part.alone < 1e-4 for part in report.parts)
+    document = report.as_dict()
+    assert (document["subject"], document["allowed"]) == (report.target, report.tolerance), "the JSON keys are stable"
+    assert {"alone", "along"} <= set(document["parts"][0])
+    assert {result.name: result.calls for result in report.components} == {
+        "text_encoder": 2,
+        "unet": 4,
+        "vae.decode": 1,
+    }
+    assert all(result.isolated_error is not None and result.isolated_error < 1e-4 for result in report.components)
 
 
-def test_the_model_that_is_wrong_is_named_and_those_after_it_are_not() -> None:
-    report = check_spoilt(lambda made: made * 1.05)
+def test_only_the_wrong_model_is_reported() -> None:
+    report = check_with(lambda output: output * 1.05)
     assert not report.right
-    assert [part.name for part in report.parts if part.wrong] == ["unet"]
-    unet = next(part for part in report.parts if part.name == "unet")
-    assert unet.alone == pytest.approx(0.05, rel=0.01)
-    assert unet.along[0] is not None
-    decode = next(part for part in report.parts if part.name == "vae.decode")
-    assert decode.alone is not None
-    assert decode.alone < 1e-4  # with the CPU's latents it is right
-    assert any("unet is the first that is wrong" in line for line in describe_hardware_report(report))
+    assert [result.name for result in report.components if result.wrong] == ["unet"]
+    unet = next(result for result in report.components if result.name == "unet")
+    assert unet.isolated_error == pytest.approx(0.05, rel=0.01)
+    assert unet.accumulated_error[0] is not None
+    decode = next(result for result in report.components if result.name == "vae.decode")
+    assert decode.isolated_error is not None
+    assert decode.isolated_error < 1e-4  # right on the CPU's latents
+    assert any("unet is the first component that is wrong" in line for line in describe_hardware_report(report))
 
 
-def test_what_is_not_a_number_is_wrong() -> None:
-    report = check_spoilt(lambda made: made * float("nan"))
+def test_nan_is_wrong() -> None:
+    report = check_with(lambda output: output * float("nan"))
     assert not report.right
     assert report.max_difference is None
-    assert not next(part for part in report.parts if part.name == "unet").finite
+    assert not next(result for result in report.components if result.name == "unet").finite

@@ -1,4 +1,4 @@
-"""Models built small from their config files: the same structure, the model's own switches, no weights."""
+"""Small models from config files: the structure and options of the model, without weights."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from anyaccel.checking.check import check, find_devices
 from anyaccel.checking.small_model import make_small_model, merge_config
 from anyaccel.errors import ModelError
-from anyaccel.explanation.known_models import described_models, find_description
+from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 
 SEEDS = [
     "PixArt-alpha/PixArt-XL-2-1024-MS",
@@ -20,9 +20,9 @@ SEEDS = [
 ]
 
 
-def test_the_seed_models_are_described() -> None:
-    assert described_models() == SEEDS
-    assert find_description("nobody/nothing") is None
+def test_the_configs_of_the_seed_models_are_bundled() -> None:
+    assert list_bundled_models() == SEEDS
+    assert find_bundled_configs("nobody/nothing") is None
 
 
 @pytest.mark.long
@@ -31,8 +31,8 @@ def test_a_seed_model_is_portable(model: str) -> None:
     device = find_devices("all")[SEEDS.index(model)]
     report = check(model, device)
     assert report.passes, str(report)
-    assert report.notes[0].startswith("built small from its config files")
-    assert len(report.notes) == 1, "every model of it is its own"
+    assert report.notes[0].startswith("small model built from the configs")
+    assert len(report.notes) == 1, "no component is replaced"
 
 
 @pytest.mark.slow
@@ -42,12 +42,12 @@ def test_a_seed_model_is_portable_everywhere(model: str) -> None:
 
 
 def make(model: str) -> Any:
-    folder = find_description(model)
+    folder = find_bundled_configs(model)
     assert folder is not None
     return make_small_model(folder).recipe.make()
 
 
-def test_structure_and_switches_are_the_models_own() -> None:
+def test_structure_and_options_come_from_the_model() -> None:
     unet = make("stabilityai/sdxl-turbo").unet
     assert unet.config.down_block_types == ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"]
     assert len(unet.config.block_out_channels) == 3
@@ -61,7 +61,7 @@ def test_structure_and_switches_are_the_models_own() -> None:
     assert klein.config.is_distilled is True
 
 
-def test_merging_keeps_sizes_small_and_lengths_the_models() -> None:
+def test_merged_configs_have_small_sizes_and_the_lengths_of_the_model() -> None:
     model = {
         "types": ["a", "b", "c"],
         "channels": [320, 640, 1280],
@@ -83,7 +83,7 @@ def test_merging_keeps_sizes_small_and_lengths_the_models() -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"_class_name": "NobodysPipeline"})])
-def test_what_is_no_model_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_invalid_model_folder_raises(tmp_path: Path, content: str) -> None:
     (tmp_path / "model_index.json").write_text(content)
     with pytest.raises(ModelError) as caught:
         check(str(tmp_path), "mps")

@@ -84,7 +84,7 @@ def test_import_fails_if_no_entry_can_be_used(own_cache: Path, monkeypatch: pyte
         call("cache", "import", str(invalid))
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file"))
-    with pytest.raises(UsageError, match="file is no folder\nhint: set ANYACCEL_CACHE"):
+    with pytest.raises(UsageError, match="file is not a folder\nhint: set ANYACCEL_CACHE"):
         call("cache", "import", str(file))
 
 
@@ -117,7 +117,7 @@ def test_warm_checks_that_the_cache_is_writable_before_loading(
 ) -> None:
     (own_cache / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file" / "below"))
-    with pytest.raises(UsageError, match="file is no folder\nhint: set ANYACCEL_CACHE"):
+    with pytest.raises(UsageError, match="file is not a folder\nhint: set ANYACCEL_CACHE"):
         call("warm", "./no-such-model", "--size", "64x64")
 
 

@@ -1,4 +1,4 @@
-"""Programs that were written for CUDA, on virtual devices: each in a process of its own, against the CPU's picture."""
+"""CUDA programs on virtual devices: each runs in its own process and is compared with the result on the CPU."""
 
 import ast
 import contextlib
@@ -17,23 +17,33 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["DEVICES", "PROGRAMS", "REFUSED", "Outcome", "compare", "find_program", "preload", "run_on", "run_reference"]
+__all__ = [
+    "DEVICES",
+    "PROGRAMS",
+    "UNSUPPORTED",
+    "ProgramOutcome",
+    "compare",
+    "find_program",
+    "preload",
+    "run_on",
+    "run_reference",
+]
 
 DEVICES = ("mps", "hpu", "neuron", "xpu", "npu", "mlu")
 FOLDER = Path(__file__).parent / "programs"
 PROGRAMS = tuple(sorted(path.stem for path in FOLDER.glob("*.py")))
 
-REFUSED = {
+UNSUPPORTED = {
     "cuda_graph": "CUDAGraph cannot be mapped",
-    "triton_kernel": "triton is kernels that are compiled for CUDA",
+    "triton_kernel": "triton is a compiler for CUDA kernels",
 }
-"""Programs that no other device can run, with what is said about it."""
+"""Programs that only CUDA can run, with part of the error message."""
 WITHOUT_REFERENCE = {
     "autocast": "the CPU's autocast casts other operations",
     "mixed_precision": "the CPU's autocast casts other operations",
 }
 HALF = {"text_to_image_half", "half_then_move", "available", "flux", "video"}
-"""Programs in half precision, whose pictures differ in the last digits of that."""
+"""Programs in half precision, compared with a larger tolerance."""
 TOLERANCE, HALF_TOLERANCE, PIXEL = 1e-3, 0.05, 1 / 255
 
 Results = dict[str, Any]
@@ -41,46 +51,46 @@ _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How one program ended on one device."""
+class ProgramOutcome:
+    """The result of a program on a device."""
 
     program: str
     device: str
     status: int
     results: Results
-    """What it wrote, by file name: pictures from 0 to 1, arrays as they are."""
+    """The files it wrote: images as values from 0 to 1, arrays unchanged."""
     stderr: str
 
 
 def preload() -> None:
-    """Import what the programs import, once, before processes are forked."""
+    """Import the modules of all programs once, before processes are forked."""
     for name in PROGRAMS:
         imports = [node for node in ast.parse(find_program(name).read_text()).body if isinstance(node, _IMPORTS)]
-        if name in REFUSED:
+        if name in UNSUPPORTED:
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what libraries say of themselves when they are imported
+            warnings.simplefilter("ignore")  # warnings of libraries at import
             exec(compile(ast.Module(list(imports), []), name, "exec"), {})
 
 
 def find_program(name: str) -> Path:
-    """The file of a program."""
+    """Return the file of a program."""
     return FOLDER / f"{name}.py"
 
 
-def run_on(device: str, name: str, models: Path) -> Outcome:
-    """Run one program as `anyaccel run --device virtual:DEVICE` would, in a process that is forked from this one."""
+def run_on(device: str, name: str, models: Path) -> ProgramOutcome:
+    """Run a program like `anyaccel run --device virtual:DEVICE`, in a forked process."""
 
     def work(output: Path) -> int:
         from anyaccel.cuda_scripts.run_script import run_script
 
         return run_script(str(find_program(name)), [str(models), str(output)], f"virtual:{device}", verbose=True)
 
-    return _run_apart(name, device, work)
+    return _run_in_fork(name, device, work)
 
 
-def run_reference(name: str, models: Path) -> Outcome:
-    """The same program with plain diffusers on the CPU, its device's name exchanged by hand."""
+def run_reference(name: str, models: Path) -> ProgramOutcome:
+    """Run a program with plain diffusers on the CPU, with its device replaced in the source text."""
     text = find_program(name).read_text()
     text = text.replace('"cuda"', '"cpu"').replace('"cuda:0"', '"cpu"').replace(".cuda(", ".cpu(")
     text = text.replace("device=0", 'device="cpu"').replace('{"": 0}', '{"": "cpu"}').replace(".cpu(0)", ".cpu()")
@@ -88,24 +98,24 @@ def run_reference(name: str, models: Path) -> Outcome:
     text = text.replace("torch.cuda.is_bf16_supported()", "True").replace("with torch.cuda.device(0), ", "if ")
     text = text.replace("if torch.cuda.stream(stream):", "if True:")
     text = re.sub(r"pipe\.enable_group_offload\((.|\n)*?\n\)", "", text)
-    text = "\n".join(line for line in text.splitlines() if not re.search(_CUDA_ALONE, line))
+    text = "\n".join(line for line in text.splitlines() if not re.search(_CUDA_ONLY_LINES, line))
 
     def work(output: Path) -> int:
         sys.argv = [name, str(models), str(output)]
         exec(compile(text, name, "exec"), {"__name__": "__main__"})
         return 0
 
-    return _run_apart(name, "cpu", work)
+    return _run_in_fork(name, "cpu", work)
 
 
-_CUDA_ALONE = (
+_CUDA_ONLY_LINES = (
     r"torch\.cuda\.(?!is_available)|offload\(|xformers|assert .*is_cuda|assert device ==|torch\.compile"
     r"|elapsed_time|\.record\(|properties|free, total|^stream\.|record_stream"
 )
-"""Lines that only ask, wait or save memory, and that a CPU has no answer to."""
+"""Lines that only query, wait or save memory, and that do not work on a CPU."""
 
 
-def _run_apart(name: str, device: str, work: Callable[[Path], int]) -> Outcome:
+def _run_in_fork(name: str, device: str, work: Callable[[Path], int]) -> ProgramOutcome:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,22 +130,22 @@ def _run_apart(name: str, device: str, work: Callable[[Path], int]) -> Outcome:
             status, stderr = 3, "the process died"
         worker.join()
         results = {path.name: _read(path) for path in sorted(Path(folder).iterdir()) if path.suffix in _READERS}
-    return Outcome(name, device, status, results, stderr)
+    return ProgramOutcome(name, device, status, results, stderr)
 
 
 def _work(sender: Any, output: Path, work: Callable[[Path], int]) -> None:
-    """Run in the other process; what it prints is kept, and whatever happens is told."""
+    """Run in the forked process; send the exit status and stderr to the parent."""
     warnings.simplefilter("ignore")
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
             status = work(output)
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
-        except BaseException:  # noqa: BLE001 - the words are handed on
+        except BaseException:  # noqa: BLE001 - the parent gets the traceback
             traceback.print_exc()
             status = 3
-    sender.send((status, said.getvalue()))
+    sender.send((status, stderr.getvalue()))
     sender.close()
 
 
@@ -149,32 +159,32 @@ def _read(path: Path) -> Any:
     return _READERS[path.suffix](path)
 
 
-def compare(outcome: Outcome, reference: Outcome | None) -> str:
-    """What is wrong with an outcome, in words; empty where nothing is."""
-    if outcome.program in REFUSED:
-        said = REFUSED[outcome.program] in outcome.stderr and f"{outcome.program}.py:" in outcome.stderr
-        return "" if outcome.status == 1 and said else "it does not say why it cannot run"
+def compare(outcome: ProgramOutcome, reference: ProgramOutcome | None) -> str:
+    """Return what is wrong with an outcome; an empty string if nothing is."""
+    if outcome.program in UNSUPPORTED:
+        has_reason = UNSUPPORTED[outcome.program] in outcome.stderr and f"{outcome.program}.py:" in outcome.stderr
+        return "" if outcome.status == 1 and has_reason else "no reason for the failure"
     if outcome.status:
-        return _last_words(outcome.stderr)
+        return _last_line(outcome.stderr)
     if not outcome.results:
-        return "it wrote nothing"
+        return "no output files"
     for name, result in outcome.results.items():
         if not np.isfinite(result).all():
-            return f"{name} is not finite"
+            return f"{name} contains NaN or Inf"
     return "" if reference is None else _differ(outcome, reference)
 
 
-def _differ(outcome: Outcome, reference: Outcome) -> str:
+def _differ(outcome: ProgramOutcome, reference: ProgramOutcome) -> str:
     if reference.status or outcome.results.keys() != reference.results.keys():
-        return f"the reference did not run: {_last_words(reference.stderr)}"
-    most = HALF_TOLERANCE if outcome.program in HALF else TOLERANCE
+        return f"the reference did not run: {_last_line(reference.stderr)}"
+    tolerance = HALF_TOLERANCE if outcome.program in HALF else TOLERANCE
     for name, result in outcome.results.items():
-        far = float(np.abs(result - reference.results[name]).max())
-        if far > most + (PIXEL if name.endswith(".png") else 0.0):
-            return f"{name} differs by {far:.2g} from the CPU's"
+        difference = float(np.abs(result - reference.results[name]).max())
+        if difference > tolerance + (PIXEL if name.endswith(".png") else 0.0):
+            return f"{name} differs by {difference:.2g} from the CPU's"
     return ""
 
 
-def _last_words(stderr: str) -> str:
+def _last_line(stderr: str) -> str:
     lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith("anyaccel:")]
-    return lines[-1][:300] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "no output"

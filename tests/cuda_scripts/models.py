@@ -1,4 +1,4 @@
-"""The tiny models that the programs load, in one folder: pipelines, adapters, pictures."""
+"""The tiny models that the programs load, in one folder: pipelines, adapters, images."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from anyaccel.recipes import recipes
 from anyaccel.recipes.families.adapters import processor_width
-from anyaccel.recipes.parts.calls import mask, picture
+from anyaccel.recipes.parts.calls import make_image, mask
 
 __all__ = ["make_models"]
 
@@ -30,23 +30,23 @@ IMAGE_SIZE = 16
 
 
 def make_models(folder: Path) -> Path:
-    """Write everything that a program may ask for; a few megabytes and a few seconds."""
-    known: dict[str, Any] = recipes()
+    """Write all files that the programs use: a few megabytes, in a few seconds."""
+    all_recipes: dict[str, Any] = recipes()
     for name in PIPELINES:
-        known[name].make().save_pretrained(folder / name)
-    picture(IMAGE_SIZE).save(folder / "picture.png")
+        all_recipes[name].make().save_pretrained(folder / name)
+    make_image(IMAGE_SIZE).save(folder / "image.png")
     mask(IMAGE_SIZE).save(folder / "mask.png")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        pipe: Any = known["stable-diffusion"].make()
+        pipe: Any = all_recipes["stable-diffusion"].make()
         _write_concept(pipe, folder / "concept.safetensors")
-        _write_image_adapter(pipe, known["ip-adapter"].make(), folder / "ip-adapter-weights")
+        _write_image_adapter(pipe, all_recipes["ip-adapter"].make(), folder / "ip-adapter-weights")
         _write_lora(pipe, folder / "lora")
     return folder
 
 
 def _write_lora(pipe: Any, folder: Path) -> None:
-    """Weights of rank 2 for the attention of the UNet, as a trainer saves them."""
+    """Write rank-2 LoRA weights for the UNet's attention, in the format of a trainer."""
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
@@ -57,13 +57,13 @@ def _write_lora(pipe: Any, folder: Path) -> None:
 
 
 def _write_concept(pipe: Any, path: Path) -> None:
-    """One learned word."""
+    """Write a textual-inversion embedding of one token."""
     width = pipe.text_encoder.config.hidden_size
     save_file({"<cat-toy>": torch.randn(width)}, path)
 
 
 def _write_image_adapter(pipe: Any, encoded: Any, folder: Path) -> None:
-    """An IP-Adapter of four tokens with the encoder of pictures that it was made for."""
+    """Write an IP-Adapter with four tokens and its image encoder."""
     encoder = encoded.image_encoder
     encoder.save_pretrained(folder / "image_encoder")
     names = [name for name in pipe.unet.attn_processors if name.endswith("attn2.processor")]
@@ -74,8 +74,8 @@ def _write_image_adapter(pipe: Any, encoded: Any, folder: Path) -> None:
         "image_proj.norm.weight": torch.ones(width),
         "image_proj.norm.bias": torch.zeros(width),
     }
-    for place, name in enumerate(names):
-        for kind in ("k", "v"):
+    for position, name in enumerate(names):
+        for projection in ("k", "v"):
             shape = processor_width(pipe.unet, name), width
-            weights[f"ip_adapter.{2 * place + 1}.to_{kind}_ip.weight"] = torch.randn(shape) * 0.1
+            weights[f"ip_adapter.{2 * position + 1}.to_{projection}_ip.weight"] = torch.randn(shape) * 0.1
     save_file(weights, folder / "ip-adapter.safetensors")

@@ -1,6 +1,7 @@
-"""`anyaccel run`: scripts that were written for CUDA, unedited, on virtual devices.
+"""`anyaccel run`: unmodified CUDA scripts on virtual devices.
 
-Every third program runs on one device here, in turn; `python -m tests.scripts` and the slow test run all on all.
+Every third program runs on one of the devices here. `python -m tests.cuda_scripts` and the slow test run all programs
+on all devices.
 """
 
 import warnings
@@ -14,9 +15,9 @@ from tests.conftest import NEEDS_RECIPES, RunCli
 from tests.cuda_scripts.matrix import (
     DEVICES,
     PROGRAMS,
-    REFUSED,
+    UNSUPPORTED,
     WITHOUT_REFERENCE,
-    Outcome,
+    ProgramOutcome,
     compare,
     find_program,
     preload,
@@ -25,25 +26,25 @@ from tests.cuda_scripts.matrix import (
 )
 from tests.cuda_scripts.models import make_models
 
-RUNNING = [program for program in PROGRAMS if program not in REFUSED]
+RUNNING = [program for program in PROGRAMS if program not in UNSUPPORTED]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     preload()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecated classes that the models are made of
+        warnings.simplefilter("ignore")  # the models use deprecated classes
         return make_models(tmp_path_factory.mktemp("models"))
 
 
-def find_reference(program: str, models: Path) -> Outcome | None:
-    return None if program in WITHOUT_REFERENCE or program in REFUSED else run_reference(program, models)
+def find_reference(program: str, models: Path) -> ProgramOutcome | None:
+    return None if program in WITHOUT_REFERENCE or program in UNSUPPORTED else run_reference(program, models)
 
 
 @pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize("number", range(0, len(PROGRAMS), 3), ids=PROGRAMS[::3])
-def test_a_program_runs_on_a_device(number: int, models: Path) -> None:
+def test_program_runs_on_a_device(number: int, models: Path) -> None:
     program, device = PROGRAMS[number], DEVICES[number // 3 % len(DEVICES)]
     outcome = run_on(device, program, models)
     assert compare(outcome, find_reference(program, models)) == "", outcome.stderr
@@ -51,7 +52,7 @@ def test_a_program_runs_on_a_device(number: int, models: Path) -> None:
 
 @NEEDS_RECIPES
 @pytest.mark.slow
-def test_nine_in_ten_run_unedited_on_every_device_and_the_rest_say_why(models: Path) -> None:
+def test_90_percent_run_unmodified_on_every_device_and_the_others_give_a_reason(models: Path) -> None:
     problems = {}
     for program in PROGRAMS:
         reference = find_reference(program, models)
@@ -66,13 +67,13 @@ def test_nine_in_ten_run_unedited_on_every_device_and_the_rest_say_why(models: P
 
 @pytest.mark.long
 @NEEDS_RECIPES
-def test_the_command_runs_a_script_as_python_would(run_cli: RunCli, models: Path, tmp_path: Path) -> None:
+def test_run_command_runs_a_script_like_python(run_cli: RunCli, models: Path, tmp_path: Path) -> None:
     arguments = [str(models), str(tmp_path), "--steps", "3"]
     script = str(find_program("command_line"))
     done = run_cli("run", script, *arguments, "--device", "virtual:neuron", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "castle.png").is_file()
-    assert "'cuda' meant neuron:0 (virtual) in 3 places; 1 pipeline was placed" in done.stderr
+    assert "mapped 'cuda' to neuron:0 (virtual) on 3 lines; 1 pipeline placed" in done.stderr
     assert done.stdout == ""
 
 
@@ -82,7 +83,7 @@ assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
 assert sys.argv == [os.environ["WANTED"], "--device", "cuda", "-v"], sys.argv
 assert pathlib.Path(sys.path[0]).resolve() == pathlib.Path(__file__).resolve().parent
 too_early = {"diffusers", "transformers", "huggingface_hub"} & set(sys.modules)
-assert not too_early, "what a script sets in the environment must count"
+assert not too_early, "a script must be able to set environment variables first"
 import beside, torch
 assert not hasattr(torch.cuda, "nonsense") and torch.zeros(2, device="cuda").is_cuda
 print(torch.ones(2, device="cuda:0").sum().item(), torch.cuda.get_device_capability())
@@ -90,7 +91,7 @@ sys.exit(7)
 """
 
 
-def test_arguments_path_and_exit_status_are_the_scripts_own(run_cli: RunCli, tmp_path: Path) -> None:
+def test_arguments_path_and_exit_status_of_a_script(run_cli: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("")
@@ -99,10 +100,10 @@ def test_arguments_path_and_exit_status_are_the_scripts_own(run_cli: RunCli, tmp
     assert done.returncode == 7, done.stderr
     assert done.stdout == "2.0 (0, 0)\n"
     assert f"anyaccel: {script}:9: zeros" in done.stderr
-    assert f"{script}:10: no compute capability is like this device's, and (0, 0) was answered" in done.stderr
+    assert f"{script}:10: get_device_capability returned (0, 0): the device has no CUDA" in done.stderr
 
 
-def test_an_error_is_shown_from_the_scripts_line_on(run_cli_forked: RunCli, tmp_path: Path) -> None:
+def test_traceback_starts_at_the_script(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch\n\ngraph = torch.cuda.CUDAGraph()\n")
     done = run_cli_forked("run", str(script), "--device=virtual:mlu")
@@ -113,24 +114,24 @@ def test_an_error_is_shown_from_the_scripts_line_on(run_cli_forked: RunCli, tmp_
     assert "hint: " in done.stderr
 
 
-def test_a_device_that_is_not_there_is_named_with_its_line(run_cli_forked: RunCli, tmp_path: Path) -> None:
+def test_invalid_device_index_is_reported_with_its_line(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text('import torch\ntorch.zeros(2, device="cuda:1")\n')
     done = run_cli_forked("run", "--device", "virtual:xpu", str(script))
     assert done.returncode == 1
-    assert f"{script}:2: zeros asks for cuda:1, and from xpu:0 on there is no such device" in done.stderr
+    assert f"{script}:2: zeros uses cuda:1, which does not exist: the first device is xpu:0" in done.stderr
 
 
-def test_the_host_is_a_device_too(run_cli_forked: RunCli, tmp_path: Path) -> None:
+def test_script_runs_on_the_cpu(run_cli_forked: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text('import torch\nprint(torch.ones(3).cuda().device, torch.Generator("cuda").device)\n')
     done = run_cli_forked("run", "--device", "cpu", str(script))
     assert (done.returncode, done.stdout) == (0, "cpu cpu\n"), done.stderr
 
 
-def test_an_interruption_ends_it_with_130(run_cli: RunCli, tmp_path: Path) -> None:
+def test_interrupt_exits_with_130(run_cli: RunCli, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    # Set anew, since a process that was started in the background ignores interruptions.
+    # Set the handler: a background process ignores SIGINT.
     handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"
     script.write_text(f"import os, signal\n{handler}\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = run_cli("run", "--device", "cpu", str(script))
@@ -139,22 +140,22 @@ def test_an_interruption_ends_it_with_130(run_cli: RunCli, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
-        (["run", "nowhere.py"], "nowhere.py is not there"),
+        (["run", "nowhere.py"], "nowhere.py does not exist"),
         (["run", "."], ". is a folder"),
         (["run", "x.py", "--device"], "--device requires a device"),
         (["run", "--device", "virtual:nueron", __file__], "nueron"),
     ],
 )
-def test_a_wrong_call_is_said_to_be_wrong(run_cli_forked: RunCli, call: list[str], words: str) -> None:
+def test_invalid_command_line_is_rejected(run_cli_forked: RunCli, call: list[str], message: str) -> None:
     done = run_cli_forked(*call)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert message in done.stderr
     assert "hint: " in done.stderr
 
 
-def test_our_option_among_the_scripts_arguments() -> None:
+def test_device_option_is_split_from_script_arguments() -> None:
     assert split_device(["a", "--device", "hpu:3", "--steps", "2"]) == ("hpu:3", ["a", "--steps", "2"])
     assert split_device(["--device=mps", "--", "--device", "cuda"]) == ("mps", ["--device", "cuda"])
     assert split_device(["--", "--device", "cuda"]) == (None, ["--device", "cuda"])

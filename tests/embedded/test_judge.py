@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from anyaccel.embedded.judge import BACKGROUNDS, Judge, open_judge
+from anyaccel.embedded.judge import BACKGROUNDS, Judge, load_judge
 
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
-    return open_judge()
+    return load_judge()
 
 
 def paste(judge: Judge, glyphs: list[tuple[int, int, int, int]], background: str = "white") -> Image.Image:
@@ -29,7 +29,7 @@ def test_nearly_all_glyphs_are_recognized(judge: Judge) -> None:
     correct = 0
     for index in indices:
         glyph = (index, 64 + generator.randint(-5, 5), 64 + generator.randint(-5, 5), generator.randint(70, 100))
-        correct += judge.look(paste(judge, [glyph])).groups[0] == judge.groups[index]
+        correct += judge.classify(paste(judge, [glyph])).groups[0] == judge.groups[index]
     assert correct >= 78
 
 
@@ -41,8 +41,8 @@ def test_every_background_is_recognized(judge: Judge, background: str) -> None:
 def test_left_and_right_halves_are_recognized(judge: Judge) -> None:
     cat, pizza = judge.names.index("cat"), judge.names.index("pizza")
     image = paste(judge, [(cat, 33, 64, 54), (pizza, 95, 64, 54)])
-    assert judge.look(image, "left").names[0] == "cat"
-    assert judge.look(image, "right").names[0] == "pizza"
+    assert judge.classify(image, "left").names[0] == "cat"
+    assert judge.classify(image, "right").names[0] == "pizza"
 
 
 def test_damaged_object_is_not_recognized(judge: Judge) -> None:
@@ -50,15 +50,15 @@ def test_damaged_object_is_not_recognized(judge: Judge) -> None:
     pixels = np.asarray(paste(judge, [(apple, 64, 64, 88)])).copy()
     pixels[:, 64:] = 255
     pixels[64:] = 255
-    whole = judge.look(paste(judge, [(apple, 64, 64, 88)]))
+    whole = judge.classify(paste(judge, [(apple, 64, 64, 88)]))
     assert whole.names[0] == "red apple"
-    damaged = judge.look(Image.fromarray(pixels))
+    damaged = judge.classify(Image.fromarray(pixels))
     assert damaged.names[0] != "red apple"
     assert damaged.distance > 2 * whole.distance
 
 
 def test_empty_image_has_no_objects(judge: Judge) -> None:
-    assert judge.look(Image.new("RGB", (128, 128), "white")).names == ()
+    assert judge.classify(Image.new("RGB", (128, 128), "white")).names == ()
 
 
 def test_names_are_unique(judge: Judge) -> None:

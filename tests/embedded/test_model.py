@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 
 import anyaccel
-from anyaccel.embedded.judge import open_judge
+from anyaccel.embedded.judge import load_judge
 from anyaccel.embedded.model import CALL_DEFAULTS, find_embedded_model
 from anyaccel.embedded.vocabulary import find_unknown_words
 from training.captions import draw_scene
@@ -54,14 +54,14 @@ def test_configs_contain_no_local_paths() -> None:
 
 def test_plain_diffusers_draws_the_prompt(pipe: Any) -> None:
     assert type(pipe) is diffusers.StableDiffusionPipeline
-    judge = open_judge()
+    judge = load_judge()
     apple, rocket, both = draw(pipe, ["a red apple", "a rocket on a dark blue background", "a cat and a pizza"])
     assert apple.size == (128, 128)
-    assert judge.look(apple).names[0] == "red apple"
+    assert judge.classify(apple).names[0] == "red apple"
     assert judge.background(apple) == "white"
-    assert judge.look(rocket).names[0] == "rocket"
+    assert judge.classify(rocket).names[0] == "rocket"
     assert judge.background(rocket) == "dark blue"
-    assert [judge.look(both, side).names[0] for side in ("left", "right")] == ["cat", "pizza"]
+    assert [judge.classify(both, side).names[0] for side in ("left", "right")] == ["cat", "pizza"]
 
 
 def test_unknown_prompts_still_give_an_image(pipe: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checks that run on every virtual device, with one process a device for all checks of a file."""
+"""Tests that run on every virtual device, with one process per device for all tests of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 
-__all__ = ["DEVICES", "KNOWN_TO_TORCH", "UNKNOWN_TO_TORCH", "Everywhere"]
+__all__ = ["DEVICES", "KNOWN_TO_TORCH", "UNKNOWN_TO_TORCH", "OnEveryDevice"]
 
 KNOWN_TO_TORCH = ("mps", "hpu", "xpu")
 UNKNOWN_TO_TORCH = ("neuron", "npu", "mlu")
@@ -21,11 +21,11 @@ DEVICES = (*KNOWN_TO_TORCH, *UNKNOWN_TO_TORCH)
 Check = Callable[[VirtualAccelerator], None]
 
 
-class Everywhere:
-    """A decorator: `@everywhere()` makes of `check(accelerator)` a test for each device.
+class OnEveryDevice:
+    """A decorator: `@on_every_device()` turns `check(accelerator)` into one test per device.
 
-    All checks of one instance share a process for each device, since a process costs half a second. A bug is named with
-    `broken=` and the devices that show it.
+    All checks of an instance share one process per device, because a process costs half a second. `broken=` describes a
+    known bug; `on=` lists the devices that have it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Everywhere:
                     pytest.fail(problem, pytrace=False)
 
             test.__name__ = name
-            return pytest.mark.parametrize("device", _mark(broken, on))(test)
+            return pytest.mark.parametrize("device", _make_parameters(broken, on))(test)
 
         return decorate
 
@@ -51,20 +51,20 @@ class Everywhere:
         return run_forked(device, self._check_all, count=2, memory="16GiB")
 
     def _check_all(self, accelerator: VirtualAccelerator) -> dict[str, str]:
-        return {name: _try(check, accelerator) for name, check in self._checks.items()}
+        return {name: _run_check(check, accelerator) for name, check in self._checks.items()}
 
 
-def _mark(broken: str, on: tuple[str, ...]) -> list[object]:
+def _make_parameters(broken: str, on: tuple[str, ...]) -> list[object]:
     marks = pytest.mark.xfail(strict=True, reason=broken)
     return [pytest.param(device, marks=marks) if broken and device in on else device for device in DEVICES]
 
 
-def _try(check: Check, accelerator: VirtualAccelerator) -> str:
-    """What went wrong, or nothing; each check finds the process as it was."""
+def _run_check(check: Check, accelerator: VirtualAccelerator) -> str:
+    """Return the traceback of a failure, or an empty string; restore global state for the next check."""
     try:
         check(accelerator)
         return ""
-    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever it is, the test says so
+    except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the test reports it
         return traceback.format_exc(limit=-6)
     finally:
         accelerator.current_index = 0

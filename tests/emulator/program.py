@@ -1,4 +1,4 @@
-"""Programs of tensor operations as data, and a machine that runs one on the host or on a device."""
+"""Programs of tensor operations as data, and an interpreter that runs them on the CPU or a device."""
 
 from __future__ import annotations
 
@@ -11,69 +11,69 @@ from torch.nn import functional
 
 __all__ = ["NAMES", "Instruction", "run_program"]
 
-Numbers = tuple[int, int, int]
-Instruction = tuple[str, Numbers]
-"""An operation and three numbers, from which it takes its tensors, dimensions and constants."""
+Integers = tuple[int, int, int]
+Instruction = tuple[str, Integers]
+"""An operation and three integers that select its tensors, dimensions and constants."""
 Operation = Callable[..., Any]
-Bound = Callable[["list[torch.Tensor]", Numbers], Any]
+Bound = Callable[["list[torch.Tensor]", Integers], Any]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
 POOL_SIZE = 8
-LARGEST = 2000
-"""Elements; a result that has more is left out of the pool."""
+MAX_ELEMENTS = 2000
+"""Largest number of elements of a result that joins the pool."""
 
 _OPERATIONS: dict[str, Bound] = {}
 
 
 def _reads(**operations: Operation) -> None:
-    """Operations `f(x, a, b)` of one tensor and two numbers whose result joins the pool."""
+    """Register operations `f(x, a, b)` of a tensor and two integers; the result joins the pool."""
     for name, operation in operations.items():
         _OPERATIONS[name] = _bind(operation, tensors=1)
 
 
 def _reads_two(**operations: Operation) -> None:
-    """Operations `f(x, y, a)` of two tensors and a number."""
+    """Register operations `f(x, y, a)` of two tensors and an integer."""
     for name, operation in operations.items():
         _OPERATIONS[name] = _bind(operation, tensors=2)
 
 
 def _writes(**operations: Operation) -> None:
-    """Operations in place `f(x, a, b)`; numbers stay small, since devices narrow int64."""
+    """Register in-place operations `f(x, a, b)`. Values stay small, because devices narrow int64."""
     for name, operation in operations.items():
         _OPERATIONS[name] = _bind(operation, tensors=1, in_place=True)
 
 
 def _writes_two(**operations: Operation) -> None:
-    """Operations in place `f(x, y, a)` that read a second tensor."""
+    """Register in-place operations `f(x, y, a)` that read a second tensor."""
     for name, operation in operations.items():
         _OPERATIONS[name] = _bind(operation, tensors=2, in_place=True)
 
 
 def _bind(operation: Operation, tensors: int, in_place: bool = False) -> Bound:
-    """The operation on a pool: the first of its numbers pick tensors."""
+    """Return the operation on a pool; its first integers select tensors."""
 
-    def run(pool: list[torch.Tensor], numbers: Numbers) -> Any:
-        picked = [pool[number % len(pool)] for number in numbers[:tensors]]
-        made = operation(*picked, *numbers[tensors:])
-        return _keep_small_(picked[0]) if in_place else made
+    def run(pool: list[torch.Tensor], numbers: Integers) -> Any:
+        selected = [pool[number % len(pool)] for number in numbers[:tensors]]
+        result = operation(*selected, *numbers[tensors:])
+        return _clamp_(selected[0]) if in_place else result
 
     return run
 
 
-def _keep_small_(tensor: torch.Tensor) -> None:
+def _clamp_(tensor: torch.Tensor) -> None:
     if tensor.dtype.is_floating_point:
         tensor.nan_to_num_(0.0, 50.0, -50.0).clamp_(-50, 50)
     elif tensor.dtype is not torch.bool:
         tensor.remainder_(100)
 
 
-def _small(tensor: torch.Tensor) -> torch.Tensor:
+def _clamp(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.is_floating_point:
         return torch.nan_to_num(tensor, 0.0, 50.0, -50.0).clamp(-50, 50)
     return tensor if tensor.dtype is torch.bool else tensor.remainder(100)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype.is_floating_point else tensor.to(torch.float32)
 
 
@@ -82,22 +82,22 @@ def _dim(tensor: torch.Tensor, number: int) -> int:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a matrix of floats."""
-    return _real(tensor).reshape(-1, tensor.shape[-1])
+    """Return the values as a float matrix."""
+    return _to_float(tensor).reshape(-1, tensor.shape[-1])
 
 
 def _index(tensor: torch.Tensor, size: int, count: int) -> torch.Tensor:
-    """Positions below `size` from a tensor's values."""
+    """Return indices below `size`, computed from a tensor's values."""
     return tensor.reshape(-1)[: count % 5 + 1].to(torch.int64).abs() % max(1, size)
 
 
 def _fold(x: torch.Tensor, a: int) -> torch.Tensor:
-    """A reshape to another shape of as many elements."""
+    """Reshape to one of three shapes."""
     return x.reshape((2, -1) if a % 3 == 0 else (-1, 1, 3) if a % 3 == 1 else (-1,))
 
 
-def _step_through(x: torch.Tensor, a: int) -> torch.Tensor:
-    """Every second element of the storage from a place on: legal for whatever has four elements in a row."""
+def _view_strided(x: torch.Tensor, a: int) -> torch.Tensor:
+    """Return a 2x2 strided view; valid for any tensor with four elements in a row."""
     return x.as_strided((2, 2), (x.stride(-1), x.stride(-1)), x.storage_offset() + x.stride(-1) * (a % 2))
 
 
@@ -139,24 +139,24 @@ _reads(
     unbind=lambda x, a, b: x.unbind(_dim(x, a))[0],
     split=lambda x, a, b: x.split(a % 2 + 1, _dim(x, b))[0],
     diagonal=lambda x, a, b: x.diagonal(),
-    as_strided=lambda x, a, b: _step_through(x, a),
+    as_strided=lambda x, a, b: _view_strided(x, a),
     repeat=lambda x, a, b: x.repeat(2, *[1] * (x.dim() - 1)),
     roll=lambda x, a, b: x.roll(a % 3, _dim(x, b)),
     by_list=lambda x, a, b: x[[0, a % x.shape[0]]],
     by_lists=lambda x, a, b: x[[0, a % x.shape[0]], [b % x.shape[1], 0]],
     by_mask=lambda x, a, b: x[x > a % 4],
     detach=lambda x, a, b: x.detach(),
-    add_number=lambda x, a, b: _small(torch.add(x, a, alpha=b)),
-    divide=lambda x, a, b: _small(x / (a + 1)),
+    add_number=lambda x, a, b: _clamp(torch.add(x, a, alpha=b)),
+    divide=lambda x, a, b: _clamp(x / (a + 1)),
     negate=lambda x, a, b: -x,
     compare=lambda x, a, b: x > a % 5,
-    total=lambda x, a, b: _small(x.sum(_dim(x, a), keepdim=b % 2 == 0)),
+    total=lambda x, a, b: _clamp(x.sum(_dim(x, a), keepdim=b % 2 == 0)),
     largest=lambda x, a, b: x.max(_dim(x, a)).values,
     argmax=lambda x, a, b: x.argmax(_dim(x, a)),
-    cumsum=lambda x, a, b: _small(x.cumsum(_dim(x, a))),
-    softmax=lambda x, a, b: _real(x).softmax(_dim(x, a)),
-    layer_norm=lambda x, a, b: _small(functional.layer_norm(_real(x), x.shape[-1:])),
-    conv2d=lambda x, a, b: _small(functional.conv2d(_rows(x)[None, None], _rows(x).new_full((2, 1, 1, 2), 0.5))),
+    cumsum=lambda x, a, b: _clamp(x.cumsum(_dim(x, a))),
+    softmax=lambda x, a, b: _to_float(x).softmax(_dim(x, a)),
+    layer_norm=lambda x, a, b: _clamp(functional.layer_norm(_to_float(x), x.shape[-1:])),
+    conv2d=lambda x, a, b: _clamp(functional.conv2d(_rows(x)[None, None], _rows(x).new_full((2, 1, 1, 2), 0.5))),
     interpolate=lambda x, a, b: functional.interpolate(_rows(x)[None, None], scale_factor=2, mode="nearest"),
     bilinear=lambda x, a, b: functional.interpolate(_rows(x)[None, None], size=(a + 1, b + 1), mode="bilinear"),
     sort=lambda x, a, b: x.sort(_dim(x, a)).values,
@@ -164,9 +164,9 @@ _reads(
     masked_fill=lambda x, a, b: x.masked_fill(x > a % 5, b),
 )  # fmt: skip
 _reads_two(
-    add=lambda x, y, a: _small(x + y),
-    multiply=lambda x, y, a: _small(x * y),
-    matmul=lambda x, y, a: _small(_rows(x) @ _rows(y).to(_real(x).dtype).t()),
+    add=lambda x, y, a: _clamp(x + y),
+    multiply=lambda x, y, a: _clamp(x * y),
+    matmul=lambda x, y, a: _clamp(_rows(x) @ _rows(y).to(_to_float(x).dtype).t()),
     cat=lambda x, y, a: torch.cat([x, y], _dim(x, a)),
     stack=lambda x, y, a: torch.stack([x, y], a % (x.dim() + 1)),
     where=lambda x, y, a: torch.where(x > a % 5, x, y),
@@ -175,10 +175,10 @@ _reads_two(
     index_select=lambda x, y, a: torch.index_select(x, _dim(x, a), _index(y, x.shape[_dim(x, a)], a)),
     by_tensor=lambda x, y, a: x[_index(y, x.shape[0], a)],
     by_host_tensor=lambda x, y, a: x[_index(y, x.shape[0], a).cpu()],
-    attention=lambda x, y, a: _small(_attend(_rows(x)[None, None], _rows(y)[None, None].to(_real(x).dtype))),
+    attention=lambda x, y, a: _clamp(_attend(_rows(x)[None, None], _rows(y)[None, None].to(_to_float(x).dtype))),
     expand_as=lambda x, y, a: x.expand_as(y),
     view_as=lambda x, y, a: x.view_as(y),
-    out=lambda x, y, a: _small(torch.mul(x, y, out=(x * y).new_empty(0))),
+    out=lambda x, y, a: _clamp(torch.mul(x, y, out=(x * y).new_empty(0))),
 )  # fmt: skip
 _writes(
     add_=lambda x, a, b: x.add_(a, alpha=b % 3),
@@ -219,28 +219,28 @@ NAMES = sorted(_OPERATIONS)
 
 
 def _make_pool(device: torch.device) -> list[torch.Tensor]:
-    """Four tensors made on the host and moved."""
-    made = [
+    """Create four tensors on the CPU and move them."""
+    tensors = [
         torch.arange(12.0).reshape(3, 4),
         torch.linspace(-3, 3, 24).reshape(2, 3, 4),
         torch.arange(-4, 8).reshape(4, 3),
         torch.tensor([[True, False, True, True]]),
     ]
-    return [tensor.to(device) for tensor in made]
+    return [tensor.to(device) for tensor in tensors]
 
 
 def run_program(program: list[Instruction], device: torch.device) -> tuple[list[torch.Tensor], list[bool]]:
-    """The pool at the end, and which of the instructions torch refused."""
-    pool, refused = _make_pool(device), []
+    """Return the final pool, and for each instruction whether torch rejected it."""
+    pool, rejected = _make_pool(device), []
     for name, numbers in program:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # a write to an expanded tensor, told once a process
-                made = _OPERATIONS[name](pool, numbers)
-            refused.append(False)
+                warnings.simplefilter("ignore", UserWarning)  # about writes to expanded tensors, once per process
+                result = _OPERATIONS[name](pool, numbers)
+            rejected.append(False)
         except (RuntimeError, IndexError, ZeroDivisionError, TypeError):
-            refused.append(True)
+            rejected.append(True)
             continue
-        if made is not None and made.numel() <= LARGEST:
-            pool = [*pool, made] if len(pool) < POOL_SIZE else [*pool[1:], made]
-    return pool, refused
+        if result is not None and result.numel() <= MAX_ELEMENTS:
+            pool = [*pool, result] if len(pool) < POOL_SIZE else [*pool[1:], result]
+    return pool, rejected

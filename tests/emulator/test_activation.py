@@ -1,4 +1,4 @@
-"""Turning a virtual accelerator on: by the context manager, and by the environment for any program."""
+"""Activation of a virtual accelerator: by the context manager, or by an environment variable for any program."""
 
 import json
 import os
@@ -22,10 +22,10 @@ DEVICES = ["mps", "hpu", "neuron", "npu", "xpu", "mlu"]
 
 
 def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ANYACCEL_")}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        env=kept | environment,
+        env=inherited | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -34,7 +34,7 @@ def run_program(code: str, **environment: str) -> "subprocess.CompletedProcess[s
 
 
 def fork_program(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """The same in a fork in which torch is imported: what its import would call of ours is called first."""
+    """Run a program in a fork where torch is already imported; calls `autoload` as the import would."""
 
     def work() -> None:
         autoload()
@@ -47,8 +47,8 @@ def fork_program(code: str, **environment: str) -> "subprocess.CompletedProcess[
     ("device", "run"),
     [(device, run_program if device == "mps" else fork_program) for device in DEVICES],
 )
-def test_any_program_gets_the_device_by_the_environment_alone(device: str, run: RunCli, tmp_path: Path) -> None:
-    """One that torch knows with a start of Python, the others without; the test below starts one that it does not."""
+def test_environment_variable_gives_any_program_the_device(device: str, run: RunCli, tmp_path: Path) -> None:
+    """One device type that torch knows in a new interpreter, the others in a fork, which is faster."""
     ledger = tmp_path / "ledger.json"
     code = f"""
         import torch
@@ -63,15 +63,15 @@ def test_any_program_gets_the_device_by_the_environment_alone(device: str, run: 
     assert set(rows[0]) == {"limit", "effect", "operation", "file", "line", "count", "step"}
 
 
-def test_a_program_without_a_file_has_lines_too() -> None:
+def test_ledger_names_lines_of_code_without_a_file() -> None:
     start = "import anyaccel, torch\nwith anyaccel.virtual('mps') as v:\n"
     code = f"{start}    torch.ones(2, device='mps').double()\nprint(v.ledger)"
     assert fork_program(code).stdout.rstrip().endswith("<string>:3")
 
 
 @pytest.mark.long
-def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: Path) -> None:
-    """The script knows diffusers alone."""
+def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Path) -> None:
+    """The script imports only torch and diffusers."""
     ledger = tmp_path / "ledger.json"
     code = """
         import torch
@@ -91,47 +91,47 @@ def test_plain_diffusers_runs_under_the_variable_and_leaves_a_ledger(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ("nueron", "unknown device 'nueron' (from ANYACCEL_VIRTUAL); hint: did you mean neuron?"),
         (
             "neuron,strit",
-            "(from ANYACCEL_VIRTUAL): 'strit' is not an option; hint: options: count=N",
+            "(from ANYACCEL_VIRTUAL): unknown option 'strit'; hint: options: count=N",
         ),
         ("neuron:", "'' is neither an index nor a memory size"),
-        ("neuron,count=0", "at least one device"),
-        ("neuron:2", "write ANYACCEL_VIRTUAL=neuron,count=2; elsewhere, write virtual:neuron,count=2"),
-        ("neuron:2", "and neuron:1 for the last of them"),
-        ("neuron:0", "names a device by its index"),
-        ("hpu,memory=lots", "'lots' is no size of a memory"),
-        ("cuda", "there is no virtual cuda; hint: take one of"),
-        ("mps,strict,strict", "strict is given twice"),
-        ("mps,memory=1GiB,memory=2GiB", "memory is given twice"),
-        ("mps,memory=1e99GiB", "is no size of a memory"),
+        ("neuron,count=0", "must be from 1 to 999"),
+        ("neuron:2", "use ANYACCEL_VIRTUAL=neuron,count=2; elsewhere, write virtual:neuron,count=2"),
+        ("neuron:2", "and neuron:1 for the last one"),
+        ("neuron:0", "contains a device index"),
+        ("hpu,memory=lots", "'lots' is not a valid memory size"),
+        ("cuda", "cuda has no virtual device; hint: use one of"),
+        ("mps,strict,strict", "duplicate option strict"),
+        ("mps,memory=1GiB,memory=2GiB", "duplicate option memory"),
+        ("mps,memory=1e99GiB", "is not a valid memory size"),
     ],
 )
-def test_a_malformed_variable_is_one_line_of_ours(value: str, words: str) -> None:
-    """One of them with a start of Python, where torch's import would make a page of it."""
+def test_malformed_variable_prints_one_line(value: str, message: str) -> None:
+    """One of them runs in a new interpreter, where an exception would make `import torch` print a long traceback."""
     run = run_program if value == "nueron" else fork_program
     done = run("import torch; print('not reached')", ANYACCEL_VIRTUAL=value)
     assert done.returncode == 2
     assert done.stderr.startswith("anyaccel: ")
-    assert words in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/ledger.json", "."])
-def test_a_ledger_that_cannot_be_written_is_said_at_once(path: str) -> None:
+def test_unwritable_ledger_path_fails_at_startup(path: str) -> None:
     done = fork_program("import torch; print('not reached')", ANYACCEL_VIRTUAL="neuron", ANYACCEL_VIRTUAL_LEDGER=path)
     assert done.returncode == 2
-    assert "is no file that can be written" in done.stderr
+    assert f"ANYACCEL_VIRTUAL_LEDGER={path!r} cannot be written" in done.stderr
     assert done.stdout == ""
 
 
 @pytest.mark.long
-def test_a_program_that_a_program_starts_has_a_ledger_of_its_own(tmp_path: Path) -> None:
-    """And the path is where it was at the start, wherever the program goes."""
+def test_child_process_writes_its_own_ledger(tmp_path: Path) -> None:
+    """The path is resolved at the start, even if the program changes its working directory."""
     code = """
         import os, subprocess, sys, torch
         os.chdir("/")
@@ -145,46 +145,46 @@ def test_a_program_that_a_program_starts_has_a_ledger_of_its_own(tmp_path: Path)
     assert list(limits.values()) == [["host_round_trip"]]
 
 
-def test_without_the_variable_torch_loads_nothing_of_ours_but_a_few_lines() -> None:
+def test_without_the_variable_torch_imports_only_autoload() -> None:
     code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('anyaccel')))"
     done = run_program(code)
     assert done.stdout == "['anyaccel', 'anyaccel.emulator', 'anyaccel.emulator.autoload']\n"
 
 
-def test_leaving_the_context_ends_the_enforcement_and_keeps_the_name() -> None:
+def test_leaving_the_context_stops_enforcement_and_keeps_the_device() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[int, int, str]:
         x = torch.ones(2, device="mps")
         x.double()
         inside = len(accelerator.ledger.rows("error"))
-        accelerator.enforcing = False  # what leaving the context does
+        accelerator.enforcing = False  # as at the end of the context
         x.double()
         return inside, len(accelerator.ledger.rows("error")), str(x.device)
 
     assert run_forked("mps", use, strict=False) == (1, 1, "mps:0")
 
 
-def test_one_name_a_process_and_one_context_at_a_time() -> None:
-    def ask_again(accelerator: VirtualAccelerator) -> list[str]:
-        words = []
+def test_one_device_type_per_process_and_one_context_at_a_time() -> None:
+    def start_again(accelerator: VirtualAccelerator) -> list[str]:
+        outcomes = []
         for name in ("hpu", "neuron"):
             try:
                 with anyaccel.virtual(name):
-                    words.append("taken")
+                    outcomes.append("started")
             except VirtualDeviceError as error:
-                words.append(error.message)
+                outcomes.append(error.message)
         accelerator.enforcing = False
         with anyaccel.virtual("hpu", strict=True) as again:
-            words.append(f"again: {again.strict}")
-        return words
+            outcomes.append(f"again: {again.strict}")
+        return outcomes
 
-    assert run_forked("hpu", ask_again) == [
-        "a virtual hpu is running already",
-        "this process has a virtual hpu already, and a second name cannot be added",
+    assert run_forked("hpu", start_again) == [
+        "a virtual hpu is already active",
+        "this process already has a virtual hpu; torch cannot unregister a device type",
         "again: True",
     ]
 
 
-def test_a_slot_that_a_vendor_holds_is_refused_with_the_reason() -> None:
+def test_registered_vendor_device_is_an_error() -> None:
     code = """
         import torch
         torch.utils.rename_privateuse1_backend("npu")
@@ -193,10 +193,10 @@ def test_a_slot_that_a_vendor_holds_is_refused_with_the_reason() -> None:
             with anyaccel.virtual("neuron"): pass
         except anyaccel.AnyaccelError as error: print(error.message)
     """
-    assert "'npu' holds it already" in fork_program(code).stdout
+    assert "'npu' is already registered" in fork_program(code).stdout
 
 
-def test_the_real_device_wins_where_its_software_is_here() -> None:
+def test_real_device_takes_precedence() -> None:
     code = """
         import torch
         torch.utils.rename_privateuse1_backend("neuron")
@@ -208,10 +208,10 @@ def test_the_real_device_wins_where_its_software_is_here() -> None:
     """
     done = fork_program(code)
     assert done.stdout == "the program goes on\n"
-    assert done.stderr.startswith("anyaccel: the real device is used: ")
+    assert done.stderr.startswith("anyaccel: using the real device: ")
 
 
-def test_a_virtual_device_is_shown_as_virtual_and_works_like_a_device() -> None:
+def test_virtual_device_is_listed_as_virtual_and_can_be_opened() -> None:
     code = """
         import anyaccel, torch
         device = next(device for device in anyaccel.devices() if device.name == "neuron")
@@ -229,20 +229,20 @@ def test_a_virtual_device_is_shown_as_virtual_and_works_like_a_device() -> None:
     ], done.stderr
 
 
-def test_strict_raises_what_the_device_raises() -> None:
-    def ask_for_float64(accelerator: VirtualAccelerator) -> None:
+def test_strict_raises_the_error_of_the_device() -> None:
+    def use_float64(accelerator: VirtualAccelerator) -> None:
         torch.ones(2, device=accelerator.device()).double()
 
     with pytest.raises(LimitTypeError, match=r"float64.*https://github.com/pytorch/pytorch/issues/122602"):
-        run_forked("mps", ask_for_float64, strict=True)
+        run_forked("mps", use_float64, strict=True)
     with pytest.raises(LimitError) as caught:
-        run_forked("npu", ask_for_float64, strict=True)
+        run_forked("npu", use_float64, strict=True)
     assert not isinstance(caught.value, TypeError)
     assert caught.value.hint
 
 
-def test_errors_of_a_call() -> None:
-    for arguments, kind in [
+def test_invalid_arguments_raise() -> None:
+    for arguments, error_class in [
         ({"name": "toaster"}, UnknownDeviceError),
         ({"name": "cpu"}, UsageError),
         ({"name": "hpu", "count": 0}, UsageError),
@@ -250,21 +250,21 @@ def test_errors_of_a_call() -> None:
         ({"name": "hpu", "memory": float("inf")}, UsageError),
         ({"name": "hpu", "memory": "-1GiB"}, UsageError),
     ]:
-        with pytest.raises(kind), anyaccel.virtual(**arguments):  # type: ignore[arg-type]
+        with pytest.raises(error_class), anyaccel.virtual(**arguments):  # type: ignore[arg-type]
             pass
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("16GiB", 16 * 2**30), ("96GB", 96 * 10**9), ("1.5 MiB", 3 * 2**19), ("512", 512), ("2kb", 2000)]
 )
-def test_how_a_size_reads(text: str, size: int) -> None:
+def test_memory_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-def test_a_product_settles_its_own_limits() -> None:
-    def ask(accelerator: VirtualAccelerator) -> tuple[int | None, list[str]]:
+def test_product_decides_conditional_limits() -> None:
+    def use(accelerator: VirtualAccelerator) -> tuple[int | None, list[str]]:
         torch.ones(2, device=accelerator.device(), dtype=torch.float16)
         return accelerator.capacity_bytes, [row.limit for row in accelerator.ledger.rows()]
 
-    assert run_forked("hpu", ask, memory="gaudi1") == (32 * 10**9, ["dtypes.float16"])
-    assert run_forked("hpu", ask, memory="gaudi2") == (96 * 10**9, [])
+    assert run_forked("hpu", use, memory="gaudi1") == (32 * 10**9, ["dtypes.float16"])
+    assert run_forked("hpu", use, memory="gaudi2") == (96 * 10**9, [])

@@ -1,4 +1,4 @@
-"""The stand-in for the vendors' compilers: graphs, recompilations, breaks, artefacts that outlive the process."""
+"""The stub of the vendors' compilers: graphs, recompilations, graph breaks, artifacts for later processes."""
 
 import json
 import shutil
@@ -45,23 +45,23 @@ Report = tuple[int, int, list[str], float]
 
 def compile_two_shapes(backend: str) -> Callable[[VirtualAccelerator], Report]:
     def use(accelerator: VirtualAccelerator) -> Report:
-        place = accelerator.device()
-        block = Block().to(place)
+        device = accelerator.device()
+        block = Block().to(device)
         compiled = torch.compile(block, backend=backend, fullgraph=True, dynamic=False)
         with torch.no_grad():
-            small, large = torch.ones(5, 8).to(place), torch.ones(6, 8).to(place)
+            small, large = torch.ones(5, 8).to(device), torch.ones(6, 8).to(device)
             difference = (compiled(small) - block(small)).abs().max().item()
             compiled(small), compiled(large), compiled(large)
-        book = accelerator.compiler
+        log = accelerator.compiler
         weights = {"float32[8, 8]", "float32[8]"}
-        shapes = [shape for graph in book.recompilations for shape in graph.inputs if shape not in weights]
-        return len(book.graphs), book.compiled, shapes, difference
+        shapes = [shape for graph in log.recompilations for shape in graph.inputs if shape not in weights]
+        return len(log.graphs), log.compiled, shapes, difference
 
     return use
 
 
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_a_graph_a_shape_and_none_for_a_shape_seen_before(device: str, backend: str) -> None:
+def test_one_graph_per_shape(device: str, backend: str) -> None:
     graphs, compiled, shapes, difference = run_forked(device, compile_two_shapes(backend))
     assert (graphs, compiled) == (2, 2)
     assert shapes == ["float32[6, 8]"]
@@ -75,7 +75,7 @@ def test_a_graph_a_shape_and_none_for_a_shape_seen_before(device: str, backend: 
         ("hpu", "hpu_backend", "PT_HPU_RECIPE_CACHE_CONFIG", "{},false,1024,false"),
     ],
 )
-def test_a_second_process_compiles_nothing(
+def test_second_process_uses_the_cache(
     device: str, backend: str, variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value.format(tmp_path / "cache"))
@@ -86,7 +86,7 @@ def test_a_second_process_compiles_nothing(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The artefacts of two shapes, made once."""
+    """A folder with the artifacts of two shapes."""
     folder: Path = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_NEURONX_NEFF_CACHE_DIR", str(folder))
@@ -102,67 +102,67 @@ def cache(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return folder
 
 
-def test_an_artefact_of_another_version_is_refused_with_its_name(cache: Path) -> None:
-    for artefact in cache.glob("*.json"):
-        content = json.loads(artefact.read_text())
-        artefact.write_text(json.dumps(content | {"compiler": "0"}))
-    with pytest.raises(Exception, match=r"was made by version 0 of the compiler, and this is 1") as caught:
+def test_artifact_of_another_version_is_rejected(cache: Path) -> None:
+    for artifact in cache.glob("*.json"):
+        content = json.loads(artifact.read_text())
+        artifact.write_text(json.dumps(content | {"compiler": "0"}))
+    with pytest.raises(Exception, match=r"was compiled with version 0 of the compiler; this is version 1") as caught:
         run_forked("neuron", compile_two_shapes("neuron"))
     assert str(cache) in str(caught.value)
     assert VirtualDeviceError.__name__ in str(caught.value) or isinstance(caught.value, VirtualDeviceError)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"graph": "other", "compiler": "1"}'])
-def test_a_damaged_artefact_is_made_anew(cache: Path, damage: str) -> None:
-    for artefact in cache.glob("*.json"):
-        artefact.write_text(damage)
+def test_damaged_artifact_is_replaced(cache: Path, damage: str) -> None:
+    for artifact in cache.glob("*.json"):
+        artifact.write_text(damage)
     assert run_forked("neuron", compile_two_shapes("neuron"))[:2] == (2, 2)
     assert run_forked("neuron", compile_two_shapes("neuron"))[:2] == (2, 0)
 
 
-def test_dynamic_shapes_are_refused_where_the_sheet_says_so() -> None:
-    def ask(backend: str) -> Callable[[VirtualAccelerator], int]:
+def test_dynamic_shapes_are_rejected_according_to_the_sheet() -> None:
+    def compile_dynamic(backend: str) -> Callable[[VirtualAccelerator], int]:
         def use(accelerator: VirtualAccelerator) -> int:
-            place = accelerator.device()
-            compiled = torch.compile(Block().to(place), backend=backend, dynamic=True)
-            return len(compiled(torch.ones(5, 8).to(place)))
+            device = accelerator.device()
+            compiled = torch.compile(Block().to(device), backend=backend, dynamic=True)
+            return len(compiled(torch.ones(5, 8).to(device)))
 
         return use
 
     with pytest.raises(LimitError, match="dynamic=True"):
-        run_forked("neuron", ask("neuron"))
-    assert run_forked("hpu", ask("hpu_backend")) == 2
+        run_forked("neuron", compile_dynamic("neuron"))
+    assert run_forked("hpu", compile_dynamic("hpu_backend")) == 2
 
 
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_breaks_are_named_by_line_and_never_in_our_own_code(device: str, backend: str) -> None:
+def test_graph_breaks_name_the_line_of_the_program(device: str, backend: str) -> None:
     def use(accelerator: VirtualAccelerator) -> list[tuple[str, int]]:
-        place = accelerator.device()
+        device = accelerator.device()
         with torch.no_grad():
-            torch.compile(Branching().to(place), backend=backend)(torch.ones(5, 8).to(place))
-        return [(found.file, found.line) for found in accelerator.compiler.breaks]
+            torch.compile(Branching().to(device), backend=backend)(torch.ones(5, 8).to(device))
+        return [(graph_break.file, graph_break.line) for graph_break in accelerator.compiler.breaks]
 
     breaks = run_forked(device, use)
     lines = Path(__file__).read_text().splitlines()
     assert [(Path(file).name, lines[line - 1].strip()) for file, line in breaks] == [
-        ("test_compiler.py", "if hidden.sum() > 0:")
+        (Path(__file__).name, "if hidden.sum() > 0:")
     ]
 
 
-def test_the_ledger_is_silent_while_a_graph_is_traced_and_speaks_when_it_runs() -> None:
-    class Careless(Block):
+def test_ledger_counts_runs_of_a_graph_but_not_its_tracing() -> None:
+    class UsesFloat64(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.arange(8, device=x.device, dtype=torch.float64).float()
 
     def use(accelerator: VirtualAccelerator) -> list[int]:
-        place = accelerator.device()
-        compiled = torch.compile(Careless().to(place), backend="neuron", fullgraph=True)
+        device = accelerator.device()
+        compiled = torch.compile(UsesFloat64().to(device), backend="neuron", fullgraph=True)
         counts = []
         for _ in range(2):
-            compiled(torch.ones(5, 8).to(place))
+            compiled(torch.ones(5, 8).to(device))
             counts.append(sum(row.count for row in accelerator.ledger.rows("error")))
         return counts
 
     first, second = run_forked("neuron", use)
     assert first > 0
-    assert second == 2 * first, "tracing itself added rows"
+    assert second == 2 * first, "tracing added rows"

@@ -1,4 +1,4 @@
-"""Each kind of limit, on the devices that have it and on no other; and the ledger that tells of it."""
+"""Each kind of limit on the devices that have it and on those that do not, and the ledger."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ HERE = Path(__file__).name
 
 
 def observe(device: str, program: Callable[[torch.device], object], memory: str | None = None) -> list[LedgerRow]:
-    """The rows that a program leaves on a virtual device."""
+    """Return the ledger rows of a program on a virtual device."""
 
     def use(accelerator: VirtualAccelerator) -> list[LedgerRow]:
         program(accelerator.device())
@@ -38,32 +38,32 @@ def effects(rows: list[LedgerRow], limit: str) -> set[str]:
     [("mps", "error"), ("npu", "error"), ("neuron", "error"), ("hpu", "narrowed"), ("mlu", "narrowed"), ("xpu", None)],
 )
 def test_float64(device: str, effect: str | None) -> None:
-    rows = observe(device, lambda place: torch.linspace(0, 1, 4, dtype=torch.float64).to(place))
+    rows = observe(device, lambda device: torch.linspace(0, 1, 4, dtype=torch.float64).to(device))
     assert effects(rows, "dtypes.float64") == ({effect} if effect else set())
 
 
-def test_a_narrowed_type_loses_its_digits_as_on_the_device() -> None:
+def test_narrowed_dtype_loses_precision() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[float, torch.dtype]:
-        there = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64, device=accelerator.device())
-        return float(there.cpu()[0]), there.dtype
+        tensor = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64, device=accelerator.device())
+        return float(tensor.cpu()[0]), tensor.dtype
 
     assert run_forked("hpu", use) == (1.0, torch.float64)
     assert run_forked("xpu", use) == (1.0 + 2.0**-40, torch.float64)
 
 
 @pytest.mark.parametrize(
-    # Gaudi's is only inferred, and contradicted: it is on the sheet, and not enforced.
+    # Gaudi's limit is inferred and contradicted, so it is not enforced.
     ("device", "effect"),
     [("neuron", "error"), ("hpu", None), ("mps", None), ("xpu", None), ("npu", None)],
 )
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda place: torch.randn(2, device=place),
-        lambda place: torch.rand_like(torch.ones(2, device=place)),
-        lambda place: torch.ones(2, device=place).normal_(),
-        lambda place: torch.randint(0, 5, (2,), device=place),
-        lambda place: functional.dropout(torch.ones(8, device=place), training=True),
+        lambda device: torch.randn(2, device=device),
+        lambda device: torch.rand_like(torch.ones(2, device=device)),
+        lambda device: torch.ones(2, device=device).normal_(),
+        lambda device: torch.randint(0, 5, (2,), device=device),
+        lambda device: functional.dropout(torch.ones(8, device=device), training=True),
     ],
     ids=["randn", "rand_like", "normal_", "randint", "dropout"],
 )
@@ -72,9 +72,9 @@ def test_random_numbers(device: str, effect: str | None, draw: Callable[[torch.d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_noise_drawn_on_the_host_meets_no_limit(device: str) -> None:
+def test_noise_drawn_on_the_cpu_hits_no_limit(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    assert observe(device, lambda place: torch.randn(2, generator=generator).to(place)) == []
+    assert observe(device, lambda device: torch.randn(2, generator=generator).to(device)) == []
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_noise_drawn_on_the_host_meets_no_limit(device: str) -> None:
     ],
     ids=["nonzero", "mask", "where", "masked_select", "unique"],
 )
-def test_shapes_that_depend_on_data(look_up: Callable[[torch.Tensor], object]) -> None:
-    def program(place: torch.device) -> object:
-        return look_up(torch.ones(4).to(place))
+def test_data_dependent_shapes(look_up: Callable[[torch.Tensor], object]) -> None:
+    def program(device: torch.device) -> object:
+        return look_up(torch.ones(4).to(device))
 
     assert effects(observe("neuron", program), "data_dependent_shapes") == {"error"}
     assert effects(observe("hpu", program), "data_dependent_shapes") == {"slow"}
@@ -112,75 +112,79 @@ def test_shapes_that_depend_on_data(look_up: Callable[[torch.Tensor], object]) -
     ids=["item", "cpu", "tolist", "repr", "bool", "copy_", "equal", "tensor"],
 )
 def test_host_round_trips(read: Callable[[torch.Tensor], object]) -> None:
-    rows = observe("xpu", lambda place: read(torch.ones(4).to(place)))
+    rows = observe("xpu", lambda device: read(torch.ones(4).to(device)))
     assert [(row.limit, row.effect, row.count, Path(row.file).name) for row in rows] == [
         ("host_round_trip", "slow", 1, HERE)
     ]
 
 
-@pytest.mark.parametrize(("heads", "effects_"), [(8, set()), (2**11, {"wrong"}), (2**12 + 1, {"wrong", "error"})])
-def test_attention_scores_are_measured_by_shape_and_never_made(heads: int, effects_: set[str]) -> None:
-    """1024 by 1024 scores a head: 2**31 at 2048 heads, 2**32 at 4096."""
+@pytest.mark.parametrize(("heads", "expected"), [(8, set()), (2**11, {"wrong"}), (2**12 + 1, {"wrong", "error"})])
+def test_attention_scores_are_measured_without_allocation(heads: int, expected: set[str]) -> None:
+    """1024 x 1024 scores per head: 2**31 at 2048 heads, 2**32 at 4096."""
 
-    def program(place: torch.device) -> object:
-        parts = torch.zeros(1, 1, 1, 2).to(place).expand(1, heads, 1024 + (heads > 8), 2)
+    def program(device: torch.device) -> object:
+        query = torch.zeros(1, 1, 1, 2).to(device).expand(1, heads, 1024 + (heads > 8), 2)
         if heads == 8:
-            return torch.ops.aten.scaled_dot_product_attention(parts, parts, parts)
-        measure(parts)
+            return torch.ops.aten.scaled_dot_product_attention(query, query, query)
+        measure(query)
         return None
 
-    def measure(parts: torch.Tensor) -> None:
+    def measure(query: torch.Tensor) -> None:
         facts = read_operation(torch.ops.aten.scaled_dot_product_attention.default)
-        dispatch._enforce_on_scores(active(), facts, [parts, parts])
+        dispatch._enforce_on_scores(active(), facts, [query, query])
 
     rows = observe("mps", program)
-    assert {row.effect for row in rows if row.limit.startswith("largest_tensor")} == effects_
+    assert {row.effect for row in rows if row.limit.startswith("largest_tensor")} == expected
 
 
-def test_a_buffer_of_four_gib_on_an_arc_a770_alone() -> None:
-    def program(place: torch.device) -> None:
-        huge = torch.empty(1).expand(2**30)  # 4 GiB by its shape, four bytes in truth
+def test_4_gib_buffer_fails_only_on_arc_a770() -> None:
+    def program(device: torch.device) -> None:
+        huge = torch.empty(1).expand(2**30)  # 4 GiB by shape, 4 bytes of memory
         dispatch._enforce_on_result(active(), read_operation(torch.ops.aten.add.Tensor), huge)
 
     assert effects(observe("xpu", program, memory="arc-a770"), "largest_tensor.tensor") == {"error"}
     assert effects(observe("xpu", program, memory="arc-b580"), "largest_tensor.tensor") == set()
 
 
-def test_memory_that_was_never_written_turns_sliced_attention_black_on_mps_alone() -> None:
-    """See diffusers #14438: baddbmm(beta=0) should ignore its first argument, and on MPS does not."""
+def test_uninitialized_memory_breaks_sliced_attention_only_on_mps() -> None:
+    """baddbmm(beta=0) reads its first argument on MPS: https://github.com/huggingface/diffusers/issues/14438."""
 
     def use(accelerator: VirtualAccelerator) -> tuple[bool, list[str]]:
         left, right = (torch.ones(1, 2, 2).to(accelerator.device()) for _ in range(2))
-        unwritten = torch.empty(1, 2, 2, device=accelerator.device())
-        scores = torch.baddbmm(unwritten, left, right, beta=0, alpha=1.0).cpu()
+        uninitialized = torch.empty(1, 2, 2, device=accelerator.device())
+        scores = torch.baddbmm(uninitialized, left, right, beta=0, alpha=1.0).cpu()
         return bool(scores.isnan().any()), [row.limit for row in accelerator.ledger.rows("wrong")]
 
     assert run_forked("mps", use) == (True, ["operations.baddbmm_reads_ignored_input"])
     assert run_forked("xpu", use) == (False, [])
 
 
-def test_written_memory_is_clean_on_mps() -> None:
+def test_initialized_memory_is_finite_on_mps() -> None:
     def use(accelerator: VirtualAccelerator) -> bool:
-        place = accelerator.device()
-        made = [torch.zeros(2, device=place), torch.full((2,), 3.0, device=place), torch.ones(2, device=place) * 2]
-        return all(bool(torch.isfinite(tensor.cpu()).all()) for tensor in made)
+        device = accelerator.device()
+        tensors = [
+            torch.zeros(2, device=device),
+            torch.full((2,), 3.0, device=device),
+            torch.ones(2, device=device) * 2,
+        ]
+        return all(bool(torch.isfinite(tensor.cpu()).all()) for tensor in tensors)
 
     assert run_forked("mps", use)
 
 
-def test_missing_operations_hold_for_their_types_alone() -> None:
-    def program(place: torch.device) -> None:
-        counts = torch.tensor([1, 2]).to(place)
-        torch.arange(2).to(place).repeat_interleave(counts)
+def test_operation_limits_apply_only_to_their_overloads() -> None:
+    def program(device: torch.device) -> None:
+        counts = torch.tensor([1, 2]).to(device)
+        torch.arange(2).to(device).repeat_interleave(counts)
 
     assert effects(observe("neuron", program), "operations.repeat_interleave_by_tensor") == {"error"}
-    by_number = observe("neuron", lambda place: torch.arange(2).to(place).repeat_interleave(2))
+    by_number = observe("neuron", lambda device: torch.arange(2).to(device).repeat_interleave(2))
     assert effects(by_number, "operations.repeat_interleave_by_tensor") == set()
 
 
-def test_the_ledger_names_the_line_and_counts_by_site() -> None:
-    def program(place: torch.device) -> None:
-        x = torch.ones(2).to(place)
+def test_ledger_counts_by_source_line() -> None:
+    def program(device: torch.device) -> None:
+        x = torch.ones(2).to(device)
         for _ in range(3):
             x.double()
         x.double()
@@ -191,7 +195,7 @@ def test_the_ledger_names_the_line_and_counts_by_site() -> None:
     assert all(re.search(r"x\.double\(\)", lines[row.line - 1]) for row in rows)
 
 
-def test_the_ledger_knows_the_denoising_step() -> None:
+def test_ledger_records_the_denoising_step() -> None:
     class Pipeline:
         scheduler = None
 
@@ -207,13 +211,13 @@ def test_the_ledger_knows_the_denoising_step() -> None:
     assert run_forked("hpu", use) == {None: 1, 0: 1, 1: 1, 2: 1}
 
 
-def test_the_ledger_prints_itself() -> None:
+def test_ledger_as_text() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
         empty = str(accelerator.ledger)
         torch.ones(2).to(accelerator.device()).double()
         return empty, str(accelerator.ledger)
 
     empty, full = run_forked("mps", use)
-    assert empty == "the ledger is empty: no limit was met"
+    assert empty == "the ledger is empty: no limit was hit"
     assert "dtypes.float64" in full
     assert HERE in full

@@ -1,4 +1,4 @@
-"""Pipelines of plain diffusers on virtual devices, by the ways that diffusers has; tests/checker has all of them."""
+"""Plain diffusers pipelines on virtual devices: `to`, `device_map` and offloading. tests/checking runs all recipes."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ pytestmark = NEEDS_RECIPES
 
 
 @pytest.mark.parametrize("name", ["stable-diffusion-xl", "pixart-alpha", "flux-2-klein"])
-def test_what_was_validated_on_neuron_is_free_of_errors(name: str) -> None:
-    """The pull request that brought Neuron to diffusers ran these three on the hardware."""
+def test_pipelines_validated_on_neuron_have_no_errors(name: str) -> None:
+    """The pull request that added Neuron to diffusers ran these three on hardware."""
 
     def use(accelerator: VirtualAccelerator) -> list[LedgerRow]:
         recipe = recipes()[name]
@@ -31,23 +31,23 @@ def test_what_was_validated_on_neuron_is_free_of_errors(name: str) -> None:
     assert run_forked("neuron", use) == []
 
 
-def embed_in_float64(place: torch.device) -> torch.Tensor:
-    """Rotary and timestep embeddings, as they were before diffusers asked the device what it takes."""
-    exponents = torch.arange(0, 8, 2, dtype=torch.float64, device=place) / 8
+def embed_in_float64(device: torch.device) -> torch.Tensor:
+    """Rotary and timestep embeddings before diffusers checked the device's dtypes."""
+    exponents = torch.arange(0, 8, 2, dtype=torch.float64, device=device) / 8
     return (1.0 / 10000**exponents).float()
 
 
-def draw_on_device(place: torch.device) -> torch.Tensor:
-    """randn_tensor without a generator, as it was."""
-    return torch.randn((1, 4, 8, 8), device=place, dtype=torch.bfloat16)
+def draw_on_device(device: torch.device) -> torch.Tensor:
+    """An earlier randn_tensor without a generator."""
+    return torch.randn((1, 4, 8, 8), device=device, dtype=torch.bfloat16)
 
 
-def look_a_timestep_up(place: torch.device) -> torch.Tensor:
-    """A scheduler whose timesteps lie on the device and whose begin index is not set."""
+def look_up_timestep(device: torch.device) -> torch.Tensor:
+    """A scheduler with timesteps on the device and no begin index."""
     make: Any = EulerDiscreteScheduler
     scheduler = make()
-    scheduler.set_timesteps(2, device=place)
-    sample = torch.ones(1, 4, 8, 8).to(place)
+    scheduler.set_timesteps(2, device=device)
+    sample = torch.ones(1, 4, 8, 8).to(device)
     stepped: torch.Tensor = scheduler.step(sample, scheduler.timesteps[0], sample).prev_sample
     return stepped
 
@@ -57,10 +57,10 @@ def look_a_timestep_up(place: torch.device) -> torch.Tensor:
     [
         (embed_in_float64, "dtypes.float64"),
         (draw_on_device, "random_numbers"),
-        (look_a_timestep_up, "data_dependent_shapes"),
+        (look_up_timestep, "data_dependent_shapes"),
     ],
 )
-def test_what_failed_on_neuron_before_fails_here(program: object, limit: str) -> None:
+def test_code_that_failed_on_neuron_fails_on_the_virtual_device(program: object, limit: str) -> None:
     assert callable(program)
 
     def use(accelerator: VirtualAccelerator) -> set[str]:
@@ -72,8 +72,8 @@ def test_what_failed_on_neuron_before_fails_here(program: object, limit: str) ->
         run_forked("neuron", use, strict=True)
 
 
-def test_diffusers_own_path_to_gaudi_runs() -> None:
-    """`.to("hpu")` sets the migration switch, imports habana_frameworks.torch and asks for the device."""
+def test_diffusers_gaudi_code_path_runs() -> None:
+    """`.to("hpu")` sets PT_HPU_GPU_MIGRATION, imports habana_frameworks.torch and checks the device."""
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, str, str]:
         import os
@@ -94,8 +94,8 @@ def test_diffusers_own_path_to_gaudi_runs() -> None:
 
 
 @pytest.mark.parametrize("device", ["hpu", "neuron"])
-def test_diffusers_loads_to_the_device_and_offloads_from_it(device: str, tmp_path: Path) -> None:
-    """Straight to the device by `device_map`, there and back by a component, and a layer at a time."""
+def test_diffusers_device_map_and_offloading(device: str, tmp_path: Path) -> None:
+    """Loading with `device_map`, model offloading and sequential offloading."""
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, list[float]]:
         recipe = recipes()["stable-diffusion"]
@@ -110,9 +110,9 @@ def test_diffusers_loads_to_the_device_and_offloads_from_it(device: str, tmp_pat
         offloaded[0].enable_model_cpu_offload(device=accelerator.name)
         offloaded[1].enable_sequential_cpu_offload(device=accelerator.name)
         loaded.to(accelerator.device())
-        seen = [run(recipe, pipe) for pipe in (loaded, *offloaded)]
-        return str(unet.device), [float(abs(picture - expected).max()) for picture in seen]
+        images = [run(recipe, pipe) for pipe in (loaded, *offloaded)]
+        return str(unet.device), [float(abs(image - expected).max()) for image in images]
 
-    place, differences = run_forked(device, use)
-    assert place == f"{device}:0"
+    unet_device, differences = run_forked(device, use)
+    assert unet_device == f"{device}:0"
     assert max(differences) < 1e-4

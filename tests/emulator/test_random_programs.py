@@ -1,4 +1,4 @@
-"""Random programs give the same tensors on the host and on every virtual device: values, shapes, strides, aliasing."""
+"""Random programs give the same tensors on the CPU and every virtual device: values, shapes, strides, aliasing."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ PROGRAM = st.lists(st.tuples(st.sampled_from(NAMES), st.tuples(NUMBER, NUMBER, N
 
 
 def _aliases(pool: list[torch.Tensor]) -> list[list[bool]]:
-    places = [tensor.untyped_storage().data_ptr() for tensor in pool]
-    return [[first == second for second in places] for first in places]
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in pool]
+    return [[first == second for second in addresses] for first in addresses]
 
 
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+def _read_layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _compare(program: list[Instruction], device: torch.device) -> None:
-    expected, refused = run_program(program, torch.device("cpu"))
-    found, refused_there = run_program(program, device)
-    assert refused_there == refused, "one refused what the other did"
-    assert [_form(tensor) for tensor in found] == [_form(tensor) for tensor in expected]
-    assert _aliases(found) == _aliases(expected), "the tensors share memory differently"
-    for place, (virtual, host) in enumerate(zip(found, expected, strict=True)):
+    expected, rejected_on_cpu = run_program(program, torch.device("cpu"))
+    actual, rejected = run_program(program, device)
+    assert rejected == rejected_on_cpu, "the CPU and the device reject different instructions"
+    assert [_read_layout(tensor) for tensor in actual] == [_read_layout(tensor) for tensor in expected]
+    assert _aliases(actual) == _aliases(expected), "the tensors share memory differently"
+    for position, (virtual, cpu_tensor) in enumerate(zip(actual, expected, strict=True)):
         assert virtual.device == device
         moved = virtual.cpu()
-        same = torch.allclose(moved, host) if host.is_floating_point() else torch.equal(moved, host)
-        assert same, f"tensor {place} is {moved} and should be {host}"
+        same = torch.allclose(moved, cpu_tensor) if cpu_tensor.is_floating_point() else torch.equal(moved, cpu_tensor)
+        assert same, f"tensor {position} is {moved}, expected {cpu_tensor}"
 
 
-def _tell(program: list[Instruction]) -> None:
-    """Put the program into the error's notes; Schemathesis takes Hypothesis's own way of printing it out."""
+def _note_program(program: list[Instruction]) -> None:
+    """Add the program to the error's notes: Schemathesis disables Hypothesis's own report."""
     note(f"program={program}")
 
 
 def _search(accelerator: VirtualAccelerator) -> int:
-    """Try many programs; the error of a failure carries the shortest program that shows it."""
+    """Run many programs; the error of a failure has the shortest failing program as a note."""
     tried = 0
 
     @settings(
@@ -63,26 +63,26 @@ def _search(accelerator: VirtualAccelerator) -> int:
     def check(program: list[Instruction]) -> None:
         nonlocal tried
         tried += 1
-        _tell(program)
+        _note_program(program)
         _compare(program, accelerator.device(0))
 
     with torch.no_grad():
         check()
-    assert accelerator.book.used(0) == 0, "memory was left behind"
+    assert accelerator.memory.used(0) == 0, "memory leak"
     return tried
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_random_programs_agree_with_the_host(device: str) -> None:
+def test_random_programs_match_the_cpu(device: str) -> None:
     assert run_forked(device, _search, memory="1GiB") >= EXAMPLES
 
 
-def test_a_failure_arrives_with_its_program() -> None:
+def test_failure_has_its_program_as_a_note() -> None:
     def fail(accelerator: VirtualAccelerator) -> None:
         @settings(max_examples=20, derandomize=True, deadline=None, database=None, phases=PHASES)
         @given(PROGRAM)
         def check(program: list[Instruction]) -> None:
-            _tell(program)
+            _note_program(program)
             raise AssertionError(f"{len(program)} instructions")
 
         check()

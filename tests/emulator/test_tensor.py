@@ -1,4 +1,4 @@
-"""Tensors of a virtual device behave as torch's own: made, moved, indexed, written and read, and what is refused."""
+"""Tensors of a virtual device behave like torch's own: creation, moves, indexing, writes, reads and errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from tests.emulator.forked import KNOWN_TO_TORCH, Everywhere
+from tests.emulator.forked import KNOWN_TO_TORCH, OnEveryDevice
 
-everywhere = Everywhere()
-HOST = torch.device("cpu")
+on_every_device = OnEveryDevice()
+CPU = torch.device("cpu")
 Make = Callable[[torch.device], torch.Tensor]
 
 FACTORIES: dict[str, Make] = {
     "tensor": lambda d: torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=d),
-    "tensor of a number": lambda d: torch.tensor(3, device=d),
-    "tensor of nothing": lambda d: torch.tensor([], device=d),
+    "tensor of a scalar": lambda d: torch.tensor(3, device=d),
+    "empty tensor": lambda d: torch.tensor([], device=d),
     "as_tensor": lambda d: torch.as_tensor([1, 2], device=d),
     "as_tensor of NumPy": lambda d: torch.as_tensor(np.ones((2, 3), np.float32), device=d),
     "asarray": lambda d: torch.asarray([1, 2], device=d),
@@ -33,7 +33,7 @@ FACTORIES: dict[str, Make] = {
     "full": lambda d: torch.full((2, 3), 7.0, device=d),
     "ones": lambda d: torch.ones(2, 3, device=d),
     "zeros": lambda d: torch.zeros((2, 3), device=d, dtype=torch.bfloat16),
-    "zeros_like of the host's": lambda d: torch.zeros_like(torch.ones(2, 3), device=d),
+    "zeros_like of a CPU tensor": lambda d: torch.zeros_like(torch.ones(2, 3), device=d),
     "ones_like of a transpose": lambda d: torch.ones_like(torch.ones(3, 2, device=d).t()),
     "full_like": lambda d: torch.full_like(torch.ones(2, 3, device=d), 3),
     "empty_strided": lambda d: torch.empty_strided((2, 3), (1, 2), device=d).fill_(1),
@@ -66,13 +66,13 @@ KEYS: list[Any] = [
 ]  # fmt: skip
 
 
-def same(virtual: torch.Tensor, host: torch.Tensor) -> None:
-    assert (virtual.shape, virtual.stride(), virtual.dtype) == (host.shape, host.stride(), host.dtype)
-    assert torch.equal(virtual.cpu(), host) or torch.allclose(virtual.cpu(), host, atol=1e-5)
+def check_same(virtual: torch.Tensor, cpu_tensor: torch.Tensor) -> None:
+    assert (virtual.shape, virtual.stride(), virtual.dtype) == (cpu_tensor.shape, cpu_tensor.stride(), cpu_tensor.dtype)
+    assert torch.equal(virtual.cpu(), cpu_tensor) or torch.allclose(virtual.cpu(), cpu_tensor, atol=1e-5)
 
 
-@everywhere()
-def test_devices_have_names_and_numbers(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_devices_have_names_and_indices(accelerator: VirtualAccelerator) -> None:
     name = accelerator.name
     assert torch.device(f"{name}:3").index == 3
     assert torch.device(name).index is None
@@ -82,77 +82,78 @@ def test_devices_have_names_and_numbers(accelerator: VirtualAccelerator) -> None
     assert str(torch.ones(1, device=f"{name}:1").device) == f"{name}:1"
 
 
-@everywhere()
+@on_every_device()
 def test_devices_can_be_pickled(accelerator: VirtualAccelerator) -> None:
-    for device in (accelerator.device(1), HOST):
+    for device in (accelerator.device(1), CPU):
         assert pickle.loads(pickle.dumps(device)) == device
 
 
-@everywhere()
-def test_factories_make_what_the_host_makes(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_factories_match_the_cpu(accelerator: VirtualAccelerator) -> None:
     for name, make in FACTORIES.items():
-        made = make(accelerator.device(1))
-        assert made.device == accelerator.device(1), name
-        same(made, make(HOST))
+        tensor = make(accelerator.device(1))
+        assert tensor.device == accelerator.device(1), name
+        check_same(tensor, make(CPU))
 
 
-@everywhere()
-def test_tensors_of_one_element_are_numbers(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_one_element_tensors_are_scalars_in_lists(accelerator: VirtualAccelerator) -> None:
     def make(device: torch.device) -> torch.Tensor:
         return torch.tensor([torch.tensor([5], device=device)] * 2 + [3], device=device)
 
-    same(make(accelerator.device()), make(HOST))
+    check_same(make(accelerator.device()), make(CPU))
 
 
-@everywhere()
+@on_every_device()
 def test_kaiser_window(accelerator: VirtualAccelerator) -> None:
-    same(torch.kaiser_window(8, device=accelerator.device()), torch.kaiser_window(8))
+    check_same(torch.kaiser_window(8, device=accelerator.device()), torch.kaiser_window(8))
 
 
-@everywhere()
-def test_to_in_every_spelling(accelerator: VirtualAccelerator) -> None:
-    name, there, host = accelerator.name, accelerator.device(1), torch.ones(2, 3)
-    moved = host.to(there)
-    spellings = [
-        moved, host.to(f"{name}:1"), host.to(device=there), host.to(there, torch.float32), host.to(torch.device(1)),
-        host.to(there, non_blocking=True), host.to(moved), host.to(there, copy=True), moved.to(torch.float16),
-        moved.half(), moved.to(memory_format=torch.contiguous_format), host.type_as(moved),
+@on_every_device()
+def test_to_accepts_all_argument_forms(accelerator: VirtualAccelerator) -> None:
+    name, device, cpu_tensor = accelerator.name, accelerator.device(1), torch.ones(2, 3)
+    moved = cpu_tensor.to(device)
+    results = [
+        moved, cpu_tensor.to(f"{name}:1"), cpu_tensor.to(device=device), cpu_tensor.to(device, torch.float32),
+        cpu_tensor.to(torch.device(1)), cpu_tensor.to(device, non_blocking=True), cpu_tensor.to(moved),
+        cpu_tensor.to(device, copy=True), moved.to(torch.float16), moved.half(),
+        moved.to(memory_format=torch.contiguous_format), cpu_tensor.type_as(moved),
     ]  # fmt: skip
-    assert {tensor.device for tensor in spellings} == {there}
-    assert moved.to(there) is moved
-    assert moved.to(there, copy=True) is not moved
-    assert host.to(there, torch.float16).dtype is moved.to(dtype=torch.float16).dtype is torch.float16
-    assert host.to(name).device == host.to(torch.device(name)).device == accelerator.device(0)
+    assert {tensor.device for tensor in results} == {device}
+    assert moved.to(device) is moved
+    assert moved.to(device, copy=True) is not moved
+    assert cpu_tensor.to(device, torch.float16).dtype is moved.to(dtype=torch.float16).dtype is torch.float16
+    assert cpu_tensor.to(name).device == cpu_tensor.to(torch.device(name)).device == accelerator.device(0)
     assert moved.to(f"{name}:0").device == accelerator.device(0)
-    assert moved.to("cpu").device == moved.cpu().device == moved.to(host).device == HOST
+    assert moved.to("cpu").device == moved.cpu().device == moved.to(cpu_tensor).device == CPU
 
 
-@everywhere(broken="C++ looks for an accelerator that it was built for", on=KNOWN_TO_TORCH)
-def test_to_a_number(accelerator: VirtualAccelerator) -> None:
+@on_every_device(broken="C++ accepts only an accelerator that it was built for", on=KNOWN_TO_TORCH)
+def test_to_a_device_index(accelerator: VirtualAccelerator) -> None:
     assert torch.ones(2).to(1).device == accelerator.device(1)
 
 
-@everywhere()
+@on_every_device()
 def test_indexing_reads_and_writes(accelerator: VirtualAccelerator) -> None:
-    there, host = accelerator.device(1), torch.arange(60.0).reshape(3, 4, 5)
+    device, cpu_tensor = accelerator.device(1), torch.arange(60.0).reshape(3, 4, 5)
     for key in KEYS:
-        for key_there in [key, key.to(there)] if isinstance(key, torch.Tensor) else [key]:
-            virtual = host.to(there)
-            same(virtual[key_there], host[key])
-            for value in (-1, host[key] * 2):
-                written = host.clone()
+        for key_there in [key, key.to(device)] if isinstance(key, torch.Tensor) else [key]:
+            virtual = cpu_tensor.to(device)
+            check_same(virtual[key_there], cpu_tensor[key])
+            for value in (-1, cpu_tensor[key] * 2):
+                written = cpu_tensor.clone()
                 written[key] = value
-                virtual = host.to(there)
-                virtual[key_there] = value.to(there) if isinstance(value, torch.Tensor) else value
-                same(virtual, written)
+                virtual = cpu_tensor.to(device)
+                virtual[key_there] = value.to(device) if isinstance(value, torch.Tensor) else value
+                check_same(virtual, written)
 
 
-@everywhere()
+@on_every_device()
 def test_indexing_by_a_range(accelerator: VirtualAccelerator) -> None:
     assert torch.arange(4, device=accelerator.device())[range(2)].tolist() == [0, 1]
 
 
-@everywhere()
+@on_every_device()
 def test_views_alias_and_shapes_change_in_place(accelerator: VirtualAccelerator) -> None:
     base = torch.arange(6.0, device=accelerator.device(1)).reshape(2, 3)
     turned, row = base.t(), base[1]
@@ -170,15 +171,15 @@ def test_views_alias_and_shapes_change_in_place(accelerator: VirtualAccelerator)
     assert turned[0, 0] == 1
 
 
-@everywhere()
-def test_data_takes_another_tensor(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_data_accepts_another_tensor(accelerator: VirtualAccelerator) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2, device=accelerator.device()))
     parameter.data = torch.full((3, 3), 5.0, device=accelerator.device())
     assert parameter.tolist() == [[5.0] * 3] * 3
 
 
-@everywhere()
-def test_data_has_a_shape_of_its_own(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_data_has_its_own_shape(accelerator: VirtualAccelerator) -> None:
     first, second = torch.zeros(1, device=accelerator.device()), torch.ones(2, 3, device=accelerator.device())
     first.data = second
     first.t_()
@@ -186,7 +187,7 @@ def test_data_has_a_shape_of_its_own(accelerator: VirtualAccelerator) -> None:
     assert (second + 1).shape == (2, 3)
 
 
-@everywhere()
+@on_every_device()
 def test_data_moves_to_the_device(accelerator: VirtualAccelerator) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.data = parameter.data.to(accelerator.device())
@@ -194,24 +195,24 @@ def test_data_moves_to_the_device(accelerator: VirtualAccelerator) -> None:
     assert (parameter * 2).tolist() == [2, 2]
 
 
-@everywhere()
-def test_data_moves_back_to_the_host(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_data_moves_back_to_the_cpu(accelerator: VirtualAccelerator) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, device=accelerator.device()))
     parameter.data = parameter.data.cpu()
-    assert parameter.device == HOST
+    assert parameter.device == CPU
 
 
-@everywhere()
-def test_set_takes_the_offset(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_set_preserves_the_offset(accelerator: VirtualAccelerator) -> None:
     tensor = torch.zeros(3, device=accelerator.device())
     tensor.set_(torch.arange(6.0, device=accelerator.device())[3:])  # type: ignore[call-overload]
     assert tensor.tolist() == [3, 4, 5]
     assert tensor.storage_offset() == 3
 
 
-@everywhere()
-def test_out_is_written_and_takes_its_shape(accelerator: VirtualAccelerator) -> None:
-    there = accelerator.device(1)
+@on_every_device()
+def test_out_is_written_and_resized(accelerator: VirtualAccelerator) -> None:
+    device = accelerator.device(1)
     operations: list[Callable[[torch.Tensor], Any]] = [
         lambda out: torch.add(torch.ones(2, 3, device=out.device), 1, out=out),
         lambda out: torch.cat([torch.ones(2, device=out.device)] * 2, out=out),
@@ -221,17 +222,17 @@ def test_out_is_written_and_takes_its_shape(accelerator: VirtualAccelerator) -> 
         lambda out: torch.max(torch.ones(2, 3, device=out.device), 1, out=(out, out.new_empty(0, dtype=torch.int64))),
     ]
     for operation in operations:
-        host, virtual = torch.empty(0), torch.empty(0, device=there)
-        operation(host)
+        cpu_tensor, virtual = torch.empty(0), torch.empty(0, device=device)
+        operation(cpu_tensor)
         operation(virtual)
-        same(virtual, host)
-    ready = torch.empty(2, device=there)
-    assert torch.mul(torch.ones(2, device=there), 3, out=ready) is ready
+        check_same(virtual, cpu_tensor)
+    ready = torch.empty(2, device=device)
+    assert torch.mul(torch.ones(2, device=device), 3, out=ready) is ready
     assert ready.tolist() == [3, 3]
 
 
-@everywhere()
-def test_the_host_reads_only_by_asking(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_reads_are_explicit_and_counted(accelerator: VirtualAccelerator) -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=accelerator.device(1))
     reads: list[Callable[[], Any]] = [tensor.numpy, lambda: np.asarray(tensor), lambda: np.array(tensor)]
     for read in reads:
@@ -254,14 +255,14 @@ def test_the_host_reads_only_by_asking(accelerator: VirtualAccelerator) -> None:
     assert (tensor.nbytes, tensor.element_size(), tensor.get_device(), tensor.is_cpu) == (16, 4, 1, False)
 
 
-@everywhere()
-def test_a_number_can_be_formatted(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_scalar_can_be_formatted(accelerator: VirtualAccelerator) -> None:
     assert f"{torch.tensor(1.5, device=accelerator.device()):.2f}" == "1.50"
 
 
-@everywhere()
+@on_every_device()
 def test_complex_numbers_and_fft(accelerator: VirtualAccelerator) -> None:
-    host = torch.linspace(-1, 1, 32).reshape(4, 8)
+    cpu_tensor = torch.linspace(-1, 1, 32).reshape(4, 8)
     transforms: list[Callable[[torch.Tensor], torch.Tensor]] = [
         torch.fft.fft, torch.fft.rfft, torch.fft.fft2, torch.fft.fftn, torch.fft.fftshift,
         lambda x: torch.fft.irfft(torch.fft.rfft(x)),
@@ -273,17 +274,17 @@ def test_complex_numbers_and_fft(accelerator: VirtualAccelerator) -> None:
         lambda x: torch.stft(x, 4, window=torch.ones(4, device=x.device), return_complex=True),
     ]  # fmt: skip
     for transform in transforms:
-        same(transform(host.to(accelerator.device(1))), transform(host))
+        check_same(transform(cpu_tensor.to(accelerator.device(1))), transform(cpu_tensor))
 
 
-@everywhere()
+@on_every_device()
 def test_conjugates(accelerator: VirtualAccelerator) -> None:
     tensor = torch.tensor([1 + 2j], device=accelerator.device()).conj()
     assert (tensor * 2).tolist() == [2 - 4j]
     assert torch.cat([tensor, tensor]).tolist() == [1 - 2j, 1 - 2j]
 
 
-@everywhere()
-def test_the_imaginary_part_of_a_conjugate(accelerator: VirtualAccelerator) -> None:
+@on_every_device()
+def test_imaginary_part_of_a_conjugate(accelerator: VirtualAccelerator) -> None:
     tensor = torch.tensor([1 + 2j], device=accelerator.device()).conj()
     assert tensor.imag.tolist() == [-2]

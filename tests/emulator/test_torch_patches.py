@@ -1,4 +1,4 @@
-"""The table of patches: every entry applies to the installed torch, and its removal brings the original back."""
+"""The table of patches: every entry applies to the installed torch, and its removal restores the original."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITH_DEVICE = {
     "torch.distributed.distributed_c10d.is_*_available": "torch.distributed.distributed_c10d.is_xccl_available",
     "torch.distributed.distributed_c10d.ProcessGroup*": "torch.distributed.distributed_c10d.ProcessGroupXCCL",
 }
-"""An attribute for each entry that depends on the device."""
+"""An example attribute for each entry with a wildcard."""
 ABSENT = object()
 
 
@@ -35,7 +35,7 @@ def read(name: str) -> Any:
 
 
 def read_own(name: str) -> Any:
-    """What the owner's own namespace holds, without what it inherits."""
+    """Return the value in the owner's own namespace, without inherited attributes."""
     owner, _, attribute = name.rpartition(".")
     return vars(pkgutil.resolve_name(owner)).get(attribute, ABSENT)
 
@@ -45,12 +45,12 @@ def make_replacement(original: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_installed_torch_has_the_attribute(name: str) -> None:
+def test_installed_torch_has_the_attribute(name: str) -> None:
     assert read(name) is not ABSENT, f"torch {torch.__version__} has no {name}: see its entry in PATCHES"
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_an_entry_applies_and_its_removal_restores_the_original(patch: Patch) -> None:
+def test_patch_applies_and_its_removal_restores_the_original(patch: Patch) -> None:
     name = WITH_DEVICE.get(patch.name, patch.name)
     names = [name, *patch.aliases]
     before = {name: (read(name), read_own(name)) for name in names}
@@ -66,7 +66,7 @@ def test_an_entry_applies_and_its_removal_restores_the_original(patch: Patch) ->
         assert read_own(name) is before[name][1]
 
 
-def test_every_entry_says_why_and_where_it_is_known_to_work() -> None:
+def test_every_entry_has_a_reason_and_a_tested_release() -> None:
     release = ".".join(torch.__version__.split(".")[:2])
     for patch in PATCHES:
         assert patch.why.endswith("."), patch.name
@@ -75,15 +75,15 @@ def test_every_entry_says_why_and_where_it_is_known_to_work() -> None:
     assert len({patch.name for patch in PATCHES}) == len(PATCHES)
 
 
-def test_an_attribute_that_disappeared_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Patch("torch.no_longer_there", "A reason.")
+def test_missing_attribute_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Patch("torch.removed_attribute", "A reason.")
     monkeypatch.setattr(torch_patches, "PATCHES", (gone,))
-    with pytest.raises(UpstreamError, match=r"torch.no_longer_there does not exist.*A reason"):
+    with pytest.raises(UpstreamError, match=r"torch.removed_attribute does not exist.*A reason"):
         apply_patch(gone.name, make_replacement, "test")
-    assert not hasattr(torch, "no_longer_there")
+    assert not hasattr(torch, "removed_attribute")
 
 
-def test_an_attribute_that_is_not_listed_is_not_replaced() -> None:
+def test_attribute_outside_the_table_is_rejected() -> None:
     before = torch.zeros
     with pytest.raises(UpstreamError, match=r"torch.zeros is not in the table"):
         apply_patch("torch.zeros", make_replacement, "test")
@@ -101,13 +101,13 @@ def test_two_users_share_one_replacement() -> None:
         apply_patch("torch.randn", add("again"), "outer")
         assert torch.randn(1) == "again(drawn)"
     try:
-        assert torch.randn is not before, "the inner user's removal leaves the outer layer"
+        assert torch.randn is not before, "removing the inner layer must keep the outer one"
     finally:
         remove_patches("outer")
     assert torch.randn is before
 
 
-def test_a_replaced_class_is_the_original_to_everyone() -> None:
+def test_replaced_class_equals_the_original() -> None:
     def replace(original: Any) -> Any:
         return replace_class(original, lambda *args: original("meta"))
 
@@ -120,7 +120,7 @@ def test_a_replaced_class_is_the_original_to_everyone() -> None:
         assert torch.device == original
         assert hash(torch.device) == hash(original)
         saved = pickle.dumps(original("cpu"))
-    assert pickle.loads(saved) == original("cpu"), "what was saved under the patch loads without it"
+    assert pickle.loads(saved) == original("cpu"), "a pickle from under the patch must load without it"
 
 
 ROUND_TRIP = """
@@ -132,14 +132,14 @@ import torch, torch._dynamo, torch.distributed, safetensors.torch
 before = {patch.name: (read(patch.name), read_own(patch.name)) for patch in ENTRIES}
 from anyaccel.cuda_scripts.run_script import start_migration
 start_migration(sys.argv[1])
-names = [name for name in before if name != "torch.randn"]  # the benchmark's
+names = [name for name in before if name != "torch.randn"]  # patched only by the benchmark
 unused = [name for name in names if read(name) is before[name][0]]
-assert not unused, f"nobody applies {unused}"
+assert not unused, f"never applied: {unused}"
 assert torch.zeros(2, device="cuda").device.type == sys.argv[1].partition(":")[2]
 for user in sys.argv[2:]:
     remove_patches(user)
 left = [name for name in before if (read(name), read_own(name)) != before[name]]
-assert not left, f"still replaced: {left}"
+assert not left, f"still patched: {left}"
 assert torch.Tensor([1.0, 2.0]).data.tolist() == [1.0, 2.0]
 print("restored")
 """
@@ -150,7 +150,7 @@ print("restored")
     ("device", "users"),
     [("virtual:neuron", ("scripts", "emulator")), ("virtual:xpu", ("emulator", "scripts"))],
 )
-def test_a_virtual_device_and_a_script_apply_all_and_give_all_back(device: str, users: tuple[str, str]) -> None:
+def test_virtual_device_and_script_apply_and_remove_all_patches(device: str, users: tuple[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ROUND_TRIP, device, *users], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""Explaining: what fits where, from config files alone."""
+"""`explain`: plans and memory forecasts from config files only."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import anyaccel
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
 from anyaccel.explanation.device_target import find_device_target
-from anyaccel.explanation.known_models import find_description
+from anyaccel.explanation.known_models import find_bundled_configs
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.text import describe_explanation
 from anyaccel.tracing.model_index import read_model_folder
@@ -22,24 +22,27 @@ FLUX, KLEIN = "black-forest-labs/FLUX.1-schnell", "black-forest-labs/FLUX.2-klei
 GIB = 2**30
 
 
-def test_the_json_of_the_command(run_cli_forked: RunCli) -> None:
+def test_explain_prints_json(run_cli_forked: RunCli) -> None:
     done = run_cli_forked("explain", FLUX, "--device", "gaudi2", "--json")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["fits"] is True
-    assert said["peak_bytes"] == max(said["phases"].values()) < said["capacity_bytes"]
-    assert list(said["phases"]) == ["load", "encode", "denoise", "decode"]
-    assert said["components"]["transformer"] == pytest.approx(22.149 * GIB, rel=1e-3)
-    assert said["components"]["text_encoder_2"] == pytest.approx(8.870 * GIB, rel=1e-3)
-    assert said["largest_batch"] > 1
-    assert {"name", "value", "reason"} <= set(said["decisions"][0])
-    assert any(one["name"] == "memory" and one["value"] == "everything resident" for one in said["decisions"])
-    assert said["download_bytes"] == pytest.approx(31.4 * GIB, rel=1e-2)
-    assert "dtypes.int64" not in {limit["name"] for limit in said["limits"]}, "eager mode keeps it on a Gaudi 2"
+    document = json.loads(done.stdout)
+    assert document["fits"] is True
+    assert document["peak_bytes"] == max(document["phases"].values()) < document["capacity_bytes"]
+    assert list(document["phases"]) == ["load", "encode", "denoise", "decode"]
+    assert document["components"]["transformer"] == pytest.approx(22.149 * GIB, rel=1e-3)
+    assert document["components"]["text_encoder_2"] == pytest.approx(8.870 * GIB, rel=1e-3)
+    assert document["largest_batch"] > 1
+    assert {"name", "value", "reason"} <= set(document["decisions"][0])
+    assert any(
+        decision["name"] == "memory" and decision["value"] == "everything resident"
+        for decision in document["decisions"]
+    )
+    assert document["download_bytes"] == pytest.approx(31.4 * GIB, rel=1e-2)
+    assert "dtypes.int64" not in {limit["name"] for limit in document["limits"]}, "eager mode keeps it on a Gaudi 2"
     assert done.stderr == ""
 
 
-def test_what_cannot_fit_ends_with_1_and_says_what_would(run_cli_forked: RunCli) -> None:
+def test_explain_exits_with_1_if_the_model_does_not_fit(run_cli_forked: RunCli) -> None:
     done = run_cli_forked("explain", "embedded", "--device", "cuda:450MiB", "--memory", "resident")
     assert done.returncode == 1
     assert "does not fit" in done.stdout
@@ -47,7 +50,7 @@ def test_what_cannot_fit_ends_with_1_and_says_what_would(run_cli_forked: RunCli)
     assert "denoise" in done.stdout
 
 
-def test_klein_on_one_core_of_trainium_is_resident_as_the_seed_saw() -> None:
+def test_klein_is_resident_on_one_trainium_core() -> None:
     plan = anyaccel.explain(KLEIN, "trn2", height=1024, width=1024)
     assert plan.forecast is not None
     assert plan.forecast.fits
@@ -58,7 +61,7 @@ def test_klein_on_one_core_of_trainium_is_resident_as_the_seed_saw() -> None:
 @pytest.mark.parametrize(
     ("model", "device", "size", "rule"),
     [
-        (SD, "mps:8GiB", 768, "everything resident, VAE in parts, attention one head at a time"),
+        (SD, "mps:8GiB", 768, "everything resident, VAE tiled, attention one head at a time"),
         (FLUX, "gaudi1", 1024, "one model at a time"),
         (FLUX, "mps:16GiB", 1024, "one layer at a time"),
         pytest.param(SD, "mps:16GiB", 512, "everything resident", marks=pytest.mark.slow),
@@ -70,7 +73,7 @@ def test_klein_on_one_core_of_trainium_is_resident_as_the_seed_saw() -> None:
         pytest.param(SDXL, "trn2", 512, "everything resident", marks=pytest.mark.slow),
     ],
 )
-def test_the_seeds_own_cases(model: str, device: str, size: int, rule: str) -> None:
+def test_memory_rules_of_the_documented_cases(model: str, device: str, size: int, rule: str) -> None:
     plan = anyaccel.explain(model, device, height=size, width=size)
     assert plan.forecast is not None
     assert plan.forecast.fits
@@ -78,78 +81,77 @@ def test_the_seeds_own_cases(model: str, device: str, size: int, rule: str) -> N
     largest = {FLUX: {"gaudi1": (3840, 3840), "mps:16GiB": (3072, 3072)}, SD: {"mps:16GiB": (2944, 2944)}}
     assert plan.forecast.largest_size == largest.get(model, {}).get(device, plan.forecast.largest_size)
     lines = describe_explanation(plan, model)
-    assert max(map(len, lines)) <= 106
+    # A line may be longer only if it holds a URL, which is not broken.
+    assert all(len(line) <= 106 for line in lines if "https://" not in line)
     assert sum("peak" in line for line in lines) >= 1
 
 
-def find_peak(**asked: object) -> int:
-    plan = anyaccel.explain(SD, "h200", **{"height": 512, "width": 512, **asked})  # type: ignore[arg-type]
+def find_peak(**arguments: object) -> int:
+    plan = anyaccel.explain(SD, "h200", **{"height": 512, "width": 512, **arguments})  # type: ignore[arg-type]
     assert plan.forecast is not None
     return plan.forecast.peak_bytes
 
 
-def test_what_one_h200_held_is_foreseen() -> None:
-    """Within 1 %: benchmarks/results/memory_cuda.json."""
+def test_the_forecast_matches_the_h200_measurement() -> None:
+    """Within 1 % of benchmarks/results/memory_cuda.json."""
     assert find_peak() == pytest.approx(3280 * 2**20, rel=0.01)
 
 
 @pytest.mark.slow
-def test_more_is_held_by_more_pictures_and_wider_types() -> None:
-    usual = find_peak()
-    assert usual < find_peak(batch=4)
-    assert find_peak(dtype="float32") > 1.5 * usual
-    assert find_peak(memory="component") < usual
+def test_larger_batches_and_dtypes_need_more_memory() -> None:
+    default = find_peak()
+    assert default < find_peak(batch=4)
+    assert find_peak(dtype="float32") > 1.5 * default
+    assert find_peak(memory="component") < default
 
 
 @pytest.mark.long
-def test_slicing_falls_out_of_the_numbers() -> None:
-    """What the document for Macs advises for sizes above 512: the scores of attention pass what the device takes."""
+def test_attention_slicing_follows_from_the_score_limit() -> None:
+    """Above 512 by 512 pixels, attention scores exceed the limit of MPS, as the diffusers MPS guide says."""
     small, large = (anyaccel.explain(SD, "mps:16GiB", height=side, width=side) for side in (512, 768))
     assert small.forecast is not None
     assert large.forecast is not None
-    assert small.forecast.largest_size == large.forecast.largest_size == (2944, 2944), "whatever size is asked about"
-    assert "memory would do for 3 images of this size in one call; 1 at a time is the plan" in describe_explanation(
-        small, SD
-    )
+    assert small.forecast.largest_size == large.forecast.largest_size == (2944, 2944), "for any requested size"
+    assert "largest batch at this size by memory: 3; the plan runs 1 at a time" in describe_explanation(small, SD)
     rule = large.attention.value
-    assert rule.most_scores is not None
+    assert rule.max_scores is not None
     scores = {plan: next(limit.what for limit in plan.forecast.limits if limit.name == "fused_attention")  # type: ignore[union-attr]
               for plan in (small, large)}  # fmt: skip
     assert scores[small] == "attention over 268,435,456 scores"
     assert scores[large] == "attention over 1,358,954,496 scores"
-    assert 268_435_456 < rule.most_scores < 1_358_954_496
+    assert 268_435_456 < rule.max_scores < 1_358_954_496
 
 
 def test_a_folder_of_config_files_is_enough(tmp_path: Path) -> None:
-    shutil.copytree(find_description(SD) or "", tmp_path / "model")
-    ours = anyaccel.explain(tmp_path / "model", "a10g", height=512, width=512)
-    assert ours.forecast is not None
-    assert dict(ours.forecast.components)["unet"] == pytest.approx(1.601 * GIB, rel=0.01)
+    shutil.copytree(find_bundled_configs(SD) or "", tmp_path / "model")
+    plan = anyaccel.explain(tmp_path / "model", "a10g", height=512, width=512)
+    assert plan.forecast is not None
+    assert dict(plan.forecast.components)["unet"] == pytest.approx(1.601 * GIB, rel=0.01)
 
 
-def test_folders_that_make_no_sense(tmp_path: Path) -> None:
+def test_invalid_folders_raise(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(find_description(SD) or "", folder)
+    shutil.copytree(find_bundled_configs(SD) or "", folder)
 
-    def refuse(words: str, model: Path = folder) -> None:
-        with pytest.raises(ModelError, match=words):
+    def expect_error(message: str, model: Path = folder) -> None:
+        with pytest.raises(ModelError, match=message):
             anyaccel.explain(model, "a10g")
 
     config, index = folder / "unet" / "config.json", folder / "model_index.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "block_out_channels": "hello"}))
-    refuse(f"unet cannot be built from {config}: ValueError")
+    expect_error(f"unet cannot be built from {config}: ValueError")
     config.unlink()
-    refuse(f"needs a unet, and {folder / 'unet'} has no config.json")
+    expect_error(f"requires unet, but {folder / 'unet'} has no config.json")
     index.write_text(json.dumps({**json.loads(index.read_text()), "unet": [1, 2]}))
-    refuse("names no class for unet")
+    expect_error("has no class for unet")
     index.write_text("{}")
-    refuse("names no pipeline")
-    refuse("is a file", index)
+    expect_error("has no _class_name")
+    expect_error("is a file", index)
 
 
-def test_what_is_still_to_be_downloaded(tmp_path: Path) -> None:
-    folder = read_model_folder(Path(find_description(SD) or ""))
-    assert folder.missing_bytes(["unet", "vae"]) == 3438167540 + 334643276, "the plain files, not their variants"
+def test_download_size_of_missing_weights(tmp_path: Path) -> None:
+    folder = read_model_folder(Path(find_bundled_configs(SD) or ""))
+    assert folder.missing_bytes(["unet", "vae"]) == 3438167540 + 334643276, "the default files, not their variants"
     assert folder.missing_bytes(["unet", "unheard_of"]) is None
     assert read_model_folder(find_embedded_model()).missing_bytes(["unet"]) == 0
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
@@ -165,7 +167,7 @@ def test_the_embedded_model_on_this_machine() -> None:
     assert plan.forecast is not None
     assert plan.forecast.fits
     assert plan.forecast.size == (128, 128)
-    # Bars end at the edge of the device.
+    # The bars are aligned with the capacity mark, whatever the peak is.
     for share in (0.5, 0.999, 1.0, 1.001, 3.0):
         peak = int(plan.forecast.capacity_bytes * share)
         forecast = replace(plan.forecast, peak_bytes=peak, phases=(("load", 0), ("denoise", peak)))
@@ -187,13 +189,13 @@ def test_the_embedded_model_on_this_machine() -> None:
         ("trn2", "trn2", 24 * GIB - 192 * 2**20),
     ],
 )
-def test_products_and_what_tensors_can_have_of_them(device: str, name: str, capacity: int) -> None:
+def test_capacity_of_products_and_memory_sizes(device: str, name: str, capacity: int) -> None:
     target = find_device_target(device)
     assert target.name == name
     assert target.capacity_bytes == pytest.approx(capacity, abs=2)
 
 
-def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
+def test_an_unavailable_device_becomes_its_smallest_product() -> None:
     target = find_device_target("hpu")
     assert target.name == "gaudi1"
     assert any("gaudi3" in note for note in target.notes)
@@ -201,7 +203,7 @@ def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "asked", "kind", "words"),
+    ("model", "arguments", "error", "message"),
     [
         (SD, {"device": "gaudi9"}, UnknownDeviceError, "gaudi1"),
         (SD, {"device": "tpu:16GiB"}, UnknownDeviceError, "unknown device 'tpu'"),
@@ -219,33 +221,35 @@ def test_a_device_that_is_not_here_is_its_smallest_product() -> None:
         (SD, {"device": "h200", "memory": "fast"}, UsageError, "memory must be one of"),
         (SD, {"device": "mps:16GiB", "memory": "component"}, UsageError, "memory='phase'"),
         (SD, {"device": "h200", "dtype": "int8"}, UsageError, "float64, float32, bfloat16, float16"),
-        ("", {"device": "h200"}, ModelError, "the model has no name"),
-        ("/nowhere/model", {"device": "h200"}, ModelError, "no folder"),
-        ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot be had"),
+        ("", {"device": "h200"}, ModelError, "the model name is empty"),
+        ("/nowhere/model", {"device": "h200"}, ModelError, "not a folder"),
+        ("nobody/nothing-at-all", {"device": "h200"}, ModelError, "cannot download the config files"),
     ],
 )
-def test_wrong_questions(model: str, asked: dict[str, object], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        anyaccel.explain(model, **asked)  # type: ignore[arg-type]
+def test_invalid_arguments_raise(
+    model: str, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        anyaccel.explain(model, **arguments)  # type: ignore[arg-type]
 
 
-def test_the_largest_size_is_found_by_few_tries() -> None:
-    tried = []
+def test_the_largest_size_is_found_in_few_steps() -> None:
+    measured = []
 
     def need(size: tuple[int, int]) -> int:
-        tried.append(size)
+        measured.append(size)
         return 1000 + size[0] * size[1] ** 3 // 10**6
 
-    for asked in (64, 512, 768, 1000, 2048, 8192):
-        tried.clear()
-        assert find_largest_size(need, (asked, asked), 10**6) == (896, 896)
-        assert len(tried) <= 10, asked
+    for side in (64, 512, 768, 1000, 2048, 8192):
+        measured.clear()
+        assert find_largest_size(need, (side, side), 10**6) == (896, 896)
+        assert len(measured) <= 10, side
     assert find_largest_size(lambda size: 10, (1024, 512), 100) == (4096, 2048)
     assert find_largest_size(lambda size: 1000, (512, 512), 100) is None
     assert find_largest_size(lambda size: None if size[0] > 1536 else 10, (512, 512), 100) == (1536, 1536)
 
 
-def test_the_error_for_what_does_not_fit_is_ours() -> None:
+def test_the_error_for_insufficient_memory() -> None:
     assert issubclass(DoesNotFitError, RuntimeError)
     assert DoesNotFitError.exit_status == 1
 

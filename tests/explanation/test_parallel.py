@@ -1,4 +1,4 @@
-"""Explaining several devices: when one model over them is needed, and what it buys."""
+"""`explain` with several devices: when a split is needed, and what it changes."""
 
 from dataclasses import replace
 
@@ -18,57 +18,58 @@ WAN = ComponentFacts(
 )
 
 
-def measure_wan(way: MemorySavings, images: int) -> Footprint:
+def measure_wan(savings: MemorySavings, images: int) -> Footprint:
     size = ModelSize(name="transformer", kind="Wan", parameters=14, weights_bytes=27 * GIB, layer_bytes=GIB)
-    passings = (ModelCall("transformer", "denoise", 10 * GIB),)
+    calls = (ModelCall("transformer", "denoise", 10 * GIB),)
     return Footprint(
-        pipeline="WanPipeline", dtype="bfloat16", size=None, images=1, models=(size,), passings=passings
+        pipeline="WanPipeline", dtype="bfloat16", size=None, images=1, models=(size,), model_calls=calls
     )  # fmt: skip
 
 
-def test_flux_on_the_first_gaudi_does_not_stay_there_and_is_told_of_both_splits() -> None:
+def test_notes_describe_both_splits_for_flux_on_gaudi1() -> None:
     plan = anyaccel.explain(FLUX, "gaudi1")
     assert plan.forecast is not None
     tensor, context = plan.forecast.notes[-2:]
     assert tensor == (
-        "parallel='tensor' is not to be had here: diffusers splits weights on cuda, neuron, tpu, xpu, and not on hpu"
+        "parallel='tensor' is not available: "
+        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on hpu"
     )
-    assert context.startswith("parallel='context:8': of 4,608 tokens a rank takes 576")
-    assert "each has all 31.4 GiB of weights" in context
+    assert context.startswith("parallel='context:8': each rank processes 576 of 4,608 tokens")
+    assert "each rank holds all 31.4 GiB of weights" in context
     assert context in plan.to_dict()["notes"]
     assert plan.parallel.value is None
 
 
-def test_weights_that_are_split_stay_on_a_device_that_one_model_at_a_time_would_need() -> None:
+def test_split_weights_are_resident() -> None:
     plan = anyaccel.explain(FLUX, "neuron:24GiB", parallel="tensor:4")
     assert plan.forecast is not None
     assert plan.forecast.fits
     assert str(plan.memory).startswith("everything resident")
     assert dict(plan.forecast.components)["transformer"] == pytest.approx(10.2 * GIB, rel=0.03)
-    assert "of transformer's 11.9 billion weights a rank holds 5.4 billion" in plan.parallel.reason
+    assert "each rank holds 5.4 billion of 11.9 billion parameters of transformer" in plan.parallel.reason
     assert str(plan.compile_policy) == "never"
 
 
-def test_a_long_sequence_is_worth_several_devices_though_the_weights_stay() -> None:
+def test_a_long_sequence_gets_a_note_even_if_the_weights_are_resident() -> None:
     target, facts = find_device_target("h100"), PipelineFacts(pipeline="WanPipeline", components=(WAN,))
     long, short = {"transformer": 75_600}, {"transformer": 4_096}
-    said = describe_gain(target, facts, measure_wan, long, resident=True, asked=False)
-    assert len(said) == 1
-    assert said[0].startswith("parallel='context:8': of 75,600 tokens a rank takes 9,450")
-    assert describe_gain(target, facts, measure_wan, short, resident=True, asked=False) == ()
-    asked = describe_gain(target, facts, measure_wan, short, resident=True, asked=True)
-    assert asked[0] == "parallel='tensor' is not to be had here: diffusers has no tensor-parallel plan for Wan"
+    notes = describe_gain(target, facts, measure_wan, long, resident=True, requested=False)
+    assert len(notes) == 1
+    assert notes[0].startswith("parallel='context:8': each rank processes 9,450 of 75,600 tokens")
+    assert describe_gain(target, facts, measure_wan, short, resident=True, requested=False) == ()
+    notes = describe_gain(target, facts, measure_wan, short, resident=True, requested=True)
+    assert notes[0] == "parallel='tensor' is not available: diffusers has no tensor-parallel plan for Wan"
 
 
-def test_counts_divide_the_heads() -> None:
+def test_the_device_count_divides_the_heads() -> None:
     facts = PipelineFacts(pipeline="P", components=(replace(WAN, heads=12),))
-    said = describe_gain(
-        find_device_target("h100"), facts, measure_wan, {"transformer": 50_000}, resident=True, asked=False
+    notes = describe_gain(
+        find_device_target("h100"), facts, measure_wan, {"transformer": 50_000}, resident=True, requested=False
     )
-    assert said[0].startswith("parallel='context:4'")
+    assert notes[0].startswith("parallel='context:4'")
 
 
-def test_what_cannot_be_split_is_refused_before_anything_is_worked_out() -> None:
+def test_an_impossible_split_raises() -> None:
     with pytest.raises(UsageError, match="no context-parallel plan for UNet2DConditionModel"):
         anyaccel.explain(SD, "gaudi2", parallel="context:2")
     with pytest.raises(UsageError, match="parallel must be auto, tensor:N"):

@@ -1,4 +1,4 @@
-"""On real accelerators: the drivers work and the sheets tell the truth; skipped with the reason where there is none."""
+"""Drivers and sheets on the real accelerators of this machine."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ PRESENT = [device.name for device in anyaccel.devices() if device.available and 
 def device(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if not PRESENT:
-        pytest.skip("no accelerator is here; `anyaccel devices` says why")
+        pytest.skip("no accelerator available; `anyaccel devices` shows the reason")
     return name
 
 
@@ -39,20 +39,20 @@ def test_memory_is_counted(device: str) -> None:
     assert 0 < before.free_bytes <= before.total_bytes
 
 
-def test_tensors_go_there_and_come_back_beside_other_work(device: str) -> None:
+def test_tensors_are_copied_in_both_directions_with_other_streams(device: str) -> None:
     opened = anyaccel.open_device(device)
-    host = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(7))
-    there = opened.driver.send(host, opened.torch_device) * 2
+    expected = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(7))
+    on_device = opened.driver.send(expected, opened.torch_device) * 2
     opened.driver.record_event(opened.index)()
     with opened.driver.side_stream(opened.index):
-        assert torch.equal(there.cpu(), host * 2)
+        assert torch.equal(on_device.cpu(), expected * 2)
 
 
-def test_noise_from_a_host_generator_is_the_host_noise(device: str) -> None:
-    host = anyaccel.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(7))
-    there = anyaccel.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(7), device=device)
-    assert there.device.type == device
-    assert torch.equal(there.cpu(), host)
+def test_noise_from_a_cpu_generator_equals_the_cpu_noise(device: str) -> None:
+    expected = anyaccel.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(7))
+    on_device = anyaccel.randn((2, 4, 8, 8), generator=torch.Generator().manual_seed(7), device=device)
+    assert on_device.device.type == device
+    assert torch.equal(on_device.cpu(), expected)
 
 
 def test_a_seed_determines_noise_on_the_device(device: str) -> None:
@@ -63,11 +63,11 @@ def test_a_seed_determines_noise_on_the_device(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "float32", "float16", "bfloat16", "complex64", "complex128"])
-def test_the_sheet_tells_the_truth_about_types(device: str, dtype: str) -> None:
-    """The sheet as it was written, not as the device settled it; what is in doubt there may go either way."""
+def test_the_dtypes_on_the_sheet_are_right(device: str, dtype: str) -> None:
+    """Compare the written sheet, without probe results. Conditional and contradicted claims may go either way."""
     opened = anyaccel.open_device(device)
-    claimed, seen = anyaccel.sheet(device).dtype(dtype), probe_dtype(dtype, opened.torch_device)
-    if isinstance(claimed, Yes):
-        assert seen is None
-    elif isinstance(claimed, DtypeLimit) and not claimed.conditional and not claimed.contradicted_by:
-        assert seen == claimed.effect
+    claim, effect = anyaccel.sheet(device).dtype(dtype), probe_dtype(dtype, opened.torch_device)
+    if isinstance(claim, Yes):
+        assert effect is None
+    elif isinstance(claim, DtypeLimit) and not claim.conditional and not claim.contradicted_by:
+        assert effect == claim.effect

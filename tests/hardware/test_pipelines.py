@@ -1,4 +1,4 @@
-"""Portable pipelines on real accelerators: the CPU's picture, the same seed, and every mechanism once."""
+"""Placed pipelines on real accelerators: the image of the CPU, seeds, and each mechanism once."""
 
 import os
 from typing import Any
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.hardware, NEEDS_RECIPES]
 
 PRESENT = [device.name for device in anyaccel.devices() if device.available and device.name != "cpu"]
 TOLERANCES = {"float32": 5e-3, "bfloat16": 1e-1, "float16": 5e-2}
-"""By type, of pictures from 0 to 1: matrix units round float32 too, and random weights amplify what they drop."""
+"""By dtype, for images from 0 to 1. Matrix units round float32 too, and random weights amplify the error."""
 NAMES = ["stable-diffusion", "stable-diffusion-xl", "flux", "pixart-alpha", "flux-2-klein", "stable-diffusion-3"]
 CALL: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "output_type": "np"}
 
@@ -23,7 +23,7 @@ CALL: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "ou
 @pytest.fixture(params=PRESENT or ["none"])
 def device(request: pytest.FixtureRequest) -> Any:
     if not PRESENT:
-        pytest.skip("no accelerator is here; `anyaccel devices` says why")
+        pytest.skip("no accelerator available; `anyaccel devices` shows the reason")
     before = dict(os.environ)
     yield request.param
     os.environ.clear()
@@ -37,24 +37,24 @@ def make(name: str, device: str, dtype: str = "float32") -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_placed_pipeline_gives_the_picture_of_the_cpu(device: str, name: str) -> None:
+def test_a_placed_pipeline_generates_the_image_of_the_cpu(device: str, name: str) -> None:
     recipe = recipes()[name]
     expected = run(recipe, recipe.make())
     for dtype in ("float32", "bfloat16"):
         pipe = make(name, device, dtype)
         assert not pipe.plan.virtual
-        seen = run(recipe, pipe)
-        assert numpy.abs(expected - seen).mean() < TOLERANCES[dtype]
+        actual = run(recipe, pipe)
+        assert numpy.abs(expected - actual).mean() < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_seed_is_one_noise(device: str, dtype: str) -> None:
-    """The latents that enter the first step, bit for bit, alone and in a batch."""
+def test_a_seed_determines_the_initial_latents(device: str, dtype: str) -> None:
+    """The latents of the first step are bitwise equal, for one image and in a batch."""
     latents = []
-    for place, kind in (("cpu", "float32"), (device, dtype)):
+    for target, target_dtype in (("cpu", "float32"), (device, dtype)):
         seen: list[torch.Tensor] = []
         firsts = []
-        pipe = make("stable-diffusion", place, kind)
+        pipe = make("stable-diffusion", target, target_dtype)
         pipe.unet.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].detach().cpu()))
         for images in (1, 3):
             seen.clear()
@@ -66,14 +66,14 @@ def test_a_seed_is_one_noise(device: str, dtype: str) -> None:
     assert torch.equal(latents[1][0], latents[1][1][:1])
 
 
-def test_an_image_of_a_batch_is_the_image_made_alone(device: str) -> None:
+def test_an_image_of_a_batch_equals_the_single_image(device: str) -> None:
     pipe = make("stable-diffusion", device)
-    together = pipe("a fox", seed=7, num_images_per_prompt=3, **CALL).images
-    alone = [pipe("a fox", seed=7 + image, **CALL).images[0] for image in range(3)]
-    assert numpy.abs(together - numpy.stack(alone)).max() < TOLERANCES["float32"]
+    batched = pipe("a fox", seed=7, num_images_per_prompt=3, **CALL).images
+    single = [pipe("a fox", seed=7 + image, **CALL).images[0] for image in range(3)]
+    assert numpy.abs(batched - numpy.stack(single)).max() < TOLERANCES["float32"]
 
 
-def test_attention_in_slices_is_attention(device: str) -> None:
+def test_sliced_attention_equals_attention(device: str) -> None:
     pipe = make("stable-diffusion", device)
     whole = pipe("a fox", seed=1, **CALL).images
     pipe.enable_attention_slicing("max")
@@ -90,7 +90,7 @@ def test_offloading(device: str, method: str) -> None:
         assert numpy.abs(expected - run(recipe, pipe)).max() < TOLERANCES["float32"]
 
 
-def test_a_picture_that_is_not_finite_is_traced_and_mended(device: str) -> None:
+def test_an_image_that_is_not_finite_is_traced_and_recomputed(device: str) -> None:
     pipe = make("stable-diffusion", device, "float16")
     with torch.no_grad():
         pipe.vae.decoder.conv_in.weight.mul_(1e5)
@@ -99,11 +99,11 @@ def test_a_picture_that_is_not_finite_is_traced_and_mended(device: str) -> None:
     assert pipe.plan.report.float32_models.value == ("vae",)
     with torch.no_grad():
         pipe.unet.conv_in.weight.fill_(float("nan"))
-    with pytest.raises(anyaccel.AnyaccelError, match=r"unet\.conv_in at pass 1"):
+    with pytest.raises(anyaccel.AnyaccelError, match=r"unet\.conv_in at forward pass 1"):
         pipe("a fox", seed=1, **CALL)
 
 
-def test_compiled_and_warm_it_is_the_same_picture(device: str) -> None:
+def test_a_compiled_pipeline_generates_the_same_image(device: str) -> None:
     pipe = make("stable-diffusion", device)
     eager = pipe("a fox", seed=1, **CALL).images
     before = dict(os.environ)

@@ -18,19 +18,19 @@ def test_attention_is_unchanged_without_a_known_limit() -> None:
 
 def test_smallest_limit_applies_with_a_margin_and_bytes_depend_on_the_dtype() -> None:
     sheet = without_limits(largest_tensor=(size_limit(4000), size_limit(6000, "bytes", "tensor")))
-    assert choose_attention(sheet, PlacementOptions(), 2).value.most_scores == 3000 // 2
-    assert choose_attention(sheet, PlacementOptions(), 4).value.most_scores == 1500 // 2
+    assert choose_attention(sheet, PlacementOptions(), 2).value.max_scores == 3000 // 2
+    assert choose_attention(sheet, PlacementOptions(), 4).value.max_scores == 1500 // 2
     assert (
-        choose_attention(without_limits(largest_tensor=(size_limit(4000),)), PlacementOptions(), 4).value.most_scores
+        choose_attention(without_limits(largest_tensor=(size_limit(4000),)), PlacementOptions(), 4).value.max_scores
         == 2000
     )
 
 
 def test_limit_with_an_open_condition_is_ignored() -> None:
     sheet = without_limits(largest_tensor=(size_limit(100, only_if=("macos<14",)),))
-    assert choose_attention(sheet, PlacementOptions(), 2).value.most_scores is None
+    assert choose_attention(sheet, PlacementOptions(), 2).value.max_scores is None
     resolved = sheet.on(versions={"macos": "13.0"})
-    assert choose_attention(resolved, PlacementOptions(), 2).value.most_scores == 50
+    assert choose_attention(resolved, PlacementOptions(), 2).value.max_scores == 50
 
 
 @pytest.mark.parametrize("heads", ["auto", "max", 3])
@@ -51,7 +51,7 @@ def test_inputs_are_made_contiguous_only_if_the_quirk_applies() -> None:
 
 def test_built_in_sheets() -> None:
     rules = {name: choose_attention(real_sheet(name), PlacementOptions(), 2).value for name in NAMES}
-    assert rules["mps"] == AttentionRule(most_scores=2**30)
+    assert rules["mps"] == AttentionRule(max_scores=2**30)
     assert rules["cpu"] == rules["neuron"] == AttentionRule()
     old = choose_attention(real_sheet("mps").on(), PlacementOptions(), 2).value
-    assert old.most_scores == 2**30
+    assert old.max_scores == 2**30

@@ -30,15 +30,15 @@ def measure(savings: MemorySavings, images: int) -> Footprint:
     """Return a pipeline with activations of 10, 40 and 200 bytes per image; tiles and slices reduce them."""
     decode = 200 * images if not savings.vae_in_parts else 60
     denoise = (40 if not savings.sliced_attention else 20) * images
-    passings = (
+    model_calls = (
         ModelCall("text_encoder", "encode", 10 * images),
         ModelCall("unet", "denoise", denoise),
         ModelCall("vae", "decode", decode),
         ModelCall("safety_checker", "decode", 5),
     )
     return Footprint(
-        pipeline="Pipeline", dtype="float16", size=(512, 512), images=images, models=MODELS, passings=passings,
-        offload_order=("text_encoder", "image_encoder", "unet", "vae"), always_there=("safety_checker",),
+        pipeline="Pipeline", dtype="float16", size=(512, 512), images=images, models=MODELS, model_calls=model_calls,
+        offload_order=("text_encoder", "image_encoder", "unet", "vae"), never_offloaded=("safety_checker",),
     )  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def test_peaks_of_each_residence() -> None:
     whole = replace(plain, never_streamed=("vae",))
     assert predict(whole, "layer") == {"load": 80, "encode": 100, "denoise": 170, "decode": 280}
     assert predict(whole, "component") == predict(plain, "component")
-    alone = replace(plain, always_there=())
-    assert predict(alone, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
+    offloadable = replace(plain, never_offloaded=())
+    assert predict(offloadable, "phase") == {"load": 0, "encode": 110, "denoise": 540, "decode": 280}
 
 
 def test_captured_graphs_hold_memory_in_all_phases() -> None:
@@ -60,8 +60,8 @@ def test_captured_graphs_hold_memory_in_all_phases() -> None:
 
 
 def test_model_that_runs_again_stays_where_diffusers_leaves_it() -> None:
-    passings = (ModelCall("vae", "encode", 1), ModelCall("unet", "denoise", 1), ModelCall("vae", "decode", 1))
-    footprint = replace(measure(MemorySavings(), 1), passings=passings)
+    model_calls = (ModelCall("vae", "encode", 1), ModelCall("unet", "denoise", 1), ModelCall("vae", "decode", 1))
+    footprint = replace(measure(MemorySavings(), 1), model_calls=model_calls)
     # The VAE comes after the denoiser in the offload order, so the denoiser does not offload it.
     assert predict(footprint, "component")["denoise"] == 30 + 50 + 500 + 1
     assert predict(footprint, "component")["decode"] == 30 + 50 + 1
@@ -135,22 +135,22 @@ def test_reordered_convolution_copies_input_and_output() -> None:
     reordering = Workspace(reordered_convolutions=True)
     shapes = (1, 256, 1024, 1024), (128, 256, 3, 3), (1, 128, 1024, 1024)
     # As measured on one H200: 512 + 256 MiB, and the weight.
-    assert reordering.of_convolution(*shapes, 2, False) == (512 + 256) * 2**20 + 128 * 256 * 9 * 2
-    assert reordering.of_convolution(*shapes, 2, True) == 128 * 256 * 9 * 2
-    assert Workspace().of_convolution(*shapes, 2, False) == 0
+    assert reordering.convolution_bytes(*shapes, 2, False) == (512 + 256) * 2**20 + 128 * 256 * 9 * 2
+    assert reordering.convolution_bytes(*shapes, 2, True) == 128 * 256 * 9 * 2
+    assert Workspace().convolution_bytes(*shapes, 2, False) == 0
 
 
 def test_unfused_attention_holds_all_scores() -> None:
     query = key = (2, 8, 4096, 40)
-    assert Workspace(fused_attention=False).of_attention(query, key, 40) == 2 * 4 * 16 * 4096**2
-    assert Workspace().of_attention(query, key, 40) == 4 * 16 * 4096
+    assert Workspace(fused_attention=False).attention_bytes(query, key, 40) == 2 * 4 * 16 * 4096**2
+    assert Workspace().attention_bytes(query, key, 40) == 4 * 16 * 4096
 
 
 def test_large_tensors_use_whole_segments() -> None:
     segments = Workspace(segment_bytes=2**21)
-    assert segments.of_block(25 * 2**20) == 26 * 2**20
-    assert segments.of_block(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "a remainder above 1 MiB is reused"
-    assert segments.of_block(1000) == 1024
+    assert segments.round_up_bytes(25 * 2**20) == 26 * 2**20
+    assert segments.round_up_bytes(25 * 2**20 - 2**19) == 25 * 2**20 - 2**19, "a remainder above 1 MiB is reused"
+    assert segments.round_up_bytes(1000) == 1024
 
 
 def test_slice_shapes_of_a_rule() -> None:
@@ -158,6 +158,6 @@ def test_slice_shapes_of_a_rule() -> None:
     assert AttentionRule().slices(query, 64) is None
     assert AttentionRule(heads="max").slices(query, 64) == ((1, 64, 40), (1, 64, 40), 40)
     assert AttentionRule(heads="auto").slices(query, 64) == ((4, 64, 40), (4, 64, 40), 40)
-    assert AttentionRule(most_scores=16 * 64 * 64).slices(query, 64) is None
-    assert AttentionRule(most_scores=2 * 64 * 64).slices(query, 64) == ((2, 64, 40), (2, 64, 40), 40)
-    assert AttentionRule(most_scores=32 * 64).slices(query, 64) == ((1, 32, 40), (1, 64, 40), 40)
+    assert AttentionRule(max_scores=16 * 64 * 64).slices(query, 64) is None
+    assert AttentionRule(max_scores=2 * 64 * 64).slices(query, 64) == ((2, 64, 40), (2, 64, 40), 40)
+    assert AttentionRule(max_scores=32 * 64).slices(query, 64) == ((1, 32, 40), (1, 64, 40), 40)

@@ -10,7 +10,7 @@ from anyaccel.errors import UsageError
 from anyaccel.planning import PlacementOptions
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import read_options, read_parallel
-from anyaccel.planning.parallel import Ranks, Split, choose_parallel, weigh_rank
+from anyaccel.planning.parallel import Ranks, Split, choose_parallel, count_rank_parameters
 from anyaccel.planning.plan import make_plan
 from tests.planning.sheets import NAMES, real_sheet, without_limits
 
@@ -145,10 +145,10 @@ def test_split_weights_cannot_be_offloaded() -> None:
     ("model", "ranks", "split"),
     [
         (FLUX, TWO, "context:2"),
-        (FLUX, replace(TWO, fits_alone=True), "context:2"),
-        (FLUX, replace(TWO, fits_alone=False), "tensor:2"),
-        (FLUX, Ranks(count=2, fits_alone=False), "context:2"),
-        (WAN, replace(TWO, fits_alone=False), "context:2"),
+        (FLUX, replace(TWO, fits_one_device=True), "context:2"),
+        (FLUX, replace(TWO, fits_one_device=False), "tensor:2"),
+        (FLUX, Ranks(count=2, fits_one_device=False), "context:2"),
+        (WAN, replace(TWO, fits_one_device=False), "context:2"),
         (UNET, TWO, "cfg:2"),
         (UNET, Ranks(count=4), "-"),
         (FLUX, Ranks(count=1), "-"),
@@ -167,9 +167,9 @@ def test_auto_explains_rejected_splits() -> None:
 
 
 def test_parameters_per_rank() -> None:
-    assert weigh_rank(FLUX, Split("tensor", 4)) == 400 + 150
-    assert weigh_rank(FLUX, Split("context", 4)) == 1_000
-    assert weigh_rank(ENCODER, Split("tensor", 4)) == 50
+    assert count_rank_parameters(FLUX, Split("tensor", 4)) == 400 + 150
+    assert count_rank_parameters(FLUX, Split("context", 4)) == 1_000
+    assert count_rank_parameters(ENCODER, Split("tensor", 4)) == 50
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -61,7 +61,7 @@ def test_attention_limit_in_bytes_depends_on_the_dtype() -> None:
     sheet = without_limits(largest_tensor=(size_limit(2**32, "bytes", "tensor"),))
     for dtype, scores in (("float16", 2**30), ("bfloat16", 2**30), ("float32", 2**29), ("float64", 2**28)):
         plan = make_plan(sheet, FACTS, PlacementOptions(dtype=dtype), device="best:0")
-        assert plan.attention.value.most_scores == scores, dtype
+        assert plan.attention.value.max_scores == scores, dtype
         assert plan.workarounds.value == ("attention",)
 
 

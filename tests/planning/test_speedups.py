@@ -70,7 +70,7 @@ def test_only_blocks_are_compiled_if_the_model_consists_of_them() -> None:
     few = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions()).value
     many = choose_compile_policy(FAST, facts(DENOISER), PlacementOptions(expected_images=100_000)).value
     assert (few.region, many.region) == ("blocks", "whole")
-    assert few.takes_s < many.takes_s
+    assert few.compile_s < many.compile_s
     assert choose_compile_policy(FAST, facts(UNET), PlacementOptions()).value.region == "whole", (
         "most of the time is spent in convolutions between the blocks"
     )
@@ -79,13 +79,13 @@ def test_only_blocks_are_compiled_if_the_model_consists_of_them() -> None:
 
 
 def test_compiling_pays_off_once_the_past_images_would_have_saved_its_time() -> None:
-    policy = CompilePolicy("when it pays", "blocks", takes_s=20, gain=2.0)
+    policy = CompilePolicy("when it pays", "blocks", compile_s=20, gain=2.0)
     assert not is_worth_compiling(policy, seconds_per_image=1.0, done=39, expected=None)
     assert is_worth_compiling(policy, seconds_per_image=1.0, done=40, expected=None)
 
 
 def test_expected_images_count_from_the_second_image_on() -> None:
-    policy = CompilePolicy("when it pays", "blocks", takes_s=20, gain=2.0)
+    policy = CompilePolicy("when it pays", "blocks", compile_s=20, gain=2.0)
     assert is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=1000)
     assert not is_worth_compiling(policy, seconds_per_image=1.0, done=1, expected=10)
     assert not is_worth_compiling(policy, seconds_per_image=0.0, done=0, expected=1000), (

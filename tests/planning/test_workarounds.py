@@ -26,7 +26,7 @@ def test_device_without_limits_needs_no_workaround() -> None:
         ("complex_pairs", {}, (("complex64", "pairs"),), UNCHANGED),
         ("noise", {"random_numbers": limit("error")}, (), UNCHANGED),
         ("dynamic_shapes", {"data_dependent_shapes": limit("error")}, (), UNCHANGED),
-        ("attention", {}, (), AttentionRule(most_scores=5)),
+        ("attention", {}, (), AttentionRule(max_scores=5)),
         ("attention", {}, (), AttentionRule(heads="max")),
         ("clone_scalars", {"quirks": (quirk("host_number_offset_ignored"),)}, (), UNCHANGED),
         ("zero_empty", {"quirks": (quirk("uninitialised_memory_is_nan"),)}, (), UNCHANGED),

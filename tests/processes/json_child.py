@@ -1,4 +1,4 @@
-"""The child of `test_json_line_worker`: it does what the request says."""
+"""The child process of `test_json_line_worker`; each request names an action."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 from anyaccel.processes.json_line_worker import connecting_to_parent
 
 
-def do(request: Any) -> Any:
+def handle(request: Any) -> Any:
     match request:
         case "raise":
             raise ValueError("seven")
@@ -31,5 +31,5 @@ if __name__ == "__main__":
     print("before the connection")
     with connecting_to_parent() as (requests, answer):
         for request in requests:
-            answer(do(request))
+            answer(handle(request))
     print("a clean end")

@@ -1,4 +1,4 @@
-"""What the children of `test_pipe_worker` do."""
+"""The target functions of the children in `test_pipe_worker`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A function call in a fork: its result, its error, its death."""
+"""A function call in a fork: its result, its errors, and the death of its process."""
 
 import os
 import signal
@@ -24,29 +24,29 @@ class UnpicklableError(Exception):
         super().__init__(f"{first} and {second}")
 
 
-def test_a_large_result_and_a_closure_cross() -> None:
+def test_closures_and_large_results() -> None:
     factor = 3
     assert call_in_fork(lambda: bytes(factor) * 10_000_000) == bytes(30_000_000)
     assert call_in_fork(os.getpid) != os.getpid()
 
 
-def test_an_error_is_raised_unchanged() -> None:
+def test_error_is_raised_unchanged() -> None:
     def fail() -> None:
-        raise UsageError("width is 7", hint="take 8")
+        raise UsageError("width is 7", hint="use 8")
 
     with pytest.raises(UsageError, match="width is 7") as caught:
         call_in_fork(fail)
-    assert caught.value.hint == "take 8"
+    assert caught.value.hint == "use 8"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
-def test_an_error_has_the_childs_traceback_as_a_note() -> None:
+def test_error_has_the_traceback_of_the_child_as_a_note() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         call_in_fork(lambda: 1 // 0)
     assert "forked_call.py" in caught.value.__notes__[0]
 
 
-def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
+def test_unpicklable_error_keeps_its_text() -> None:
     def fail() -> None:
         raise UnpicklableError(1, 2)
 
@@ -54,18 +54,18 @@ def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
         call_in_fork(fail)
 
 
-def test_a_child_that_is_killed_or_exits_is_reported_with_its_status() -> None:
+def test_killed_or_exited_child_is_reported_with_its_status() -> None:
     before = psutil.Process().children()
     with pytest.raises(ProcessDiedError, match="the process of a probe died with status -9"):
         call_in_fork(lambda: os.kill(os.getpid(), signal.SIGKILL), name="a probe")
     with pytest.raises(ProcessDiedError, match="died with status 7"):
         call_in_fork(lambda: os._exit(7))
-    assert psutil.Process().children() == before, "none is left, and no zombie"
+    assert psutil.Process().children() == before, "no child or zombie is left"
 
 
-def test_a_child_that_hangs_is_killed() -> None:
+def test_hanging_child_is_killed() -> None:
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="the function gave no answer in 0 s"):
+    with pytest.raises(TimeoutError, match="the function did not return within 0 s"):
         call_in_fork(lambda: time.sleep(60), timeout_s=0.3)
     assert time.monotonic() - started < 30
 
@@ -75,7 +75,7 @@ def test_ctrl_c_in_the_parent_kills_the_child() -> None:
 
     def hang() -> None:
         os.write(writer, str(os.getpid()).encode())
-        time.sleep(1)  # the parent waits for the answer
+        time.sleep(1)  # until the parent waits for the result
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
 
@@ -94,20 +94,20 @@ def wait_until_gone(pid: int) -> None:
             return
         time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
-    pytest.fail("the child still runs")
+    pytest.fail("the child is still running")
 
 
 @pytest.mark.parametrize(
     ("before", "child"),
     [
         pytest.param(
-            "", "time.sleep(60)", marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+            "", "time.sleep(60)", marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl exists only on Linux")
         ),
         ("forked_call.end_with_parent = lambda parent: None", "time.sleep(1); return bytes(1_000_000)"),
     ],
-    ids=["at once", "when it answers"],
+    ids=["immediately", "when it returns"],
 )
-def test_a_child_ends_with_a_parent_that_is_killed(before: str, child: str) -> None:
+def test_child_exits_with_a_killed_parent(before: str, child: str) -> None:
     program = f"""
 import os, time
 from anyaccel.processes import forked_call
@@ -125,20 +125,20 @@ forked_call.call_in_fork(call)
     wait_until_gone(pid)
 
 
-def test_a_child_that_is_killed_while_it_answers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer_in_part(*arguments: object) -> None:
+def test_child_killed_while_it_writes_its_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_partial_result(*arguments: object) -> None:
         sender = arguments[-2]
         os.write(sender.fileno(), struct.pack("!i", 1000) + b"x" * 10)  # type: ignore[attr-defined]
         os._exit(137)
 
-    monkeypatch.setattr("anyaccel.processes.forked_call._run", answer_in_part)
+    monkeypatch.setattr("anyaccel.processes.forked_call._run", write_partial_result)
     with pytest.raises(ProcessDiedError, match="died with status 137"):
         call_in_fork(lambda: None)
 
 
 @pytest.mark.long
-def test_a_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second thread forks as soon as the first one has its pipe, if nothing keeps it from that."""
+def test_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lock, the second thread would fork right after the first thread created its pipe."""
     forks, sibling_may_start, seconds = [0], threading.Event(), list[float]()
     simplefilter = warnings.simplefilter
 
@@ -155,21 +155,21 @@ def test_a_death_is_noticed_while_children_of_other_threads_run(monkeypatch: pyt
             call_in_fork(lambda: os._exit(3))
         seconds.append(time.monotonic() - started)
 
-    def run_beside() -> None:
+    def run_sibling() -> None:
         sibling_may_start.wait(60)
         call_in_fork(lambda: time.sleep(15))
 
     monkeypatch.setattr(warnings, "simplefilter", pause)
-    threads = [threading.Thread(target=one) for one in (die, run_beside)]
+    threads = [threading.Thread(target=target) for target in (die, run_sibling)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert forks == [2]
-    assert seconds[0] < 12, "not only when the other child has ended"
+    assert seconds[0] < 12, "noticed before the other child exits"
 
 
-def test_a_process_that_is_forked_while_another_thread_forks_can_call() -> None:
+def test_process_forked_during_another_fork_can_call() -> None:
     with forked_call._fork_lock:
         pid = os.fork()
         if pid == 0:
@@ -178,7 +178,7 @@ def test_a_process_that_is_forked_while_another_thread_forks_can_call() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 
-def test_an_error_ends_the_children_of_a_pool_and_starts_no_more() -> None:
+def test_error_kills_the_children_of_a_pool_and_starts_no_more() -> None:
     reader, writer = os.pipe()
 
     def hang() -> None:

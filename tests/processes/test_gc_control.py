@@ -1,4 +1,4 @@
-"""The garbage collector: pauses that end, objects that are exempt, and cycles that are freed."""
+"""The garbage collector: pauses, exempt objects, and reference cycles."""
 
 import gc
 import weakref
@@ -10,15 +10,15 @@ from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects, re
 
 
 class Cycle:
-    """An object that refers to itself."""
+    """An object that references itself."""
 
     def __init__(self) -> None:
         self.self = self
 
 
 @pytest.fixture(autouse=True)
-def own_collector() -> Iterator[None]:
-    """Leave the collector as it was."""
+def restore_collector() -> Iterator[None]:
+    """Restore the collector's state."""
     was_enabled = gc.isenabled()
     yield
     gc.unfreeze()
@@ -26,7 +26,7 @@ def own_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_pause_ends_as_it_began(before: bool) -> None:
+def test_pause_restores_the_previous_state(before: bool) -> None:
     (gc.enable if before else gc.disable)()
     with gc_paused():
         assert not gc.isenabled()
@@ -39,7 +39,7 @@ def test_a_pause_ends_as_it_began(before: bool) -> None:
     assert gc.isenabled() is before
 
 
-def test_cycles_are_freed_also_those_that_were_exempt() -> None:
+def test_release_frees_cycles_and_optionally_exempt_ones() -> None:
     with gc_paused():
         plain = weakref.ref(Cycle())
         assert plain() is not None

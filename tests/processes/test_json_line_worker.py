@@ -1,4 +1,4 @@
-"""A fresh interpreter that answers JSON: what it prints, how it ends, and what its parent learns of that."""
+"""A child interpreter that answers JSON: its output, its exit, and errors in the parent."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ def start(*arguments: str, **env: str) -> JsonLineWorker:
     return JsonLineWorker(CHILD, *arguments, cwd=ROOT, env=env)
 
 
-def test_messages_arguments_and_environment_arrive() -> None:
+def test_messages_arguments_and_environment() -> None:
     with start("one", "two", FLAVOUR="mint") as worker:
         assert worker.request({"a": [1, None, "é"]}) == {"a": [1, None, "é"]}
         large = "x" * 5_000_000
         assert worker.request(large) == large
-        pid, *rest = worker.request("describe")
-        assert rest == [["one", "two"], "mint", str(ROOT), str(ROOT)]
+        pid, *description = worker.request("describe")
+        assert description == [["one", "two"], "mint", str(ROOT), str(ROOT)]
     assert not psutil.pid_exists(pid)
 
 
-def test_what_the_child_prints_is_no_answer_and_is_kept() -> None:
+def test_output_of_the_child_is_captured_and_not_an_answer() -> None:
     with start() as worker:
-        assert worker.request("print") == "", "its stdin is empty: requests are not there"
+        assert worker.request("print") == "", "requests are not on stdin"
         assert worker.request(1) == 1
         assert worker.close() == 0
         assert sorted(worker.stderr.splitlines()) == [
@@ -42,10 +42,10 @@ def test_what_the_child_prints_is_no_answer_and_is_kept() -> None:
             "printed",
             "written",
         ]
-        assert worker.kill() == 0, "the end does not change"
+        assert worker.kill() == 0, "the exit status does not change"
 
 
-def test_a_child_that_raises() -> None:
+def test_child_that_raises() -> None:
     with start() as worker:
         with pytest.raises(EOFError):
             worker.request("raise")
@@ -53,7 +53,7 @@ def test_a_child_that_raises() -> None:
         assert worker.stderr.endswith("ValueError: seven\n")
 
 
-def test_a_child_that_is_killed() -> None:
+def test_killed_child() -> None:
     with start() as worker:
         worker.send("die")
         with pytest.raises(EOFError):
@@ -64,7 +64,7 @@ def test_a_child_that_is_killed() -> None:
         assert worker.close() == -signal.SIGKILL
 
 
-def test_a_child_that_hangs_is_killed_after_the_time_limit() -> None:
+def test_hanging_child_is_killed_after_the_timeout() -> None:
     started = time.monotonic()
     with start() as worker:
         assert worker.request(1) == 1
@@ -77,7 +77,7 @@ def test_a_child_that_hangs_is_killed_after_the_time_limit() -> None:
     assert time.monotonic() - started < 50
 
 
-def test_a_module_that_does_not_exist() -> None:
+def test_missing_module() -> None:
     with JsonLineWorker("no_such_module") as worker:
         with pytest.raises(EOFError):
             worker.request(1)
@@ -95,7 +95,7 @@ with JsonLineWorker({CHILD!r}) as worker:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, -signal.SIGINT)])
-def test_the_child_ends_with_its_parent(number: int, status: int) -> None:
+def test_child_exits_with_its_parent(number: int, status: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""A spawned worker with a pipe: messages, death, and no process that outlives its parent."""
+"""A spawned worker with a pipe: messages, death, and no orphan processes."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ from tests.processes import pipe_children as children
 ROOT = Path(__file__).parents[2]
 
 
-def test_messages_go_both_ways_in_order() -> None:
+def test_messages_arrive_in_order_both_ways() -> None:
     with PipeWorker(children.echo, "hello", name="echo") as worker:
         assert worker.receive() == "hello"
         assert worker.receive(0.01) is None
@@ -32,7 +32,7 @@ def test_messages_go_both_ways_in_order() -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_a_message_that_cannot_be_pickled_is_the_senders_error() -> None:
+def test_unpicklable_message_raises_in_send() -> None:
     with PipeWorker(children.echo, name="echo") as worker:
         with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
             worker.send(lambda: None)
@@ -42,7 +42,7 @@ def test_a_message_that_cannot_be_pickled_is_the_senders_error() -> None:
         assert worker.receive(60) == "after it"
 
 
-def test_the_environment_is_the_childs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_applies_only_to_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLAVOUR", raising=False)
     with PipeWorker(children.describe, name="describe", env={"FLAVOUR": "mint"}) as worker:
         flavour, on_ctrl_c = worker.receive()
@@ -57,7 +57,7 @@ def test_the_environment_is_the_childs_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["FLAVOUR"] == "plain"
 
 
-def test_the_last_message_of_a_child_that_raises_arrives_before_its_end() -> None:
+def test_last_message_of_a_failing_child_arrives() -> None:
     with PipeWorker(children.fail, name="fail") as worker:
         assert worker.receive() == "last message"
         with pytest.raises(EOFError):
@@ -66,20 +66,20 @@ def test_the_last_message_of_a_child_that_raises_arrives_before_its_end() -> Non
         assert worker.wait() == 1
 
 
-def test_a_child_that_is_killed_is_noticed_among_others() -> None:
-    with PipeWorker(children.hang, name="one") as one, PipeWorker(children.hang, name="two") as two:
-        one.receive()
-        os.kill(two.receive(), signal.SIGKILL)
-        assert wait_for_messages([one, two], 30) == [two]
+def test_killed_child_is_noticed_among_others() -> None:
+    with PipeWorker(children.hang, name="first") as first, PipeWorker(children.hang, name="second") as second:
+        first.receive()
+        os.kill(second.receive(), signal.SIGKILL)
+        assert wait_for_messages([first, second], 30) == [second]
         with pytest.raises(EOFError):
-            two.receive()
-        assert wait_for_messages([one], 0.05) == []
+            second.receive()
+        assert wait_for_messages([first], 0.05) == []
 
 
-def test_sending_to_a_child_that_hangs_does_not_block_and_any_thread_may_kill_it() -> None:
+def test_hanging_child_blocks_no_sender_and_any_thread_can_kill_it() -> None:
     worker = PipeWorker(children.echo, "ready", name="stopped")
     worker.kill()
-    assert worker.wait() is None, "it has not begun"
+    assert worker.wait() is None, "not started yet"
     worker.start()
     worker.receive()
     assert worker._process.pid is not None
@@ -106,7 +106,7 @@ def test_sending_to_a_child_that_hangs_does_not_block_and_any_thread_may_kill_it
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, -signal.SIGINT), (None, 0)]
 )
-def test_a_busy_child_ends_with_its_parent(number: int | None, status: int) -> None:
+def test_busy_child_exits_with_its_parent(number: int | None, status: int) -> None:
     program = f"from tests.processes.pipe_children import *; start_and_hang(exits={number is None})"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen(
@@ -123,4 +123,4 @@ def test_a_busy_child_ends_with_its_parent(number: int | None, status: int) -> N
             break
         time.sleep(0.1)
     else:
-        pytest.fail("the child still runs")
+        pytest.fail("the child is still running")

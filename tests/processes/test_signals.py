@@ -9,19 +9,19 @@ import pytest
 from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
 
 
-def end_this_process() -> None:
+def terminate_self() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_it_is_raised_once_and_the_earlier_handler_comes_back() -> None:
+def test_sigterm_raises_once_and_the_handler_is_restored() -> None:
     before, cleaned = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
         with raising_on_sigterm():
             try:
-                end_this_process()
+                terminate_self()
             finally:
-                end_this_process()  # a second time, during the cleanup
+                terminate_self()  # a second SIGTERM during the cleanup
                 cleaned.append(True)
 
     with pytest.raises(TerminatedError):
@@ -30,27 +30,27 @@ def test_it_is_raised_once_and_the_earlier_handler_comes_back() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_process_that_ignores_the_signal_goes_on_ignoring_it() -> None:
+def test_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with raising_on_sigterm():
-            end_this_process()
+            terminate_self()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_in_another_thread_no_handler_is_changed() -> None:
-    seen: list[object] = []
+def test_no_handler_is_changed_outside_the_main_thread() -> None:
+    handlers: list[object] = []
 
     def work() -> None:
         with raising_on_sigterm():
-            seen.append(signal.getsignal(signal.SIGTERM))
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [before]
+    assert handlers == [before]
     with pytest.raises(TerminatedError), raising_on_sigterm():
-        end_this_process()
+        terminate_self()

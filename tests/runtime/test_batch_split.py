@@ -1,4 +1,4 @@
-"""Batches where a device does not run them reliably: one image a call, in order, under one bar, as one result."""
+"""Split batches: one image per call on some devices, in order, with one progress bar and one result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.recipes.parts.calls import picture
+from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from tests.conftest import NEEDS_RECIPES
@@ -28,60 +28,63 @@ from tests.runtime.workarounds.test_scheduler_on_cpu import IMAGE_TO_IMAGE, TEXT
 PROMPTS = ["a red fox", "a hen", "two blue boats"]
 
 
-def host(seed: int) -> torch.Generator:
+def make_generator(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-def request(**arguments: Any) -> CallRequest:
-    """A call of Stable Diffusion, read."""
+def make_request(**arguments: Any) -> CallRequest:
+    """Return the request of a Stable Diffusion call."""
     pipe: Any = object.__new__(StableDiffusionPipeline)
     return read_call_request(pipe, StableDiffusionPipeline.__call__, (), arguments)
 
 
-def taken(asked: CallRequest, name: str, images_per_call: int = 1) -> list[Any]:
-    return [part.arguments.get(name) for part in split_request(asked, images_per_call)]
+def split_argument(request: CallRequest, name: str, images_per_call: int = 1) -> list[Any]:
+    return [chunk.arguments.get(name) for chunk in split_request(request, images_per_call)]
 
 
-# What belongs to which image.
+# Arguments
 
 
-def test_a_call_is_counted() -> None:
-    assert request(prompt="a").images == 1
-    assert request(prompt=["a", "b"], num_images_per_prompt=3).images == 6
-    assert request(prompt_embeds=torch.ones(4, 7, 8)).images == 4
-    assert request(prompt_embeds=torch.ones(1, 7, 8), num_images_per_prompt=2).images == 2
+def test_the_number_of_images_of_a_call() -> None:
+    assert make_request(prompt="a").images == 1
+    assert make_request(prompt=["a", "b"], num_images_per_prompt=3).images == 6
+    assert make_request(prompt_embeds=torch.ones(4, 7, 8)).images == 4
+    assert make_request(prompt_embeds=torch.ones(1, 7, 8), num_images_per_prompt=2).images == 2
 
 
-def test_a_small_enough_call_is_left_as_it_is() -> None:
-    asked = request(prompt=["a", "b"])
-    assert split_request(asked, None) == [asked]
-    assert split_request(asked, 2) == [asked]
+def test_a_call_within_the_limit_is_not_split() -> None:
+    request = make_request(prompt=["a", "b"])
+    assert split_request(request, None) == [request]
+    assert split_request(request, 2) == [request]
 
 
-def test_prompts_pictures_and_embeddings_go_with_their_image() -> None:
+def test_prompts_embeddings_and_generators_are_split_per_image() -> None:
     embeds = torch.arange(6.0).reshape(3, 2, 1)
-    asked = request(
-        prompt=PROMPTS, negative_prompt=["x", "y", "z"], prompt_embeds=embeds, generator=[host(s) for s in (1, 2, 3)]
+    request = make_request(
+        prompt=PROMPTS,
+        negative_prompt=["x", "y", "z"],
+        prompt_embeds=embeds,
+        generator=[make_generator(s) for s in (1, 2, 3)],
     )
-    assert taken(asked, "prompt") == [["a red fox"], ["a hen"], ["two blue boats"]]
-    assert taken(asked, "negative_prompt") == [["x"], ["y"], ["z"]]
-    assert [part.tolist() for part in taken(asked, "prompt_embeds")] == [[row] for row in embeds.tolist()]
-    assert [generator.initial_seed() for generator in taken(asked, "generator")] == [1, 2, 3]
-    assert taken(asked, "num_images_per_prompt") == [1, 1, 1]
-    whole = request(prompt=PROMPTS, negative_prompt="x", guidance_scale=3.0)
-    assert taken(whole, "negative_prompt") == ["x", "x", "x"]
-    assert taken(whole, "guidance_scale") == [3.0, 3.0, 3.0]
+    assert split_argument(request, "prompt") == [["a red fox"], ["a hen"], ["two blue boats"]]
+    assert split_argument(request, "negative_prompt") == [["x"], ["y"], ["z"]]
+    assert [embed.tolist() for embed in split_argument(request, "prompt_embeds")] == [[row] for row in embeds.tolist()]
+    assert [generator.initial_seed() for generator in split_argument(request, "generator")] == [1, 2, 3]
+    assert split_argument(request, "num_images_per_prompt") == [1, 1, 1]
+    whole = make_request(prompt=PROMPTS, negative_prompt="x", guidance_scale=3.0)
+    assert split_argument(whole, "negative_prompt") == ["x", "x", "x"]
+    assert split_argument(whole, "guidance_scale") == [3.0, 3.0, 3.0]
 
 
-def test_images_of_one_prompt_have_latents_seeds_and_generators_of_their_own() -> None:
+def test_latents_and_seeds_are_split_per_image_of_a_prompt() -> None:
     latents = torch.arange(4.0).reshape(4, 1)
-    asked = request(prompt=["a", "b"], num_images_per_prompt=2, latents=latents, seed=[4, 3, 2, 1])
-    parts = split_request(asked, 1)
-    assert [part.arguments["prompt"] for part in parts] == [["a"], ["a"], ["b"], ["b"]]
-    assert [part.arguments["latents"].tolist() for part in parts] == [[[0.0]], [[1.0]], [[2.0]], [[3.0]]]
-    assert [part.seeds for part in parts] == [(4,), (3,), (2,), (1,)]
-    assert [part.images for part in parts] == [1, 1, 1, 1]
-    assert [part.arguments["num_images_per_prompt"] for part in parts] == [1, 1, 1, 1]
+    request = make_request(prompt=["a", "b"], num_images_per_prompt=2, latents=latents, seed=[4, 3, 2, 1])
+    chunks = split_request(request, 1)
+    assert [chunk.arguments["prompt"] for chunk in chunks] == [["a"], ["a"], ["b"], ["b"]]
+    assert [chunk.arguments["latents"].tolist() for chunk in chunks] == [[[0.0]], [[1.0]], [[2.0]], [[3.0]]]
+    assert [chunk.seeds for chunk in chunks] == [(4,), (3,), (2,), (1,)]
+    assert [chunk.images for chunk in chunks] == [1, 1, 1, 1]
+    assert [chunk.arguments["num_images_per_prompt"] for chunk in chunks] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -94,60 +97,60 @@ def test_images_of_one_prompt_have_latents_seeds_and_generators_of_their_own() -
         ("cross_attention_kwargs", {"scale": 1.0}),
     ],
 )
-def test_lists_of_the_call_are_kept_whole_whatever_their_length(name: str, value: Any) -> None:
-    assert taken(request(prompt=["a", "b"], **{name: value}), name) == [value, value]
+def test_arguments_of_the_whole_call_are_not_split(name: str, value: Any) -> None:
+    assert split_argument(make_request(prompt=["a", "b"], **{name: value}), name) == [value, value]
 
 
 @pytest.mark.parametrize("name", ["skip_guidance_layers", "text_encoder_out_layers", "adapter_conditioning_scale"])
-def test_lists_of_numbers_belong_to_the_call(name: str) -> None:
-    asked = CallRequest({"prompt": ["a", "b"], name: [1, 2]}, 2, 1, frozenset({"prompt", name}))
-    assert taken(asked, name) == [[1, 2], [1, 2]]
+def test_lists_of_numbers_are_not_split_except_class_labels(name: str) -> None:
+    request = CallRequest({"prompt": ["a", "b"], name: [1, 2]}, 2, 1, frozenset({"prompt", name}))
+    assert split_argument(request, name) == [[1, 2], [1, 2]]
     labels = CallRequest({"class_labels": [5, 6]}, 2, 1, frozenset({"class_labels"}))
-    assert taken(labels, "class_labels") == [[5], [6]]
+    assert split_argument(labels, "class_labels") == [[5], [6]]
 
 
-def test_more_than_one_image_a_call() -> None:
-    asked = request(prompt=["a", "b", "c", "d", "e"], seed=1)
-    assert taken(asked, "prompt", 2) == [["a", "b"], ["c", "d"], ["e"]]
-    assert [part.seeds for part in split_request(asked, 2)] == [(1, 2), (3, 4), (5,)]
-    several = request(prompt=["a", "b", "c"], num_images_per_prompt=2)
-    parts = split_request(several, 4)
-    assert [part.arguments["prompt"] for part in parts] == [["a", "b"], ["c"]]
-    assert [part.images for part in parts] == [4, 2]
-    assert sum(part.images for part in split_request(several, 3)) == 6
+def test_more_than_one_image_per_call() -> None:
+    request = make_request(prompt=["a", "b", "c", "d", "e"], seed=1)
+    assert split_argument(request, "prompt", 2) == [["a", "b"], ["c", "d"], ["e"]]
+    assert [chunk.seeds for chunk in split_request(request, 2)] == [(1, 2), (3, 4), (5,)]
+    several = make_request(prompt=["a", "b", "c"], num_images_per_prompt=2)
+    chunks = split_request(several, 4)
+    assert [chunk.arguments["prompt"] for chunk in chunks] == [["a", "b"], ["c"]]
+    assert [chunk.images for chunk in chunks] == [4, 2]
+    assert sum(chunk.images for chunk in split_request(several, 3)) == 6
 
 
-def test_seeded_images_get_the_picture_that_they_share_once_each() -> None:
+def test_a_shared_input_image_is_repeated_per_seed() -> None:
     accepts = frozenset({"prompt", "image", "strength", "num_images_per_prompt"})
 
-    def give(image: Any, prompts: int, each: int, more: frozenset[str] = frozenset()) -> Any:
-        asked = CallRequest({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
-        return split_request(asked, None)[0].arguments["image"]
+    def repeat(image: Any, prompts: int, each: int, more: frozenset[str] = frozenset()) -> Any:
+        request = CallRequest({"image": image}, prompts, each, accepts | more, tuple(range(prompts * each)))
+        return split_request(request, None)[0].arguments["image"]
 
-    one, two = picture(8, seed=1), picture(8, seed=2)
-    assert give(one, 2, 1) == [one, one]
-    assert give([one], 2, 1) == [one, one]
-    assert give([one, two], 2, 2) == [one, one, two, two]
-    assert give(one, 1, 3) == [one] * 3
-    assert give(one, 2, 2, frozenset({"image_embeds"})) == [one, one]
-    assert give(torch.ones(1, 3, 8, 8), 3, 1).shape == (3, 3, 8, 8)
-    assert give([[one, two]], 2, 1) == [[one, two]]
-    unseeded = CallRequest({"image": one}, 2, 1, accepts)
-    assert split_request(unseeded, None)[0].arguments["image"] is one
+    first, second = make_image(8, seed=1), make_image(8, seed=2)
+    assert repeat(first, 2, 1) == [first, first]
+    assert repeat([first], 2, 1) == [first, first]
+    assert repeat([first, second], 2, 2) == [first, first, second, second]
+    assert repeat(first, 1, 3) == [first] * 3
+    assert repeat(first, 2, 2, frozenset({"image_embeds"})) == [first, first]
+    assert repeat(torch.ones(1, 3, 8, 8), 3, 1).shape == (3, 3, 8, 8)
+    assert repeat([[first, second]], 2, 1) == [[first, second]]
+    unseeded = CallRequest({"image": first}, 2, 1, accepts)
+    assert split_request(unseeded, None)[0].arguments["image"] is first
 
 
-# Results.
+# Results
 
 
 def test_results_of_every_kind_are_joined() -> None:
-    pictures = [picture(4, seed=seed) for seed in range(3)]
+    images = [make_image(4, seed=seed) for seed in range(3)]
     outputs = [
-        StableDiffusionPipelineOutput(images=[one], nsfw_content_detected=[flag])
-        for one, flag in zip(pictures, (False, True, False), strict=True)
+        StableDiffusionPipelineOutput(images=[image], nsfw_content_detected=[flag])
+        for image, flag in zip(images, (False, True, False), strict=True)
     ]
     joined = join_results(outputs)
     assert type(joined) is StableDiffusionPipelineOutput
-    assert joined.images == pictures
+    assert joined.images == images
     assert joined.nsfw_content_detected == [False, True, False]
     arrays = [StableDiffusionPipelineOutput(images=numpy.full((1, 2), n), nsfw_content_detected=None) for n in (1, 2)]
     assert join_results(arrays).images.tolist() == [[1, 1], [2, 2]]
@@ -160,8 +163,8 @@ def test_results_of_every_kind_are_joined() -> None:
     assert join_results([outputs[0]]) is outputs[0]
 
 
-def test_one_bar_is_shared() -> None:
-    made: list[dict[str, Any]] = []
+def test_calls_share_one_progress_bar() -> None:
+    created: list[dict[str, Any]] = []
 
     class Bar:
         done = 0
@@ -174,40 +177,43 @@ def test_one_bar_is_shared() -> None:
             self.closed = True
 
     def make(**options: Any) -> Bar:
-        made.append(options)
+        created.append(options)
         return Bar()
 
     progress = SharedProgress(3)
-    for part in range(3):
-        if part < 2:
+    for call in range(3):
+        if call < 2:
             with progress.begin(make, total=4) as bar:
                 for _ in range(4):
                     bar.update()
         else:
             assert list(progress.begin(make, iter("abcd"))) == list("abcd")
-    assert made == [{"total": 12}]
+    assert created == [{"total": 12}]
     assert progress.bar.done == 12
     assert not progress.bar.closed
     progress.close()
     assert progress.bar.closed
 
 
-# The pipelines, on a virtual MPS.
+# Pipelines on a virtual MPS device
 
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts": (TEXT_TO_IMAGE, {"prompt": PROMPTS}),
     "negative prompts": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"]}),
-    "images to a prompt": (TEXT_TO_IMAGE, {"prompt": PROMPTS[0], "num_images_per_prompt": 3}),
+    "images per prompt": (TEXT_TO_IMAGE, {"prompt": PROMPTS[0], "num_images_per_prompt": 3}),
     "both": (TEXT_TO_IMAGE, {"prompt": PROMPTS[:2], "negative_prompt": ["grey", "dark"], "num_images_per_prompt": 2}),
-    "pictures": (IMAGE_TO_IMAGE, {"prompt": PROMPTS[:2], "image": [picture(32, seed=1), picture(32, seed=2)]}),
+    "input images": (
+        IMAGE_TO_IMAGE,
+        {"prompt": PROMPTS[:2], "image": [make_image(32, seed=1), make_image(32, seed=2)]},
+    ),
 }
 
 
 @NEEDS_RECIPES
-def test_a_batch_is_the_batch_of_the_cpu_one_image_a_call_and_in_order() -> None:
+def test_a_split_batch_equals_the_batch_of_the_cpu() -> None:
     def use(accelerator: VirtualAccelerator) -> dict[str, tuple[float, list[int], int, list[str]]]:
         warnings.simplefilter("ignore")
-        seen = {}
+        outcomes = {}
         for label, (name, arguments) in CALLS.items():
             plain = make_pipe(name)
             plain.scheduler = make_scheduler("EulerAncestralDiscrete", plain.scheduler)
@@ -215,33 +221,35 @@ def test_a_batch_is_the_batch_of_the_cpu_one_image_a_call_and_in_order() -> None
             rows: list[int] = []
             placed.unet.register_forward_pre_hook(lambda module, args, rows=rows: rows.append(len(args[0])))
             whole = recipes()[name].call() | arguments | {"output_type": "latent", "num_inference_steps": 3}
-            expected = plain(**whole | {"generator": host(5)}).images
+            expected = plain(**whole | {"generator": make_generator(5)}).images
             accelerator.ledger.clear()
-            found = placed(**whole | {"generator": host(5)}).images.cpu()
+            latents = placed(**whole | {"generator": make_generator(5)}).images.cpu()
             bad = [row.limit for row in accelerator.ledger.rows() if row.effect in ("error", "wrong")]
-            seen[label] = float((found - expected).abs().max()), rows, len(expected), bad
-        return seen
+            outcomes[label] = float((latents - expected).abs().max()), rows, len(expected), bad
+        return outcomes
 
     for label, (difference, rows, images, bad) in run_forked("mps", use, strict=True).items():
         assert difference < 1e-4, label
-        assert set(rows) == {2}, f"{label}: one image, and its guidance"
+        assert set(rows) == {2}, f"{label}: one image with guidance"
         assert len(rows) >= images, label
         assert bad == [], label
 
 
 @NEEDS_RECIPES
-def test_embeddings_of_the_callers_own() -> None:
+def test_a_batch_of_prompt_embeddings() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[float, tuple[int, ...]]:
         warnings.simplefilter("ignore")
         plain = make_pipe(TEXT_TO_IMAGE)
         width = plain.unet.config.cross_attention_dim
-        embeds, negative = torch.randn(2, 3, 77, width, generator=host(1))
+        embeds, negative = torch.randn(2, 3, 77, width, generator=make_generator(1))
         placed = anyaccel.place(copy.deepcopy(plain), accelerator.name, dtype=torch.float32)
         arguments: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent", "height": 16, "width": 16}
-        expected = plain(prompt_embeds=embeds, negative_prompt_embeds=negative, generator=host(5), **arguments).images
+        expected = plain(
+            prompt_embeds=embeds, negative_prompt_embeds=negative, generator=make_generator(5), **arguments
+        ).images
         moved = {"prompt_embeds": embeds.to("mps"), "negative_prompt_embeds": negative}
-        found = placed(**moved, generator=host(5), **arguments).images.cpu()
-        return float((found - expected).abs().max()), tuple(found.shape[:1])
+        latents = placed(**moved, generator=make_generator(5), **arguments).images.cpu()
+        return float((latents - expected).abs().max()), tuple(latents.shape[:1])
 
     difference, images = run_forked("mps", use, strict=True)
     assert images == (3,)
@@ -249,7 +257,7 @@ def test_embeddings_of_the_callers_own() -> None:
 
 
 @NEEDS_RECIPES
-def test_outputs_of_all_kinds() -> None:
+def test_every_output_type() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         warnings.simplefilter("ignore")
         pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
@@ -266,20 +274,20 @@ def test_outputs_of_all_kinds() -> None:
         tensor = generate(output_type="pt").images
         assert tensor.shape == (2, 3, 16, 16)
         numpy.testing.assert_allclose(tensor.permute(0, 2, 3, 1).cpu().numpy(), array.images, atol=1e-5)
-        pictures = generate(output_type="pil").images
-        assert [one.size for one in pictures] == [(16, 16), (16, 16)]
-        bytes_of = [numpy.asarray(one, dtype=float) / 255 for one in pictures]
-        numpy.testing.assert_allclose(numpy.stack(bytes_of), array.images, atol=3e-3)
+        images = generate(output_type="pil").images
+        assert [image.size for image in images] == [(16, 16), (16, 16)]
+        arrays = [numpy.asarray(image, dtype=float) / 255 for image in images]
+        numpy.testing.assert_allclose(numpy.stack(arrays), array.images, atol=3e-3)
         assert generate(output_type="latent").images.shape[0] == 2
-        bare = generate(output_type="np", return_dict=False)
-        assert isinstance(bare, tuple)
-        numpy.testing.assert_allclose(bare[0], array.images)
+        as_tuple = generate(output_type="np", return_dict=False)
+        assert isinstance(as_tuple, tuple)
+        numpy.testing.assert_allclose(as_tuple[0], array.images)
 
     run_forked("mps", use, strict=True)
 
 
 @NEEDS_RECIPES
-def test_there_is_one_progress_bar() -> None:
+def test_a_split_batch_has_one_progress_bar() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
         warnings.simplefilter("ignore")
         pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
@@ -292,17 +300,17 @@ def test_there_is_one_progress_bar() -> None:
             written.append(stream.getvalue())
         return written[0], written[1]
 
-    three, one = run_forked("mps", use, strict=True)
-    for text, total in ((three, 12), (one, 4)):
+    batch, single = run_forked("mps", use, strict=True)
+    for text, total in ((batch, 12), (single, 4)):
         counts = [(int(done), int(whole)) for done, whole in re.findall(r"(\d+)/(\d+) \[", text)]
         assert {whole for _, whole in counts} == {total}
-        assert [done for done, _ in counts] == sorted(done for done, _ in counts), "it never starts anew"
+        assert [done for done, _ in counts] == sorted(done for done, _ in counts), "it never restarts"
         assert counts[-1] == (total, total)
-        assert text.count("\n") == 1, "one bar is closed"
+        assert text.count("\n") == 1, "only one bar is closed"
 
 
 @NEEDS_RECIPES
-def test_a_callback_sees_every_image_and_a_failure_leaves_the_pipeline_usable() -> None:
+def test_a_callback_runs_for_every_image_and_its_failure_leaves_the_pipeline_usable() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         warnings.simplefilter("ignore")
         pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
@@ -310,15 +318,15 @@ def test_a_callback_sees_every_image_and_a_failure_leaves_the_pipeline_usable() 
         arguments = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "latent", "seed": 1}
         steps: list[tuple[int, int]] = []
 
-        def note(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        def record(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
             steps.append((step, len(values["latents"])))
             return values
 
-        before = pipe(prompt=PROMPTS[:2], callback_on_step_end=note, **arguments).images
+        before = pipe(prompt=PROMPTS[:2], callback_on_step_end=record, **arguments).images
         assert steps == [(0, 1), (1, 1), (0, 1), (1, 1)]
 
         def fail(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            raise KeyError("the user's own")
+            raise KeyError("raised by the callback")
 
         with pytest.raises(KeyError):
             pipe(prompt=PROMPTS[:2], callback_on_step_end=fail, **arguments)
@@ -330,18 +338,18 @@ def test_a_callback_sees_every_image_and_a_failure_leaves_the_pipeline_usable() 
 @pytest.mark.long
 @NEEDS_RECIPES
 @pytest.mark.parametrize("name", ["stable-diffusion-image-variation", "stable-video-diffusion", "dit"])
-def test_pipelines_without_a_prompt_are_counted_by_what_they_take(name: str) -> None:
+def test_pipelines_without_a_prompt_are_split_by_their_inputs(name: str) -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[float, int]:
         warnings.simplefilter("ignore")
         pipe: Any = anyaccel.place(recipes()[name].make(), accelerator.name, dtype=torch.float32)
         call = recipes()[name].call()
         del call["generator"]
         if name == "dit":
-            given: tuple[str, list[Any]] = ("class_labels", [1, 2])
+            inputs: tuple[str, list[Any]] = ("class_labels", [1, 2])
         else:
-            given = ("image", [picture(call["image"].size[0], seed=seed) for seed in (1, 2)])
-        both = pipe(**call | {given[0]: given[1]}, seed=[5, 9]).to_tuple()[0]
-        second = pipe(**call | {given[0]: [given[1][1]]}, seed=9).to_tuple()[0]
+            inputs = ("image", [make_image(call["image"].size[0], seed=seed) for seed in (1, 2)])
+        both = pipe(**call | {inputs[0]: inputs[1]}, seed=[5, 9]).to_tuple()[0]
+        second = pipe(**call | {inputs[0]: [inputs[1][1]]}, seed=9).to_tuple()[0]
         return float(numpy.abs(numpy.asarray(both[1]) - numpy.asarray(second[0])).max()), len(both)
 
     difference, images = run_forked("mps", use)
@@ -351,16 +359,16 @@ def test_pipelines_without_a_prompt_are_counted_by_what_they_take(name: str) -> 
 
 @NEEDS_RECIPES
 @pytest.mark.parametrize(
-    ("prompts", "each", "at_once"),
+    ("prompts", "each", "images_per_call"),
     [(4, 1, 2), (3, 1, 2), (2, 3, 4), (3, 2, 4)],
 )
-def test_one_generator_for_parts_of_different_sizes(prompts: int, each: int, at_once: int) -> None:
+def test_one_generator_for_chunks_of_different_sizes(prompts: int, each: int, images_per_call: int) -> None:
     plain = make_pipe(TEXT_TO_IMAGE)
-    placed = anyaccel.place(copy.deepcopy(plain), "cpu", dtype=torch.float32, images_per_call=at_once)
+    placed = anyaccel.place(copy.deepcopy(plain), "cpu", dtype=torch.float32, images_per_call=images_per_call)
     arguments: dict[str, Any] = {"num_inference_steps": 2, "height": 16, "width": 16, "output_type": "latent"}
     arguments |= {"prompt": (PROMPTS * 2)[:prompts], "num_images_per_prompt": each}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = plain(generator=host(5), **arguments).images
-        found = placed(generator=host(5), **arguments).images
-    assert (found - expected).abs().max() < 1e-4
+        expected = plain(generator=make_generator(5), **arguments).images
+        latents = placed(generator=make_generator(5), **arguments).images
+    assert (latents - expected).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""The drop-ins: what comes back is the diffusers class and more."""
+"""The replacements for diffusers' pipeline classes return pipelines of the diffusers class."""
 
 import copy
 import inspect
@@ -40,7 +40,7 @@ def load(folder: Path, **options: Any) -> Any:
     return pipe
 
 
-def test_it_is_the_diffusers_class(folder: Path) -> None:
+def test_a_loaded_pipeline_has_the_diffusers_class(folder: Path) -> None:
     pipe = load(folder)
     assert isinstance(pipe, diffusers.StableDiffusionPipeline)
     assert isinstance(pipe, diffusers.DiffusionPipeline)
@@ -50,41 +50,41 @@ def test_it_is_the_diffusers_class(folder: Path) -> None:
     assert set(pipe.components) == set(LIBRARY.DiffusionPipeline.from_pretrained(folder).components)
 
 
-def test_what_it_saves_plain_diffusers_loads(folder: Path, tmp_path: Path) -> None:
+def test_diffusers_loads_a_saved_pipeline(folder: Path, tmp_path: Path) -> None:
     pipe = load(folder)
     expected = pipe("a fox", seed=3, **CALL).images
     pipe.save_pretrained(tmp_path)
     plain = LIBRARY.DiffusionPipeline.from_pretrained(tmp_path)
     plain.set_progress_bar_config(disable=True)
     assert type(plain).__mro__[0] is LIBRARY.StableDiffusionPipeline
-    seen = plain("a fox", generator=torch.Generator().manual_seed(3), **CALL).images
-    assert numpy.abs(expected - seen).max() < 1e-5
+    images = plain("a fox", generator=torch.Generator().manual_seed(3), **CALL).images
+    assert numpy.abs(expected - images).max() < 1e-5
 
 
-@pytest.mark.parametrize("copied", [lambda pipe: pickle.loads(pickle.dumps(pipe)), copy.deepcopy])
-def test_it_pickles_and_copies(folder: Path, copied: Any) -> None:
+@pytest.mark.parametrize("duplicate", [lambda pipe: pickle.loads(pickle.dumps(pipe)), copy.deepcopy])
+def test_a_pipeline_can_be_pickled_and_copied(folder: Path, duplicate: Any) -> None:
     pipe = load(folder)
     expected = pipe("a fox", seed=3, **CALL).images
-    other = copied(pipe)
+    other = duplicate(pipe)
     assert type(other) is type(pipe)
     assert other.unet is not pipe.unet
     assert numpy.array_equal(expected, other("a fox", seed=3, **CALL).images)
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"torch_dtype": torch.bfloat16}, {"dtype": "bf16"}])
-def test_the_type_in_any_spelling(folder: Path, options: dict[str, Any]) -> None:
+def test_every_spelling_of_the_dtype(folder: Path, options: dict[str, Any]) -> None:
     pipe = load(folder, **options)
     assert pipe.dtype == torch.bfloat16
     assert pipe.plan.dtype.value == "bfloat16"
 
 
-def test_a_type_that_was_asked_for_stays_on_the_device(folder: Path) -> None:
-    """The device's own choice would be bfloat16."""
+def test_a_dtype_passed_to_from_pretrained_is_used_on_the_device(folder: Path) -> None:
+    """The default dtype of the device is bfloat16."""
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
-        asked = load(folder, dtype=torch.float32).to("neuron")
-        free = load(folder).to("neuron")
-        return str(asked.unet.dtype), str(free.unet.dtype)
+        explicit = load(folder, dtype=torch.float32).to("neuron")
+        default = load(folder).to("neuron")
+        return str(explicit.unet.dtype), str(default.unet.dtype)
 
     assert run_forked("neuron", use) == ("torch.float32", "torch.bfloat16")
 
@@ -94,7 +94,7 @@ def test_variant_and_safetensors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["Text2Image", "Image2Image", "Inpainting"])
-def test_the_task_classes(folder: Path, task: str) -> None:
+def test_auto_pipeline_classes(folder: Path, task: str) -> None:
     kind: Any = getattr(anyaccel, f"AutoPipelineFor{task}")
     plain: Any = getattr(diffusers, f"AutoPipelineFor{task}")
     pipe = kind.from_pretrained(folder)
@@ -102,7 +102,7 @@ def test_the_task_classes(folder: Path, task: str) -> None:
     assert isinstance(pipe, anyaccel.DiffusionPipeline)
 
 
-def test_from_pipe_keeps_device_type_and_components(folder: Path) -> None:
+def test_from_pipe_keeps_device_dtype_and_components(folder: Path) -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[bool, str, str, str]:
         pipe = load(folder).to("mps", dtype="fp16")
         other = anyaccel.AutoPipelineForImage2Image.from_pipe(pipe)
@@ -112,13 +112,12 @@ def test_from_pipe_keeps_device_type_and_components(folder: Path) -> None:
     assert run_forked("mps", use) == (True, "mps:0", "torch.float16", "StableDiffusionPipeline")
 
 
-def test_a_single_file(folder: Path) -> None:
-    """One file of weights as other tools write it: diffusers turns it into components by their description."""
-    with pytest.raises(anyaccel.AnyaccelError, match="which pipeline they are for"):
+def test_a_single_file_without_config_is_rejected(folder: Path) -> None:
+    with pytest.raises(anyaccel.AnyaccelError, match="a single file contains only weights, not the pipeline class"):
         anyaccel.DiffusionPipeline.from_pretrained(folder / "unet" / "diffusion_pytorch_model.safetensors")
 
 
-def test_place_returns_the_pipeline_that_it_was_given() -> None:
+def test_place_returns_the_same_object() -> None:
     recipe = recipes()["flux"]
     pipe = recipe.make()
     expected = run(recipe, pipe)
@@ -130,23 +129,23 @@ def test_place_returns_the_pipeline_that_it_was_given() -> None:
 def test_callbacks_and_results(folder: Path) -> None:
     pipe, steps = load(folder), []
 
-    def note(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def record(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
         steps.append(step)
         return {}
 
-    result = pipe("a fox", seed=[4], callback_on_step_end=note, **CALL)
+    result = pipe("a fox", seed=[4], callback_on_step_end=record, **CALL)
     assert steps
     assert result.seeds == (4,)
     assert result.plan == pipe.plan
-    assert result.plan.report is not pipe.plan.report, "later calls do not change it"
+    assert result.plan.report is not pipe.plan.report, "later calls must not change the report of this result"
     assert len(pipe("a fox", return_dict=False, **CALL)) == 2
 
 
 def make_modular() -> Any:
     pipe = LIBRARY.modular_pipelines.StableDiffusionXLAutoBlocks().init_pipeline()
-    whole: Any = recipes()["stable-diffusion-xl"].make()
-    parts = whole.components
-    pipe.update_components(**{name: part for name, part in parts.items() if name in pipe._component_specs})
+    standard: Any = recipes()["stable-diffusion-xl"].make()
+    specs = pipe._component_specs
+    pipe.update_components(**{name: value for name, value in standard.components.items() if name in specs})
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -158,27 +157,27 @@ def test_a_modular_pipeline(caplog: pytest.LogCaptureFixture) -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[bool, list[Any], list[Any], list[Any]]:
         pipe = anyaccel.place(make_modular(), "neuron", dtype=torch.float32)
         rows = accelerator.ledger.rows()
-        seen = numpy.asarray(pipe(generator=torch.Generator().manual_seed(3), **call))
+        single = numpy.asarray(pipe(generator=torch.Generator().manual_seed(3), **call))
         bad = [row for row in rows if row.effect in ("error", "wrong")]
         waits = [row for row in rows if row.limit == "host_round_trip" and row.step is not None]
         several = numpy.asarray(pipe(seed=[1, 3], num_images_per_prompt=2, **call))
-        return isinstance(pipe, diffusers.ModularPipeline), bad, waits, [seen, several[1]]
+        return isinstance(pipe, diffusers.ModularPipeline), bad, waits, [single, several[1]]
 
-    is_modular, bad, waits, pictures = run_forked("neuron", use, strict=True)
+    is_modular, bad, waits, images = run_forked("neuron", use, strict=True)
     assert is_modular
     assert bad == waits == []
-    for picture in (pictures[0][0], pictures[1]):
-        assert numpy.abs(expected[0] - picture).max() < 1e-3
+    for image in (images[0][0], images[1]):
+        assert numpy.abs(expected[0] - image).max() < 1e-3
 
 
 class FailedError(Exception):
-    """Whatever a model or a hook may raise."""
+    """An error of a model or a hook."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", "neuron"])
-def test_what_ends_a_model_ends_the_call_and_the_next_is_as_before(folder: Path, device: str) -> None:
-    """Ctrl-C may come anywhere: deep in the denoiser, and in a hook that runs before ours in a model inside another."""
+def test_an_error_in_a_model_ends_the_call_and_does_not_affect_the_next(folder: Path, device: str) -> None:
+    """Errors come from deep in the denoiser, and from a hook of a nested model that runs before the overrides."""
 
     def use(accelerator: VirtualAccelerator | None = None) -> None:
         pipe = load(folder).to(device)
@@ -186,7 +185,7 @@ def test_what_ends_a_model_ends_the_call_and_the_next_is_as_before(folder: Path,
         models = ((pipe.unet.conv_out, False), (pipe.vae.decoder, True))
         for error, (model, prepend) in itertools.product((KeyboardInterrupt, FailedError), models):
 
-            def fail(*given: Any, error: type[BaseException] = error) -> None:
+            def fail(*args: Any, error: type[BaseException] = error) -> None:
                 raise error
 
             handle = model.register_forward_pre_hook(fail, prepend=prepend)

@@ -1,4 +1,4 @@
-"""The table of what the seed documents say names tests that exist, and leaves no statement without an answer."""
+"""The tables of docs/seeds.md: every statement has an answer, and the tests that they name exist."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ OTHER_ANSWERS = ("not measurable here: ", "planned: ", "not done: ", "nothing to
 
 
 def read_tables() -> dict[str, list[list[str]]]:
-    """The rows of each section's table, by the section's title."""
+    """Return the rows of each section's table, by section title."""
     tables: dict[str, list[list[str]]] = {}
     title = ""
     for line in PAGE.read_text().splitlines():
@@ -30,18 +30,18 @@ def read_tables() -> dict[str, list[list[str]]]:
 
 TABLES = read_tables()
 ROWS = [(title, *row) for title, rows in TABLES.items() for row in rows[2:]]
-NAMED = sorted({found for *_, shown_by in ROWS for found in TEST.findall(shown_by)})
+NAMED = sorted({test for *_, shown_by in ROWS for test in TEST.findall(shown_by)})
 
 
 @functools.cache
 def read_tests(path: Path) -> frozenset[str]:
-    """The names of the tests in a file, those of a class too; none where there is no such file."""
+    """Return the names of the tests in a file, including those in classes; empty if the file does not exist."""
     tree = ast.parse(path.read_text() if path.is_file() else "")
     functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return frozenset(node.name for node in functions if node.name.startswith("test_"))
 
 
-def test_there_is_one_table_for_each_document() -> None:
+def test_there_is_one_table_per_document() -> None:
     assert len(TABLES) == 3
     for rows in TABLES.values():
         assert rows[0] == COLUMNS
@@ -49,7 +49,7 @@ def test_there_is_one_table_for_each_document() -> None:
 
 
 def is_answered(row: tuple[str, ...]) -> bool:
-    """Whether each column is filled, and the last names a test or says why there is none."""
+    """Return whether all columns have text, and the last one names a test or gives a reason."""
     return len(row) == 1 + len(COLUMNS) and all(row) and bool(TEST.search(row[-1]) or row[-1].startswith(OTHER_ANSWERS))
 
 
@@ -58,21 +58,21 @@ def test_every_statement_has_an_answer() -> None:
 
 
 @pytest.mark.parametrize("row", [("t", "s", "a"), ("t", "s", "", "planned: x"), ("t", "s", "a", "tests/a.py")])
-def test_the_check_finds_a_statement_without_an_answer(row: tuple[str, ...]) -> None:
+def test_the_check_rejects_a_statement_without_an_answer(row: tuple[str, ...]) -> None:
     assert not is_answered(row)
 
 
-def test_the_tests_that_are_named_exist() -> None:
+def test_named_tests_exist() -> None:
     missing = [f"{file}::{name}" for file, name in NAMED if name not in read_tests(ROOT / file)]
     assert missing == []
 
 
-def test_every_mention_of_a_test_is_read() -> None:
-    """A misspelled mention would be skipped in silence."""
+def test_every_test_reference_is_parsed() -> None:
+    """A misspelled reference would be skipped silently."""
     mentions = sum(shown_by.count("::") for *_, shown_by in ROWS)
     assert mentions == sum(len(TEST.findall(shown_by)) for *_, shown_by in ROWS)
 
 
-def test_the_page_for_agents_names_what_stands_in_for_a_type() -> None:
-    """The review of the pull request asks for it twice."""
+def test_agents_page_names_adjust_dtype() -> None:
+    """The review of the pull request requests it twice."""
     assert "`anyaccel.adjust_dtype(dtype, device)`" in (ROOT / "AGENTS.md").read_text()

@@ -1,4 +1,4 @@
-"""One service for the tests that only ask it things."""
+"""A shared service for the tests that only send requests to it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,23 +9,23 @@ import pytest
 from tests.server.live import Live
 
 ALICE, BOB, CAROL = "alice's key", "bob's key", "carol's key"
-"""Carol uses the page, and sees nobody else's pictures."""
+"""API keys. Carol uses the web page, which shows only her images."""
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pipeline of Stable Diffusion's kind, saved."""
+    """A folder with a tiny Stable Diffusion pipeline."""
     from anyaccel.recipes import recipes
 
-    place = tmp_path_factory.mktemp("models") / "tiny"
+    path = tmp_path_factory.mktemp("models") / "tiny"
     pipe: Any = recipes()["stable-diffusion"].make()
-    pipe.save_pretrained(place)
-    return place
+    pipe.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A service with the embedded model, two keys and a short queue."""
+    """A service with the embedded model, three keys and a short queue."""
     service = Live(
         tmp_path_factory.mktemp("live"), "--dtype", "float32", "--max-queue", "3", "--max-batch", "2",
         "--api-key", ALICE, "--api-key", BOB, "--api-key", CAROL,

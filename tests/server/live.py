@@ -1,4 +1,4 @@
-"""A real service in a process of its own, for the tests of all that only a running one shows."""
+"""A real service in its own process, for end-to-end tests."""
 
 import os
 import re
@@ -16,11 +16,11 @@ import openai
 __all__ = ["Live"]
 
 START_S = 400
-"""A machine that others keep busy may take many times as long as one that is idle: waits are long, work is not."""
+"""Seconds to wait for the start; a busy test machine is many times slower than an idle one."""
 
 
 class Live:
-    """`anyaccel serve` on a free port, and what it says."""
+    """`anyaccel serve` on a free port, with its standard error in `lines`."""
 
     def __init__(self, data: Path, *options: str, key: str | None = None, wait: bool = True) -> None:
         self.data, self.key = data, key
@@ -42,54 +42,54 @@ class Live:
             self.lines.append(line.rstrip("\n"))
 
     def wait_ready(self) -> str:
-        """Wait until it says that it is ready, and where."""
+        """Wait until the service is ready and return its URL."""
         end = time.monotonic() + START_S
         while time.monotonic() < end:
-            found = [one for line in list(self.lines) if (one := re.fullmatch(r"ready: (http://\S+)", line))]
-            if found:
-                return found[-1][1]
+            matches = [match for line in list(self.lines) if (match := re.fullmatch(r"ready: (http://\S+)", line))]
+            if matches:
+                return matches[-1][1]
             assert self.process.poll() is None, "\n".join(self.lines)
             time.sleep(0.05)
         raise AssertionError("\n".join(self.lines))
 
     def openai(self, key: str | None = None, **options: Any) -> openai.OpenAI:
-        """OpenAI's own client, which does not try again by itself; it is closed when the service ends."""
+        """Return OpenAI's client without retries; it is closed when the service ends."""
         key = key or self.key or "none"
         client = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=180, **options)
-        self.clients.append(client)  # whoever leaves it to be found as garbage may be told of an open socket
+        self.clients.append(client)  # else its garbage collection may warn about an open socket
         return client
 
     def http(self, key: str | None = None) -> httpx.Client:
-        """A plain client."""
+        """Return an httpx client."""
         key = key or self.key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(base_url=self.address, headers=headers, timeout=180)
 
     def wait_state(self, client: httpx.Client, job: str, *states: str, seconds: float = 180) -> dict[str, Any]:
-        """Wait until a job is in one of these states."""
+        """Wait until a job is in one of the states and return its JSON."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            told: dict[str, Any] = client.get(f"/v1/jobs/{job}").json()
-            if told["state"] in states:
-                return told
+            current: dict[str, Any] = client.get(f"/v1/jobs/{job}").json()
+            if current["state"] in states:
+                return current
             time.sleep(0.05)
-        raise AssertionError(told)
+        raise AssertionError(current)
 
     def find_worker(self) -> int:
-        """The process that makes the pictures."""
+        """Return the process id of the worker."""
         import psutil
 
         for child in psutil.Process(self.process.pid).children(recursive=True):
             if "spawn_main" in " ".join(child.cmdline()):
                 return int(child.pid)
-        raise AssertionError("there is no worker")
+        raise AssertionError("no worker process")
 
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Tell it to end; its exit status."""
+    def end(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait for the end and return the exit status."""
         for client in self.clients:
             client.close()
         if self.process.poll() is None:
-            self.process.send_signal(how)
+            self.process.send_signal(signal_number)
         status = self.process.wait(240)
         self.reader.join(10)
         assert self.process.stderr is not None

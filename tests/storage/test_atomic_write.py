@@ -1,4 +1,4 @@
-"""Atomic file writes: crashes, races between processes, permissions, and what is left behind."""
+"""Atomic file writes: crashes, races between processes, permissions and temporary files."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ def list_names(directory: Path) -> list[str]:
 
 
 def run_killed(code: str, path: Path) -> None:
-    """Run code in a process that kills itself with SIGKILL."""
+    """Run code in a process that kills itself."""
     preamble = "import os, signal, sys, pathlib; from anyaccel.storage.atomic_write import *; "
     preamble += "path = pathlib.Path(sys.argv[1]); kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     done = subprocess.run([sys.executable, "-c", preamble + code, str(path)], check=False)
@@ -44,7 +44,7 @@ def test_bytes_and_text_replace_the_content(tmp_path: Path) -> None:
     assert list_names(tmp_path) == ["file"]
 
 
-def test_a_relative_path_and_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_and_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = "n" * 255
     atomic_write(Path(name), b"x")
@@ -72,7 +72,7 @@ def test_content_and_directory_are_flushed_in_order(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("error", [OSError, ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_failure_leaves_the_old_content_and_no_temporary_file(
+def test_failure_keeps_the_old_content_and_leaves_no_temporary_file(
     tmp_path: Path, error: type[BaseException], overwrite: bool
 ) -> None:
     path = tmp_path / "file"
@@ -90,9 +90,7 @@ def test_a_failure_leaves_the_old_content_and_no_temporary_file(
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_an_interrupt_while_flushing_or_renaming(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
+def test_interrupt_while_flushing_or_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -104,21 +102,21 @@ def test_an_interrupt_while_flushing_or_renaming(
     assert list_names(tmp_path) == ["file"]
 
 
-def test_an_interrupt_without_hard_links_leaves_no_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_interrupt_without_hard_links_leaves_no_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")  # as on FAT
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", reject)
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         atomic_write(tmp_path / "file", b"new", overwrite=False)
     assert list_names(tmp_path) == []
 
 
-def test_a_taken_name_is_an_error_and_a_free_one_is_not(tmp_path: Path) -> None:
+def test_existing_name_is_an_error_without_overwrite(tmp_path: Path) -> None:
     atomic_write(tmp_path / "file", b"first", overwrite=False)
     with pytest.raises(FileExistsError):
         atomic_write(tmp_path / "file", b"second", overwrite=False)
@@ -129,7 +127,7 @@ def test_a_taken_name_is_an_error_and_a_free_one_is_not(tmp_path: Path) -> None:
     assert list_names(tmp_path) == ["file", "link"]
 
 
-def test_permissions_follow_the_umask_and_the_file_that_is_replaced(tmp_path: Path) -> None:
+def test_permissions_follow_the_umask_and_the_replaced_file(tmp_path: Path) -> None:
     def write(name: str, *, overwrite: bool = True, mode: int = 0o666) -> int:
         atomic_write(tmp_path / name, b"x", overwrite=overwrite, mode=mode)
         return stat.S_IMODE((tmp_path / name).stat().st_mode)
@@ -139,18 +137,18 @@ def test_permissions_follow_the_umask_and_the_file_that_is_replaced(tmp_path: Pa
         assert write("new") == 0o640
         assert write("new free", overwrite=False) == 0o640
         assert write("secret", mode=0o600) == 0o600
-        assert write("secret") == 0o600, "a file that was private stays so"
+        assert write("secret") == 0o600, "a private file stays private"
         (tmp_path / "new").chmod(0o664)
         assert write("new") == 0o664
     finally:
         os.umask(before)
 
 
-def test_a_private_file_is_private_while_it_is_written(tmp_path: Path) -> None:
+def test_private_file_is_private_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch(mode=0o600)
     with atomic_writer(path):
-        [temporary] = [one for one in tmp_path.iterdir() if is_temporary_file(one)]
+        [temporary] = [entry for entry in tmp_path.iterdir() if is_temporary_file(entry)]
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
 
 
@@ -160,7 +158,7 @@ def _write_often(path: Path, letter: bytes, barrier: Barrier) -> None:
         atomic_write(path, letter * 50_000)
 
 
-def test_readers_of_a_file_that_two_processes_write_see_one_of_both(tmp_path: Path) -> None:
+def test_readers_see_complete_content_while_two_processes_write(tmp_path: Path) -> None:
     path = tmp_path / "file"
     atomic_write(path, b"a" * 50_000)
     barrier = SPAWN.Barrier(3)
@@ -168,13 +166,13 @@ def test_readers_of_a_file_that_two_processes_write_see_one_of_both(tmp_path: Pa
     for writer in writers:
         writer.start()
     barrier.wait(60)
-    seen = set()
+    contents = set()
     while any(writer.is_alive() for writer in writers):
-        seen.add(path.read_bytes())
+        contents.add(path.read_bytes())
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert seen <= {b"a" * 50_000, b"b" * 50_000}
+    assert contents <= {b"a" * 50_000, b"b" * 50_000}
     assert list_names(tmp_path) == ["file"]
 
 
@@ -186,10 +184,10 @@ def _write_once(path: Path, content: bytes, barrier: Barrier) -> None:
         sys.exit(7)
 
 
-def test_one_of_many_processes_gets_a_free_name(tmp_path: Path) -> None:
+def test_only_one_of_many_processes_creates_the_file(tmp_path: Path) -> None:
     barrier = SPAWN.Barrier(4)
     contents = [bytes([number]) * 10_000 for number in range(4)]
-    writers = [SPAWN.Process(target=_write_once, args=(tmp_path / "file", one, barrier)) for one in contents]
+    writers = [SPAWN.Process(target=_write_once, args=(tmp_path / "file", content, barrier)) for content in contents]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -210,17 +208,17 @@ def test_one_of_many_processes_gets_a_free_name(tmp_path: Path) -> None:
     ],
     ids=["before the rename", "before the flush", "while writing", "before the link"],
 )
-def test_a_kill_leaves_the_old_content_and_a_file_that_the_next_day_removes(tmp_path: Path, code: str) -> None:
+def test_kill_keeps_the_old_content_and_the_temporary_file_is_removed_a_day_later(tmp_path: Path, code: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     run_killed(code, path)
     assert path.read_bytes() == b"old"
-    [left] = [one for one in tmp_path.iterdir() if one != path]
+    [left] = [entry for entry in tmp_path.iterdir() if entry != path]
     assert is_temporary_file(left)
     code = "import sys, pathlib; from anyaccel.storage.atomic_write import *; "
     write = [sys.executable, "-c", code + "atomic_write(pathlib.Path(sys.argv[1]), b'next')", str(path)]
     subprocess.run(write, check=True)
-    assert left.exists(), "its writer may still run"
+    assert left.exists(), "its writer may still be running"
     age(left, DAY_S + 60)
     subprocess.run(write, check=True)
     assert list_names(tmp_path) == ["file"]
@@ -248,9 +246,7 @@ def test_only_own_stale_files_are_removed(tmp_path: Path, write: Callable[[Path]
     remove_temporary_files(tmp_path / "no such directory")
 
 
-def test_a_file_that_vanishes_meanwhile_keeps_no_other_from_being_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vanishing_file_does_not_stop_the_removal_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         (tmp_path / f".anyaccel-{number:016x}.tmp").touch()
     lstat, vanished = Path.lstat, list[Path]()
@@ -267,6 +263,6 @@ def test_a_file_that_vanishes_meanwhile_keeps_no_other_from_being_removed(
     assert list_names(tmp_path) == []
 
 
-def test_a_directory_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+def test_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         atomic_write(tmp_path / "missing" / "file", b"x")

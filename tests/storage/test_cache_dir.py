@@ -1,4 +1,4 @@
-"""The cache directory: where it is, whether it can be written, and measurements that are kept in it."""
+"""The cache directory: its path, write errors, and stored measurements."""
 
 import json
 import logging
@@ -9,14 +9,16 @@ import pytest
 from anyaccel.storage.cache_dir import (
     find_cache_folder,
     find_graphs_folder,
-    find_write_fault,
-    keep_fact,
+    find_write_error,
     read_fact,
-    tell_write_fault,
+    store_fact,
+    warn_not_cached,
 )
 
 
-def test_the_variable_comes_before_the_users_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_overrides_the_user_cache_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("ANYACCEL_CACHE", raising=False)
     assert find_cache_folder() == tmp_path / "anyaccel"
@@ -29,31 +31,31 @@ def test_the_variable_comes_before_the_users_own_directory(tmp_path: Path, monke
     assert find_cache_folder() == tmp_path / ".cache" / "anyaccel"
 
 
-def test_measurements_are_kept_beside_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_stored_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "cache"))
     assert read_fact("facts.json", "a") is None
-    keep_fact("facts.json", "a", 1.5)
-    keep_fact("facts.json", "b", [2])
+    store_fact("facts.json", "a", 1.5)
+    store_fact("facts.json", "b", [2])
     assert (read_fact("facts.json", "a"), read_fact("facts.json", "b")) == (1.5, [2])
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["facts.json"]
     for damaged in ("{", "[]"):
         (tmp_path / "cache" / "facts.json").write_text(damaged)
         assert read_fact("facts.json", "a") is None
-    keep_fact("facts.json", "a", 3)
+    store_fact("facts.json", "a", 3)
     assert json.loads((tmp_path / "cache" / "facts.json").read_text()) == {"a": 3}
 
 
-def test_a_directory_that_cannot_be_written(
+def test_unwritable_directory_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ANYACCEL_CACHE", str(tmp_path / "file"))
-    keep_fact("facts.json", "a", 1)
+    store_fact("facts.json", "a", 1)
     assert read_fact("facts.json", "a") is None
-    assert find_write_fault(tmp_path / "new") == ""
+    assert find_write_error(tmp_path / "new") == ""
     assert (tmp_path / "new").is_dir()
-    assert str(tmp_path / "file") in find_write_fault(tmp_path / "file" / "below")
+    assert str(tmp_path / "file") in find_write_error(tmp_path / "file" / "below")
     with caplog.at_level(logging.WARNING, "anyaccel"):
-        tell_write_fault("the disk is full")
-        tell_write_fault("the disk is full")
+        warn_not_cached("the disk is full")
+        warn_not_cached("the disk is full")
     assert caplog.text.count("the disk is full") == 1

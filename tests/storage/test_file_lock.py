@@ -1,4 +1,4 @@
-"""File locks: one process holds a lock, and its end releases it."""
+"""File locks: one process holds a lock, and its exit releases it."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_a_lock_of_another_process_is_seen_until_it_is_killed(tmp_path: Path) -> None:
+def test_lock_of_another_process_holds_until_it_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -38,10 +38,10 @@ def test_a_lock_of_another_process_is_seen_until_it_is_killed(tmp_path: Path) ->
     lock.close()
 
 
-def test_a_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+def test_file_system_without_locks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", reject)
     with pytest.raises(UsageError, match="lock cannot be locked: No locks available"):
         lock_file(tmp_path / "lock", "it is in use", hint="wait")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from anyaccel.embedded.judge import BACKGROUNDS, open_judge
+from anyaccel.embedded.judge import BACKGROUNDS, load_judge
 from anyaccel.embedded.model import find_embedded_model
 from training.captions import draw_scene, pair, single
 from training.evaluate import evaluate, judge_scenes
@@ -22,7 +22,7 @@ THINGS = load_things()
 @pytest.fixture(scope="module")
 def composer() -> Composer:
     """With the judge's own small glyphs, so that no font is needed."""
-    small = (open_judge().glyphs * 255).round().astype(np.uint8)
+    small = (load_judge().glyphs * 255).round().astype(np.uint8)
     return Composer(np.pad(small.repeat(2, 1).repeat(2, 2), ((0, 0), (16, 16), (16, 16), (0, 0))), torch.device("cpu"))
 
 
@@ -78,13 +78,13 @@ def test_no_caption_is_cut(tokenizer: object) -> None:
 
 
 def test_what_is_composed_is_what_the_judge_sees(composer: Composer, tokenizer: object) -> None:
-    judge = open_judge()
+    judge = load_judge()
     scenes = [single(THINGS, index, "light blue") for index in range(0, 1000, 125)]
     for scene, picture in zip(scenes, render(scenes, composer, tokenizer), strict=True):
         assert judge.background(picture) == "light blue"
-        assert judge.look(picture).groups[0] == judge.groups[scene.objects[0].thing]
+        assert judge.classify(picture).groups[0] == judge.groups[scene.objects[0].thing]
     (picture,) = render([pair(THINGS, 40, 700)], composer, tokenizer)
-    sides = [judge.look(picture, side).groups[0] for side in ("left", "right")]
+    sides = [judge.classify(picture, side).groups[0] for side in ("left", "right")]
     assert sides == [judge.groups[40], judge.groups[700]]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from anyaccel.embedded.judge import open_judge
+from anyaccel.embedded.judge import load_judge
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.processes.forked_call import call_in_fork
 from training.__main__ import main
@@ -99,7 +99,7 @@ def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
     """
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
-    small = (open_judge().glyphs * 255).round().astype(np.uint8)
+    small = (load_judge().glyphs * 255).round().astype(np.uint8)
     np.savez(data / "glyphs.npz", glyphs=np.pad(small, ((0, 0), (40, 40), (40, 40), (0, 0))))
     (data / "tokenizer").symlink_to(find_embedded_model() / "tokenizer")
     words = ["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "2", "--workers", "0"]
@@ -116,4 +116,4 @@ def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
 
 def test_the_composer_needs_whole_glyphs() -> None:
     assert Composer(np.zeros((2, 128, 128, 4), np.uint8), torch.device("cpu")).levels.shape == (3, 2, 4, 128, 128)
-    assert len(load_things()) == len(open_judge().names)
+    assert len(load_things()) == len(load_judge().names)

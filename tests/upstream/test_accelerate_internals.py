@@ -1,4 +1,4 @@
-"""What anyaccel relies on in accelerate, asked of the installed accelerate."""
+"""Every entry of accelerate_internals.py against the installed accelerate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from anyaccel.upstream.accelerate_internals import HOOK_ATTRIBUTES, find_hook, has_hook
 
 
-def test_a_hook_is_found_and_leaves_nothing_else_behind() -> None:
+def test_find_hook_and_hook_attributes() -> None:
     layer, hook = torch.nn.Linear(2, 2), ModelHook()
     before = set(vars(layer))
     assert find_hook(layer) is None

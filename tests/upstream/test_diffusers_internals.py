@@ -1,4 +1,4 @@
-"""What anyaccel relies on in diffusers, asked of the installed diffusers: a failure here names an entry to revise."""
+"""Every entry of diffusers_internals.py against the installed diffusers. A failure names the entry to update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes, run
 from anyaccel.upstream import diffusers_internals as internals
 
-KINDS: Any = diffusers
+CLASSES: Any = diffusers
 PIPELINES = (
     "StableDiffusionPipeline",
     "StableDiffusionXLPipeline",
@@ -35,16 +35,16 @@ PIPELINES = (
 
 
 class Model(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    _keep_in_fp32_modules = ("kept",)  # type: ignore[assignment]
+    _keep_in_fp32_modules = ("norm",)  # type: ignore[assignment]
 
     @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.norm, self.cast = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 
 
 @contextmanager
-def listening(name: str) -> Iterator[list[str]]:
+def capture_logs(name: str) -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -57,12 +57,12 @@ def listening(name: str) -> Iterator[list[str]]:
 
 
 def source_of_call(name: str) -> str:
-    return inspect.getsource(inspect.unwrap(getattr(KINDS, name).__call__))
+    return inspect.getsource(inspect.unwrap(getattr(CLASSES, name).__call__))
 
 
 def test_check_inputs_raises_for_a_wrong_argument() -> None:
     with pytest.raises(ValueError, match="divisible by 8") as caught:
-        KINDS.StableDiffusionPipeline.check_inputs(SimpleNamespace(), "a prompt", height=7, width=8, callback_steps=1)
+        CLASSES.StableDiffusionPipeline.check_inputs(SimpleNamespace(), "a prompt", height=7, width=8, callback_steps=1)
     assert internals.is_argument_error(caught.value)
     with pytest.raises(ValueError, match="another") as caught:
         raise ValueError("another")
@@ -70,22 +70,22 @@ def test_check_inputs_raises_for_a_wrong_argument() -> None:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_pipeline_checks_its_arguments_by_that_name(name: str) -> None:
+def test_pipelines_have_check_inputs(name: str) -> None:
     assert "self.check_inputs(" in source_of_call(name)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_the_denoising_loop_counts_in_i_over_t(name: str) -> None:
+def test_denoising_loops_iterate_over_t(name: str) -> None:
     assert "for i, t in enumerate(timesteps)" in source_of_call(name)
 
 
-def test_the_step_is_read_from_a_running_pipeline() -> None:
+def test_find_denoising_step_in_a_running_pipeline() -> None:
     recipe = recipes()["stable-diffusion"]
     pipe: Any = recipe.make()
     seen: list[int | None] = []
     forward = pipe.unet.forward
 
-    def look(*args: Any, **kwargs: Any) -> Any:
+    def record_step(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe()
         while frame.f_code.co_name != "__call__" or frame.f_locals.get("self") is not pipe:
             assert frame.f_back is not None
@@ -93,26 +93,26 @@ def test_the_step_is_read_from_a_running_pipeline() -> None:
         seen.append(internals.find_denoising_step(frame))
         return forward(*args, **kwargs)
 
-    pipe.unet.forward = look
+    pipe.unet.forward = record_step
     run(recipe, pipe)
     assert seen == list(range(len(seen)))
     assert len(seen) > 1
     assert internals.find_denoising_step(sys._getframe()) is None
 
 
-def test_a_cast_warns_of_modules_that_stay_in_float32() -> None:
+def test_casts_warn_about_float32_modules() -> None:
     model, (logger, text) = Model(), FLOAT32_ADVICE
-    with listening(logger) as messages:
+    with capture_logs(logger) as messages:
         model.to(torch.float16)
     assert any(text in message for message in messages), messages
-    assert internals.read_float32_modules(model) == ("kept",)
-    assert internals.read_float32_modules(KINDS.WanTransformer3DModel)
+    assert internals.read_float32_modules(model) == ("norm",)
+    assert internals.read_float32_modules(CLASSES.WanTransformer3DModel)
 
 
-def test_parallelism_warns_and_resolves_its_config_by_a_method_of_the_model() -> None:
-    model, config = Model(), KINDS.ContextParallelConfig(ulysses_degree=2)
+def test_parallelism_warns_and_calls_resolve_parallel_config() -> None:
+    model, config = Model(), CLASSES.ContextParallelConfig(ulysses_degree=2)
     logger, text = EXPERIMENTAL_ADVICE
-    with listening(logger) as messages, pytest.raises(RuntimeError, match=r"torch\.distributed must be"):
+    with capture_logs(logger) as messages, pytest.raises(RuntimeError, match=r"torch\.distributed must be"):
         model.enable_parallelism(config=config)
     assert any(text in message for message in messages), messages
 
@@ -130,19 +130,19 @@ def resolve() -> tuple[bool, str, str]:
     return model._parallel_config is resolved, str(config._device), type(config).__name__
 
 
-def test_a_mesh_on_the_cpu_is_taken_as_it_is() -> None:
+def test_use_mesh_on_the_cpu() -> None:
     assert call_in_fork(resolve) == (True, "cpu", "TensorParallelConfig")
 
 
-def test_shares_may_be_uneven() -> None:
-    context = KINDS.ContextParallelConfig(ulysses_degree=2)
+def test_allow_uneven_shares() -> None:
+    context = CLASSES.ContextParallelConfig(ulysses_degree=2)
     assert context.ulysses_anything is False
     parallel = diffusers.models._modeling_parallel.ParallelConfig(context_parallel_config=context)
     internals.allow_uneven_shares(SimpleNamespace(_parallel_config=parallel))
     assert context.ulysses_anything is True
 
 
-def test_a_sequence_that_does_not_divide_is_an_assertion() -> None:
+def test_indivisible_sequence_raises_an_assertion_error() -> None:
     mesh: Any = SimpleNamespace(size=lambda: 2)
     with pytest.raises(AssertionError) as caught:
         EquipartitionSharder.shard(torch.zeros(1, 3), 1, mesh)
@@ -150,17 +150,17 @@ def test_a_sequence_that_does_not_divide_is_an_assertion() -> None:
     assert not internals.is_uneven_share(AssertionError("another"))
 
 
-def test_models_say_what_is_repeated_and_split() -> None:
-    kind = KINDS.FluxTransformer2DModel
-    assert "FluxTransformerBlock" in internals.read_repeated_blocks(kind)
-    assert internals.read_parallel_plan(kind, "context")
-    assert any("*" in layer for layer in internals.read_parallel_plan(kind, "tensor"))
-    assert internals.read_parallel_plan(KINDS.UNet2DConditionModel, "context") == {}
+def test_models_declare_repeated_blocks_and_parallel_plans() -> None:
+    cls = CLASSES.FluxTransformer2DModel
+    assert "FluxTransformerBlock" in internals.read_repeated_blocks(cls)
+    assert internals.read_parallel_plan(cls, "context")
+    assert any("*" in layer for layer in internals.read_parallel_plan(cls, "tensor"))
+    assert internals.read_parallel_plan(CLASSES.UNet2DConditionModel, "context") == {}
     assert "cuda" in internals.read_tensor_parallel_devices()
 
 
-def test_the_dtype_has_the_name_that_is_not_deprecated() -> None:
-    name = internals.name_dtype_argument()
+def test_dtype_argument_is_not_deprecated() -> None:
+    name = internals.read_dtype_argument()
     assert f"{name}" in ("dtype", "torch_dtype")
     assert (
         f'"{name}"' in inspect.getsource(diffusers.DiffusionPipeline.from_pretrained)
@@ -168,13 +168,13 @@ def test_the_dtype_has_the_name_that_is_not_deprecated() -> None:
     )
 
 
-def test_pipelines_cast_in_from_pipe_and_auto_classes_do_not() -> None:
-    assert internals.casts_components(KINDS.DiffusionPipeline)
-    assert not internals.casts_components(KINDS.AutoPipelineForText2Image)
-    assert "float32" in inspect.getsource(KINDS.DiffusionPipeline.from_pipe)
+def test_casts_components_for_pipelines_but_not_auto_classes() -> None:
+    assert internals.casts_components(CLASSES.DiffusionPipeline)
+    assert not internals.casts_components(CLASSES.AutoPipelineForText2Image)
+    assert "float32" in inspect.getsource(CLASSES.DiffusionPipeline.from_pipe)
 
 
-def test_hooks_lie_where_they_are_looked_for() -> None:
+def test_hooks_are_in_the_registry_attribute() -> None:
     from diffusers.hooks.hooks import HookRegistry, ModelHook
 
     make_hook: Any = ModelHook
@@ -185,21 +185,21 @@ def test_hooks_lie_where_they_are_looked_for() -> None:
     empty = torch.nn.Linear(2, 2)
     assert not internals.has_hook(vars(empty))
     HookRegistry.check_if_exists_or_initialize(empty)
-    assert not internals.has_hook(vars(empty)), "a registry without hooks"
+    assert not internals.has_hook(vars(empty)), "an empty registry does not count"
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.remove_all_hooks()
     assert getattr(pipe, internals.PIPELINE_HOOKS) == []
 
 
-def test_a_pipeline_asks_itself_for_the_execution_device() -> None:
-    assert isinstance(inspect.getattr_static(KINDS.DiffusionPipeline, "_execution_device"), property)
+def test_pipelines_use_execution_device() -> None:
+    assert isinstance(inspect.getattr_static(CLASSES.DiffusionPipeline, "_execution_device"), property)
     assert "self._execution_device" in source_of_call("StableDiffusionPipeline")
 
 
 class SkippingModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(()))  # so that the model itself has a group
+        self.scale = torch.nn.Parameter(torch.ones(()))  # gives the model itself a group
         self.run, self.skipped = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ class SkippingModel(torch.nn.Module):
         return result
 
 
-def test_group_offloading_names_its_hooks_and_warns_of_skipped_layers() -> None:
+def test_group_offloading_hook_names_and_warning() -> None:
     from diffusers.hooks import group_offloading
     from diffusers.hooks.hooks import HookRegistry
 
@@ -226,7 +226,7 @@ def test_group_offloading_names_its_hooks_and_warns_of_skipped_layers() -> None:
     make_hook: Any = group_offloading.LazyPrefetchGroupOffloadingHook
     HookRegistry.check_if_exists_or_initialize(model).register_hook(make_hook(), prefetch)
     assert tracker in registry.hooks
-    with listening(group_offloading.__name__) as messages:
+    with capture_logs(group_offloading.__name__) as messages:
         model(torch.zeros(1, 2))
     assert [message.startswith(internals.SKIPPED_LAYERS) for message in messages] == [True]
 
@@ -234,24 +234,24 @@ def test_group_offloading_names_its_hooks_and_warns_of_skipped_layers() -> None:
 @pytest.mark.parametrize(
     "name", ["StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"]
 )
-def test_a_pipeline_warns_that_it_has_no_safety_checker(name: str) -> None:
+def test_pipelines_warn_about_a_missing_safety_checker(name: str) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
-    kind = getattr(KINDS, name)
-    logger, text = next(advice for advice in SAFETY_ADVICE if advice[0] == kind.__module__)
-    with listening(logger) as messages:
-        kind(**{**pipe.components, "safety_checker": None}, requires_safety_checker=True)
+    cls = getattr(CLASSES, name)
+    logger, text = next(advice for advice in SAFETY_ADVICE if advice[0] == cls.__module__)
+    with capture_logs(logger) as messages:
+        cls(**{**pipe.components, "safety_checker": None}, requires_safety_checker=True)
     assert any(text in message for message in messages), messages
 
 
-def test_classes_say_what_is_not_offloaded() -> None:
-    assert internals.read_never_offloaded(KINDS.StableDiffusionPipeline) == ("safety_checker",)
+def test_classes_declare_offloading_exceptions() -> None:
+    assert internals.read_never_offloaded(CLASSES.StableDiffusionPipeline) == ("safety_checker",)
     assert internals.read_never_offloaded(SimpleNamespace()) == ()
-    assert not internals.supports_group_offloading(KINDS.AutoencoderOobleck)
-    assert internals.supports_group_offloading(KINDS.UNet2DConditionModel)
+    assert not internals.supports_group_offloading(CLASSES.AutoencoderOobleck)
+    assert internals.supports_group_offloading(CLASSES.UNet2DConditionModel)
     assert internals.supports_group_offloading(torch.nn.Linear(2, 2))
 
 
-def test_a_call_notes_its_number_of_steps() -> None:
+def test_calls_store_the_number_of_steps() -> None:
     recipe = recipes()["stable-diffusion"]
     pipe: Any = recipe.make()
     assert internals.read_step_count(pipe) is None
@@ -259,14 +259,14 @@ def test_a_call_notes_its_number_of_steps() -> None:
     assert internals.read_step_count(pipe) == len(pipe.scheduler.timesteps)
 
 
-def test_the_settings_of_the_progress_bar_are_read() -> None:
+def test_read_progress_bar_config() -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.set_progress_bar_config(disable=True, leave=False)
     assert internals.read_progress_bar_config(pipe) == {"disable": True, "leave": False}
     assert internals.read_progress_bar_config(SimpleNamespace()) == {}
 
 
-def test_the_bar_of_loading_is_replaced(tmp_path: Path) -> None:
+def test_use_progress_bars_replaces_the_loading_bar(tmp_path: Path) -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.save_pretrained(tmp_path)
     seen: list[tuple[str, list[str]]] = []
@@ -278,26 +278,26 @@ def test_the_bar_of_loading_is_replaced(tmp_path: Path) -> None:
 
     before = diffusers.utils.logging.tqdm
     with internals.use_progress_bars(make_bar):
-        KINDS.DiffusionPipeline.from_pretrained(tmp_path)
+        CLASSES.DiffusionPipeline.from_pretrained(tmp_path)
     assert diffusers.utils.logging.tqdm is before
     assert [text.startswith(internals.COMPONENTS_BAR) for text, _ in seen] == [True]
     assert "unet" in seen[0][1]
 
 
-def test_multistep_schedulers_scale_by_alpha_and_sigma() -> None:
-    scales = internals.read_alpha_sigma(KINDS.DPMSolverMultistepScheduler(), 2.0)
+def test_read_alpha_sigma() -> None:
+    scales = internals.read_alpha_sigma(CLASSES.DPMSolverMultistepScheduler(), 2.0)
     assert scales == pytest.approx((1 / 5**0.5, 2 / 5**0.5))
-    assert internals.read_alpha_sigma(KINDS.DDIMScheduler(), 2.0) is None
+    assert internals.read_alpha_sigma(CLASSES.DDIMScheduler(), 2.0) is None
 
 
-def test_packed_latents_become_images() -> None:
-    pipe = SimpleNamespace(_unpack_latents=KINDS.FluxPipeline._unpack_latents, vae_scale_factor=8)
-    packed = KINDS.FluxPipeline._pack_latents(torch.arange(64.0).view(1, 4, 4, 4), 1, 4, 4, 4)
+def test_unpack_latents() -> None:
+    pipe = SimpleNamespace(_unpack_latents=CLASSES.FluxPipeline._unpack_latents, vae_scale_factor=8)
+    packed = CLASSES.FluxPipeline._pack_latents(torch.arange(64.0).view(1, 4, 4, 4), 1, 4, 4, 4)
     assert internals.unpack_latents(pipe, packed, 32, 32).flatten().tolist() == list(range(64))
     assert internals.unpack_latents(SimpleNamespace(), packed, 32, 32) is packed
 
 
-def test_an_older_class_is_replaced_by_the_norm_of_its_config() -> None:
-    older = KINDS.Transformer2DModel
-    assert internals.find_renamed_class({"norm_type": "ada_norm_zero"}, older) is KINDS.DiTTransformer2DModel
-    assert internals.find_renamed_class({"norm_type": "layer_norm"}, older) is older
+def test_find_renamed_class() -> None:
+    old_class = CLASSES.Transformer2DModel
+    assert internals.find_renamed_class({"norm_type": "ada_norm_zero"}, old_class) is CLASSES.DiTTransformer2DModel
+    assert internals.find_renamed_class({"norm_type": "layer_norm"}, old_class) is old_class

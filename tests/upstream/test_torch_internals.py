@@ -1,4 +1,4 @@
-"""What anyaccel relies on in torch, asked of the installed torch: a failure here names an entry to revise."""
+"""Every entry of torch_internals.py against the installed torch. A failure names the entry to update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.upstream import torch_internals as internals
 
 
-def test_a_compiled_module_holds_the_module() -> None:
+def test_unwrap_compiled() -> None:
     layer = torch.nn.Linear(2, 2)
     compiled = torch.compile(layer, backend="eager")
     assert internals.is_compiled(compiled)
@@ -24,7 +24,7 @@ def test_a_compiled_module_holds_the_module() -> None:
     assert internals.unwrap_compiled(layer) is layer
 
 
-def test_the_hooks_around_a_forward_lie_where_they_are_looked_for() -> None:
+def test_module_hooks_lists_all_hook_tables() -> None:
     layer = torch.nn.Linear(2, 2)
     empty = {name: len(value) for name, value in vars(layer).items() if isinstance(value, dict)}
     layer.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
@@ -60,12 +60,12 @@ def compile_with_a_break() -> tuple[bool, list[Any], bool, bool]:
     add(torch.zeros(2))
     first = recompiled[:]
     add(torch.zeros(3))
-    breaks = [found for found in map(internals.parse_graph_break, messages) if found]
+    breaks = [parsed for parsed in map(internals.parse_graph_break, messages) if parsed]
     timed = any(sum(times) > 0 for times in internals.read_compile_times_s().values())
     return not any(first) and any(recompiled), breaks, timed, all(traced) and not internals.is_tracing()
 
 
-def test_the_compiler_reports_breaks_recompilations_and_times() -> None:
+def test_graph_breaks_recompilations_and_compile_times() -> None:
     recompiles, breaks, timed, traced = call_in_fork(compile_with_a_break)
     assert recompiles
     assert timed
@@ -77,20 +77,20 @@ def test_the_compiler_reports_breaks_recompilations_and_times() -> None:
     assert reason
 
 
-def test_dynamo_is_imported_before_a_constructor_is_replaced() -> None:
+def test_load_dynamo_is_still_needed() -> None:
     from torch._dynamo.polyfills import tensor
 
     internals.load_dynamo()
-    assert "torch.Tensor.__new__" in inspect.getsource(tensor), "load_dynamo may be needed no longer"
+    assert "torch.Tensor.__new__" in inspect.getsource(tensor), "load_dynamo may not be needed anymore"
 
 
-def test_errors_of_the_compiler_are_known_by_their_module() -> None:
+def test_is_compiler_error() -> None:
     assert internals.is_compiler_error(torch._dynamo.exc.Unsupported("a reason"))
     assert internals.is_compiler_error(torch._inductor.exc.InductorError(ValueError("a reason"), None))
     assert not internals.is_compiler_error(ValueError("another"))
 
 
-def test_products_of_eight_bits() -> None:
+def test_int_mm_and_scaled_mm() -> None:
     ones = torch.ones(32, 32, dtype=torch.int8)
     assert set(internals.int_mm(ones, ones).flatten().tolist()) == {32}
     scale, packed = torch.ones(()), torch.ones(32, 32).to(torch.float8_e4m3fn)
@@ -98,7 +98,7 @@ def test_products_of_eight_bits() -> None:
     assert set(product.float().flatten().tolist()) == {32}
 
 
-def test_a_function_mode_sees_what_is_looked_for() -> None:
+def test_function_modes_receive_pad_sequence_and_properties() -> None:
     seen: list[Any] = []
 
     class Mode(torch.overrides.TorchFunctionMode):
@@ -113,7 +113,7 @@ def test_a_function_mode_sees_what_is_looked_for() -> None:
     assert internals.find_property("is_cuda") in seen
 
 
-def test_the_default_device_is_known_without_a_tensor() -> None:
+def test_find_default_device() -> None:
     assert internals.find_default_device() is None
     with torch.device("meta"):
         assert internals.find_default_device() == torch.device("meta")
@@ -124,7 +124,7 @@ def test_the_default_device_is_known_without_a_tensor() -> None:
         torch.set_default_device(None)
 
 
-def test_the_set_of_factories_is_filled_again() -> None:
+def test_refresh_factories() -> None:
     factories = torch.utils._device._device_constructors
     before = factories()
     internals.refresh_factories()
@@ -132,7 +132,7 @@ def test_the_set_of_factories_is_filled_again() -> None:
     assert torch.zeros in factories()
 
 
-def test_attention_in_half_precision_has_its_switch() -> None:
+def test_allow_half_precision_attention() -> None:
     def switch() -> bool:
         internals.allow_half_precision_attention()
         return bool(torch._C._get_math_sdp_allow_fp16_bf16_reduction())
@@ -140,10 +140,10 @@ def test_attention_in_half_precision_has_its_switch() -> None:
     assert call_in_fork(switch)
 
 
-def test_dispatch_keys_and_device_kinds() -> None:
+def test_dispatch_keys_and_device_types() -> None:
     assert internals.read_private_use_name() == "privateuseone"
-    assert int(internals.read_device_kind("PrivateUse1")) > int(internals.read_device_kind("XPU"))
-    assert internals.read_device_kind("NO_SUCH_DEVICE") is None
+    assert int(internals.read_device_type("PrivateUse1")) > int(internals.read_device_type("XPU"))
+    assert internals.read_device_type("NO_SUCH_DEVICE") is None
     assert internals.is_decomposed(torch.ops.aten.group_norm.default)
     assert not internals.is_decomposed(torch.ops.aten.add.Tensor)
     assert not internals.has_fallback("AutocastPrivateUse1")
@@ -153,25 +153,25 @@ def test_dispatch_keys_and_device_kinds() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 
-def test_the_table_of_device_guards_has_an_entry_for_the_cpu_only() -> None:
-    table = internals.find_guard_table(int(internals.read_device_kind("PrivateUse1")) + 1)
-    assert table[int(internals.read_device_kind("CPU"))] is not None
-    assert table[int(internals.read_device_kind("XPU"))] is None, "a build with a real device"
+def test_guard_table_has_an_entry_for_the_cpu_only() -> None:
+    table = internals.find_guard_table(int(internals.read_device_type("PrivateUse1")) + 1)
+    assert table[int(internals.read_device_type("CPU"))] is not None
+    assert table[int(internals.read_device_type("XPU"))] is None, "this torch was built for XPU"
 
 
 def register() -> tuple[str, bool, bool]:
     import types
 
-    kind = internals.read_device_kind("XPU")
-    table = internals.find_guard_table(int(internals.read_device_kind("PrivateUse1")) + 1)
-    guard = internals.make_guard(kind)
-    filled = guard is not None and table[int(internals.read_device_kind("PrivateUse1"))] is not None
+    device_type = internals.read_device_type("XPU")
+    table = internals.find_guard_table(int(internals.read_device_type("PrivateUse1")) + 1)
+    guard = internals.make_guard(device_type)
+    filled = guard is not None and table[int(internals.read_device_type("PrivateUse1"))] is not None
     module = types.ModuleType("torch.upstream")
     internals.register_device_module("hpu", module)
     return str(guard.type_()), filled, torch.get_device_module("hpu") is module
 
 
-def test_a_guard_and_a_module_are_registered() -> None:
+def test_make_guard_and_register_device_module() -> None:
     name, filled, registered = call_in_fork(register)
     assert name.endswith("XPU")
     assert filled
@@ -187,18 +187,18 @@ def claim() -> str:
     return f"{internals.read_private_use_name()} {torch.device('upstream', 1)}"
 
 
-def test_the_free_slot_takes_a_name() -> None:
+def test_claim_private_use() -> None:
     assert call_in_fork(claim) == "upstream upstream:1"
 
 
-def test_pickles_are_rebuilt_by_torch() -> None:
+def test_find_rebuild() -> None:
     tensor = internals.find_rebuild(is_parameter=False)(torch.ones(2), torch.float32, "cpu", False)
     assert tensor.tolist() == [1.0, 1.0]
     parameter = internals.find_rebuild(is_parameter=True)(torch.ones(2), True, {})
     assert isinstance(parameter, torch.nn.Parameter)
 
 
-def test_functions_of_a_skipped_package_are_not_traced() -> None:
+def test_skip_in_graphs() -> None:
     def compile_a_call() -> bool:
         internals.skip_in_graphs("anyaccel.backends")
         from anyaccel.backends.torch_device import is_host
@@ -211,13 +211,13 @@ def test_functions_of_a_skipped_package_are_not_traced() -> None:
     assert call_in_fork(compile_a_call)
 
 
-def test_running_out_of_memory_on_the_cpu_is_recognized() -> None:
+def test_out_of_memory_on_the_cpu_is_recognized() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value), str(caught.value)
 
 
-def test_the_names_that_are_passed_on() -> None:
+def test_reexported_names() -> None:
     leaves, spec = internals.tree_flatten({"a": [1, (2,)]})
     assert isinstance(spec, internals.TreeSpec)
     assert internals.tree_unflatten(leaves, spec) == {"a": [1, (2,)]}
@@ -229,23 +229,23 @@ def test_the_names_that_are_passed_on() -> None:
     assert internals.disable_torch_function(torch.add, (), (1, 2), {}) == 3
 
 
-def test_transforms_and_traces_are_seen() -> None:
+def test_is_transformed() -> None:
     seen: list[bool] = []
 
-    def note(value: torch.Tensor) -> torch.Tensor:
+    def record(value: torch.Tensor) -> torch.Tensor:
         seen.append(internals.is_transformed())
         return value
 
-    note(torch.ones(2))
-    torch.vmap(note)(torch.ones(2))
+    record(torch.ones(2))
+    torch.vmap(record)(torch.ones(2))
     trace: Any = torch.jit.trace
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        trace(note, torch.ones(2), check_trace=False)
+        trace(record, torch.ones(2), check_trace=False)
     assert seen == [False, True, True]
 
 
-def test_modes_and_autocast_are_counted() -> None:
+def test_count_modes_and_autocast() -> None:
     assert (internals.count_function_modes(), internals.count_dispatch_modes()) == (0, 0)
     assert not internals.is_autocast_enabled()
     dispatch_mode: Any = internals.TorchDispatchMode
@@ -254,8 +254,8 @@ def test_modes_and_autocast_are_counted() -> None:
         assert internals.is_autocast_enabled()
 
 
-def test_a_module_compiled_in_place_runs_eagerly_again() -> None:
-    class Layer(torch.nn.Linear):  # frames of torch's own layers are not compiled by themselves
+def test_forget_and_restore_compiled_call() -> None:
+    class Layer(torch.nn.Linear):  # Dynamo does not compile frames of torch's own layers on their own
         def forward(self, values: torch.Tensor) -> torch.Tensor:
             return super().forward(values) + 1
 
@@ -269,7 +269,7 @@ def test_a_module_compiled_in_place_runs_eagerly_again() -> None:
         layer.compile(backend=compile_graph)
         layer(torch.ones(1, 2))
         assert len(graphs) == 1
-        compiled = internals.forget_compiled_call(layer)
+        compiled = internals.remove_compiled_call(layer)
         layer(torch.ones(3, 2))
         assert len(graphs) == 1
         internals.restore_compiled_call(layer, compiled)
@@ -277,15 +277,15 @@ def test_a_module_compiled_in_place_runs_eagerly_again() -> None:
     assert len(graphs) == 2
 
 
-def test_compilers_and_their_cache_are_found() -> None:
+def test_find_compiler_and_inductor_cache() -> None:
     assert callable(internals.find_compiler("inductor"))
     assert internals.find_inductor_cache()
-    internals.set_triton_assembler()
-    with internals.pause_collection_after_compile():
+    internals.set_ptxas_path()
+    with internals.pause_gc_after_compile():
         assert torch._dynamo.config.run_gc_after_compile is False
 
 
-def test_global_hooks_are_in_their_tables() -> None:
+def test_read_global_hooks() -> None:
     after, before = internals.read_global_hooks()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert (len(after), len(before)) == (1, 0)
@@ -293,7 +293,7 @@ def test_global_hooks_are_in_their_tables() -> None:
     assert not after
 
 
-def test_a_function_mode_is_pushed_and_popped() -> None:
+def test_push_and_pop_function_mode() -> None:
     stack: Any = internals
     mode = torch.overrides.BaseTorchFunctionMode()
     stack.push_function_mode(mode)
@@ -304,7 +304,7 @@ def test_a_function_mode_is_pushed_and_popped() -> None:
     assert stack.read_function_modes() == []
 
 
-def test_writes_in_place_are_counted() -> None:
+def test_read_version_counts_in_place_writes() -> None:
     tensor = torch.zeros(2)
     before = internals.read_version(tensor)
     tensor.view(2).add_(1)
@@ -313,14 +313,14 @@ def test_writes_in_place_are_counted() -> None:
         internals.read_version(torch.zeros(2))
 
 
-def test_views_share_the_address_of_their_storage() -> None:
+def test_read_address_of_views_and_generators() -> None:
     tensor, generator = torch.zeros(4), torch.Generator()
     assert internals.read_address(tensor[2:].untyped_storage()) == internals.read_address(tensor.untyped_storage())
     assert internals.read_address(tensor.clone().untyped_storage()) != internals.read_address(tensor.untyped_storage())
     assert internals.read_address(generator) != internals.read_address(torch.Generator())
 
 
-def test_the_tables_of_a_module_hold_what_it_has() -> None:
+def test_read_module_tables() -> None:
     layer = torch.nn.BatchNorm1d(2, affine=False)
     assert internals.read_parameter_table(layer) == {"weight": None, "bias": None}
     assert set(internals.read_buffer_table(layer)) == {name for name, _ in layer.named_buffers()}
@@ -334,7 +334,7 @@ def test_the_tables_of_a_module_hold_what_it_has() -> None:
     ]
 
 
-def test_the_tables_of_hooks_are_filled_in_place() -> None:
+def test_read_hook_tables() -> None:
     layer = torch.nn.Linear(2, 2)
     after, before = internals.read_hook_tables(layer)
     layer.register_forward_hook(lambda *_: None)
@@ -344,13 +344,13 @@ def test_the_tables_of_hooks_are_filled_in_place() -> None:
     assert [vars(layer)[name] for name in internals.FORWARD_HOOK_TABLES] == [after, before]
 
 
-def test_convolutions_run_in_a_method_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_call_conv_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.Conv2d, internals.CONVOLUTION_FORWARD, lambda self, values, weight, bias: "replaced")
     assert torch.nn.Conv2d(1, 1, 1)(torch.zeros(1, 1, 1, 1)) == "replaced"
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_computed_weights_are_known_by_their_hooks() -> None:
+def test_list_computed_weights() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.register_forward_pre_hook(lambda *_: None)
     assert internals.list_computed_weights(layer) == []
@@ -359,7 +359,7 @@ def test_computed_weights_are_known_by_their_hooks() -> None:
     assert internals.list_computed_weights(torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))) == ["weight"]
 
 
-def test_operations_describe_themselves() -> None:
+def test_read_schema_and_can_decompose() -> None:
     add, in_place = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
     assert internals.read_schema(add).name == "aten::add"
     assert (internals.read_schema(add).is_mutable, internals.read_schema(in_place).is_mutable) == (False, True)
@@ -375,18 +375,18 @@ def test_operations_describe_themselves() -> None:
     assert not internals.can_decompose(torch.ops.aten.mm.default)
 
 
-def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+def test_make_wrapper_subclass() -> None:
     class Wrapper(torch.Tensor):
         @classmethod
         def __torch_dispatch__(cls, *args: Any) -> Any:
-            raise AssertionError("nothing is run")
+            raise AssertionError("no operation may run")
 
     wrapper = internals.make_wrapper_subclass(Wrapper, (2, 3), dtype=torch.float16, device=torch.device("meta"))
     assert type(wrapper) is Wrapper
     assert (tuple(wrapper.shape), wrapper.dtype, wrapper.device.type) == ((2, 3), torch.float16, "meta")
 
 
-def test_options_of_a_backend_have_a_timeout() -> None:
+def test_read_timeout() -> None:
     import datetime
 
     distributed: Any = torch.distributed
@@ -397,6 +397,6 @@ def test_options_of_a_backend_have_a_timeout() -> None:
     assert "backend_options._timeout" in source
 
 
-def test_what_cannot_be_loaded_is_reported_by_one_logger(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_artifacts_are_logged_by_the_cache_logger(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.compiler.load_cache_artifacts(b"not an artifact") is None
     assert {record.name for record in caplog.records} == {internals.CACHE_LOGGER}

@@ -1,11 +1,11 @@
-"""What anyaccel relies on in transformers, asked of the installed transformers."""
+"""Every entry of transformers_internals.py against the installed transformers."""
 
 from __future__ import annotations
 
 import torch
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedModel, T5EncoderModel
 
-from anyaccel.upstream.transformers_internals import CAPTURE_MARK, is_transformers_model, read_float32_modules
+from anyaccel.upstream.transformers_internals import OUTPUT_HOOKS_ATTRIBUTE, is_transformers_model, read_float32_modules
 
 
 def make_model() -> CLIPTextModel:
@@ -15,19 +15,21 @@ def make_model() -> CLIPTextModel:
     return CLIPTextModel(config)
 
 
-def test_a_model_marks_that_it_added_hooks_to_itself() -> None:
+def test_capture_mark_is_set_on_models_with_hooks() -> None:
     model = make_model()
     model(torch.zeros(1, 4, dtype=torch.long), output_hidden_states=True)
-    marked = [part for part in model.modules() if CAPTURE_MARK in vars(part)]
-    assert marked, "transformers notes its hooks elsewhere: tracing/meta_clone.py would copy a model that adds none"
+    marked = [module for module in model.modules() if OUTPUT_HOOKS_ATTRIBUTE in vars(module)]
+    assert marked, (
+        "transformers marks hooks in another attribute: copies of tracing/meta_clone.py would not register theirs"
+    )
 
 
-def test_a_class_says_what_stays_in_float32() -> None:
+def test_read_float32_modules() -> None:
     assert read_float32_modules(T5EncoderModel, "float16") == ("wo",)
     assert read_float32_modules(T5EncoderModel, "bfloat16") == ()
     assert hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
 
 
-def test_a_model_is_known_by_its_module() -> None:
+def test_is_transformers_model() -> None:
     assert is_transformers_model(make_model())
     assert not is_transformers_model(torch.nn.Linear(2, 2))

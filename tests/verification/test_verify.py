@@ -1,4 +1,4 @@
-"""A sheet held against a device: virtual ones, which do what their sheets say, and the host under false sheets."""
+"""Verification of sheets: virtual devices, which match their sheets, and the CPU with wrong sheets."""
 
 from dataclasses import replace
 
@@ -42,83 +42,83 @@ HPU = {
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("device", "limits"), [("mps", MPS), ("hpu", HPU)])
 def test_a_virtual_device_does_what_its_sheet_says(device: str, limits: dict[str, str]) -> None:
-    seen = verify(f"virtual:{device}", pipelines=["ddpm"])
-    assert seen.virtual
-    assert seen.device_name.startswith("virtual ")
-    assert seen.holds
-    assert {one.verdict for one in seen.findings} == {"agrees", "not tried"}
-    agreed = {one.claim: one.seen for one in seen.findings if one.verdict == "agrees"}
+    verification = verify(f"virtual:{device}", pipelines=["ddpm"])
+    assert verification.virtual
+    assert verification.device_name.startswith("virtual ")
+    assert verification.holds
+    assert {finding.verdict for finding in verification.findings} == {"agrees", "not tried"}
+    agreed = {finding.claim: finding.seen for finding in verification.findings if finding.verdict == "agrees"}
     assert limits.items() <= agreed.items()
-    assert all(one.detail for one in seen.findings if one.verdict == "not tried"), "it says why"
-    assert [one.right for one in seen.pipelines] == [True]
+    assert all(finding.detail for finding in verification.findings if finding.verdict == "not tried"), "with the reason"
+    assert [finding.right for finding in verification.pipelines] == [True]
 
 
-def test_a_virtual_device_answers_no_open_question() -> None:
-    seen = verify("virtual:mlu", pipelines=[])
-    open_questions = [one for one in seen.findings if one.expected == "not known"]
-    assert open_questions
-    assert all(one.verdict == "not tried" for one in open_questions)
+def test_a_virtual_device_does_not_answer_unknown_claims() -> None:
+    verification = verify("virtual:mlu", pipelines=[])
+    unknown = [finding for finding in verification.findings if finding.expected == "not known"]
+    assert unknown
+    assert all(finding.verdict == "not tried" for finding in unknown)
 
 
-def probe_host(name: str, claim: DtypeLimit | Unknown) -> Finding:
-    bench = make_probe_context("cpu", quick=True)
-    return probe(replace(bench, sheet=bench.sheet.with_claims({name: claim})), name)
+def probe_cpu(name: str, claim: DtypeLimit | Unknown) -> Finding:
+    context = make_probe_context("cpu", quick=True)
+    return probe(replace(context, sheet=context.sheet.with_claims({name: claim})), name)
 
 
-def test_a_sheet_that_is_wrong_is_contradicted() -> None:
-    said = DtypeLimit(says="It raises.", source="https://example.org", evidence="documented", effect="error", hint="-")
-    found = probe_host("dtypes.float64", said)
-    assert (found.expected, found.seen, found.verdict) == ("error", "yes", "contradicts")
-    elsewhere = probe_host("dtypes.float64", replace(said, only_on=("another",)))
+def test_a_wrong_claim_is_contradicted() -> None:
+    claim = DtypeLimit(says="It raises.", source="https://example.org", evidence="documented", effect="error", hint="-")
+    finding = probe_cpu("dtypes.float64", claim)
+    assert (finding.expected, finding.seen, finding.verdict) == ("error", "yes", "contradicts")
+    elsewhere = probe_cpu("dtypes.float64", replace(claim, only_on=("another",)))
     assert (elsewhere.verdict, elsewhere.seen) == ("not tried", "")
 
 
-def test_an_open_question_is_answered() -> None:
-    found = probe_host("random_numbers", Unknown(says="Nothing was found."))
-    assert (found.expected, found.seen, found.verdict) == ("not known", "yes", "new")
+def test_an_unknown_claim_is_answered() -> None:
+    finding = probe_cpu("random_numbers", Unknown(says="Nothing was found."))
+    assert (finding.expected, finding.seen, finding.verdict) == ("not known", "yes", "new")
 
 
-def test_an_operation_that_a_busy_device_has_no_memory_for_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_without_enough_memory_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(device: object, kind: object) -> torch.Tensor:
         raise RuntimeError("NPU out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setitem(probe_operations._CALLS, "baddbmm", run_out)
-    bench = make_probe_context("cpu", quick=True)
-    [limit] = [one for one in anyaccel.sheet("mps").operations if one.operations == ("baddbmm",)]
-    sheet = replace(bench.sheet, operations=(limit,))
-    found = probe(replace(bench, sheet=sheet), "operations.baddbmm_reads_ignored_input")
-    assert (found.verdict, found.seen) == ("not tried", "")
-    assert "the memory did not suffice" in found.detail
+    context = make_probe_context("cpu", quick=True)
+    [limit] = [limit for limit in anyaccel.sheet("mps").operations if limit.operations == ("baddbmm",)]
+    sheet = replace(context.sheet, operations=(limit,))
+    finding = probe(replace(context, sheet=sheet), "operations.baddbmm_reads_ignored_input")
+    assert (finding.verdict, finding.seen) == ("not tried", "")
+    assert "out of memory: " in finding.detail
 
 
-def test_every_claim_about_behaviour_has_a_probe() -> None:
+def test_every_claim_about_behavior_has_a_probe() -> None:
     names = {name.split(".")[0] for name, _ in anyaccel.sheet("mps").claims()}
     left_out = names - {name.split(".")[0] for name in find_claims(anyaccel.sheet("mps"))}
     about_memory = {"fused_attention", "memory", "quantized_weights"}  # python -m benchmarks.memory measures those
     assert left_out == {"default_dtypes", "distributed", "requirements", "variables"} | about_memory
 
 
-def test_a_process_that_dies_loses_one_finding() -> None:
-    with ProbeWorker("cpu", quick=True) as prober:
+def test_a_dead_process_loses_one_finding() -> None:
+    with ProbeWorker("cpu", quick=True) as worker:
         with pytest.raises(ProbeWorkerDiedError, match=r"died with status 1: .*no-such-claim"):
-            prober.probe_claim("no-such-claim")
-        assert prober.probe_claim("dtypes.int64").verdict == "agrees"
+            worker.probe_claim("no-such-claim")
+        assert worker.probe_claim("dtypes.int64").verdict == "agrees"
 
 
-def test_folders_of_the_machine_stay_out_of_the_words() -> None:
+def test_error_texts_do_not_contain_folders() -> None:
     error = RuntimeError("no /home/anna/work/model.py here, see https://example.org/a/b\nand more")
     assert describe_error(error) == "RuntimeError: no model.py here, see https://example.org/a/b"
 
 
 @pytest.mark.parametrize(("device", "options"), [("cpu", {"pipelines": ["fluxx"]}), ("cpu", {"jobs": 0})])
-def test_a_wrong_call_is_told_at_once(device: str, options: dict[str, object]) -> None:
+def test_invalid_arguments_of_verify_raise(device: str, options: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="hint: "):
         verify(device, **options)  # type: ignore[arg-type]
 
 
 @NEEDS_RECIPES
 @pytest.mark.parametrize(("recipe", "least", "most"), [("stable-diffusion", 1e-7, 1e-4), ("kandinsky-2-1", 1e-3, 1.0)])
-def test_what_rounding_alone_may_do_is_measured(recipe: str, least: float, most: float) -> None:
-    """A quantising decoder jumps between codes; a plain one hardly moves, so that nothing wrong is excused there."""
+def test_sensitivity_to_rounding_is_measured(recipe: str, least: float, most: float) -> None:
+    """A quantizing decoder jumps between codes; another one hardly changes, so its tolerance stays small."""
     chosen = recipes()[recipe]
     assert least < measure_sensitivity(chosen, run(chosen, chosen.make())) < most

@@ -10,7 +10,7 @@ from anyaccel.backends.registry import BUILT_IN, BrokenPlugin
 from anyaccel.backends.requirement import Requirement, SystemIs
 from anyaccel.backends.sheet import Sheet
 
-__all__ = ["Device", "describe_broken", "describe_virtual", "examine", "find_unmet"]
+__all__ = ["Device", "check_availability", "find_unmet", "make_broken_device", "make_virtual_device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
     return unmet[:1] if wrong_system else unmet
 
 
-def examine(
+def check_availability(
     sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
     """Return the availability of a device; `seen` is the names that its software reports, or an error message."""
@@ -72,7 +72,7 @@ def examine(
     )
 
 
-def describe_virtual(sheet: Sheet, count: int) -> Device:
+def make_virtual_device(sheet: Sheet, count: int) -> Device:
     """Return the availability of a virtual device, marked as virtual in title, reason and names."""
     return Device(
         name=sheet.name,
@@ -86,7 +86,7 @@ def describe_virtual(sheet: Sheet, count: int) -> Device:
     )
 
 
-def describe_broken(plugin: BrokenPlugin) -> Device:
+def make_broken_device(plugin: BrokenPlugin) -> Device:
     """Return a plugin that failed to load as an unavailable device."""
     return Device(
         name=plugin.name,
@@ -105,8 +105,10 @@ def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -
         reasons = "; ".join(str(requirement.unmet(machine)) for requirement in unmet)
         hints = "; ".join(requirement.hint for requirement in unmet)
         return f"{reasons}{_format_hardware(sheet, machine)}", hints
+    # A vendor package that is installed but broken, for example for another torch version.
     if isinstance(seen, str):
         return f"its software is installed but fails: {seen}", f"see {sheet.documentation}"
+    # The requirements are met, so the usual cause is a visibility variable or a driver problem.
     if not seen:
         hidden = f"check that {sheet.visible_devices} does not hide it; " if sheet.visible_devices else ""
         reason = f"its software is installed but finds no device{_format_hardware(sheet, machine)}"
@@ -116,6 +118,7 @@ def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
     """Return whether the hardware itself is present, if Linux has device files for it."""
+    # Device files exist without the vendor's user-space software, so they separate the two cases.
     if machine.system != "Linux" or not sheet.device_files:
         return ""
     present = [pattern for pattern in sheet.device_files if machine.device_files.get(pattern)]

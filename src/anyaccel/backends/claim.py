@@ -32,11 +32,11 @@ __all__ = [
     "read_version",
 ]
 
+# What a limit does: raise, return wrong results silently, narrow the dtype silently, cost time.
 Effect: TypeAlias = Literal["error", "wrong", "narrowed", "slow"]
-"""What a limit does: raise, return wrong results silently, narrow the dtype silently, cost time."""
 
+# How a claim is known: observed on the device, documented, or inferred from other facts.
 Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
-"""How a claim is known: observed on the device, documented, or inferred from other facts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,7 @@ class Limit(Claim):
         ... )
         False
         """
+        # Three-valued: True, False, or None if the product or a version is not known.
         verdicts: list[bool | None] = []
         if self.only_on:
             verdicts.append(None if product is None else product in self.only_on)
@@ -172,6 +173,7 @@ class Quirk(Limit):
     """Whether it is only shown to users, without code that reacts to it."""
 
     def __post_init__(self) -> None:
+        # Catches misspelled names when the sheet is defined: code that reacts to a quirk compares names.
         if self.name in KNOWN_QUIRKS and self.information_only:
             raise UsageError(
                 f"the quirk {self.name!r} is not information only: code reacts to it",
@@ -189,5 +191,5 @@ class Unknown:
     says: str
 
 
+# The answer to "does the device support it?".
 Answer: TypeAlias = Yes | Limit | Unknown
-"""The answer to "does the device support it?"."""

@@ -10,7 +10,13 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from anyaccel.backends.availability import Device, describe_broken, describe_virtual, examine, find_unmet
+from anyaccel.backends.availability import (
+    Device,
+    check_availability,
+    find_unmet,
+    make_broken_device,
+    make_virtual_device,
+)
 from anyaccel.backends.device_spec import AUTO, DeviceSpec
 from anyaccel.backends.driver import Driver
 from anyaccel.backends.machine import Machine, read_machine
@@ -35,8 +41,8 @@ __all__ = [
 _DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
+# A larger device count is treated as a driver error.
 _MAX_DEVICES = 1024
-"""A larger device count is treated as a driver error."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,11 @@ def this_machine() -> Machine:
 def devices() -> list[Device]:
     """Return all known devices with their availability, in order of preference."""
     registry = load_registry()
-    registry.refuse_conflicts()
+    registry.check_conflicts()
     if os.environ.get(VIRTUAL_VARIABLE):
         import torch  # noqa: F401 - the import starts the virtual device of the variable
     listed = [find_device(name) for name in registry.backends]
-    return [*listed, *(describe_broken(plugin) for plugin in registry.broken)]
+    return [*listed, *(make_broken_device(plugin) for plugin in registry.broken)]
 
 
 def register_virtual(sheet: Sheet, count: int) -> None:
@@ -116,9 +122,9 @@ def find_device(name: str | DeviceSpec) -> Device:
     """Return the availability of one kind of device."""
     device_name = DeviceSpec.parse(name, load_registry()).name
     if device_name in _VIRTUAL:
-        return describe_virtual(*_VIRTUAL[device_name])
+        return make_virtual_device(*_VIRTUAL[device_name])
     origin = load_registry().backend(device_name).origin
-    return examine(sheet(device_name), this_machine(), _read_names(device_name), origin, device_name)
+    return check_availability(sheet(device_name), this_machine(), _read_names(device_name), origin, device_name)
 
 
 def is_available(name: str | torch.device | DeviceSpec) -> bool:

@@ -79,6 +79,7 @@ def randn(
     else:
         _check_generators(size, generator)
         noise = torch.cat([_draw((1, *size[1:]), entry, source) for entry in generator])
+    # Cast before the copy: half precision copies half the bytes.
     return noise.to(adjusted).to(target)
 
 
@@ -151,9 +152,10 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
         raise UsageError(
             f"{generators!r} is neither a generator nor a list of them", hint="use torch.Generator().manual_seed(7)"
         )
+    # As in diffusers' randn_tensor, the first dimension is the batch.
     if not size or len(generators) != size[0]:
         raise UsageError(
-            f"{len(generators)} generators were passed for the shape {size}",
+            f"{len(generators)} generators were given for the shape {size}",
             hint="pass one generator, or a list with one per image of the batch",
         )
 

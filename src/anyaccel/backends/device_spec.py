@@ -53,10 +53,12 @@ class DeviceSpec:
         if text.lower() == AUTO:
             return cls(name=AUTO, given_by=given_by)
         virtual = text.lower().startswith(VIRTUAL_PREFIX)
+        # The part before the first comma is name[:suffix]; virtual devices have options after it.
         head, *options = (text[len(VIRTUAL_PREFIX) :] if virtual else text).split(",")
         word, colon, suffix = head.partition(":")
         if _WORD.fullmatch(word.lower()) is None:
             raise _invalid(text, given_by, "it has no name" if not word else f"{word!r} is not a name")
+        # Names, aliases and products share one namespace, which tests keep free of duplicates.
         name, product = registry.find_name(word.lower(), given_by)
         spec = cls(name=name, product=product, virtual=virtual, given_by=given_by)
         if colon:
@@ -120,6 +122,7 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
     word = spec.product or spec.name
     if _NUMBER.fullmatch(suffix):  # mps:1.5, or an index that is too long
         raise _invalid(text, spec.given_by, f"{suffix!r} is not an index", f"did you mean {spec.name}:{suffix}GiB?")
+    # Only validated here. The size is kept as written, so the spec prints like the input.
     try:
         parse_size(suffix)
     except UsageError:
@@ -156,6 +159,7 @@ def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Reg
             spec = _read_memory(spec, value, text, registry)
         else:
             spec = replace(spec, strict=True)
+    # After all options: the count may follow other options, and the index precedes them.
     if spec.count is not None:
         spec.require_count()
     return spec
@@ -174,6 +178,7 @@ def _read_memory(spec: DeviceSpec, value: str, text: str, registry: Registry) ->
     """Return the spec with a memory size, or with the memory and limits of a product."""
     if spec.product is not None:
         raise _invalid(text, spec.given_by, f"{spec.product} is a product with a fixed memory size")
+    # memory=gaudi2 also applies the limits of that product, unlike memory=96GB.
     if value.lower() in registry.list_products(spec.name):
         return replace(spec, product=value.lower())
     parse_size(value)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Memory", "Recorder"]
 
+# Captures one run of a function; returns its result and a function that replays the graph into the same tensors.
 Record: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
-"""Captures one run of a function; returns its result and a function that replays the graph into the same tensors."""
+# torch caches pinned memory until the process exits, so large tensors such as videos are not pinned.
 _MAX_PINNED_BYTES = 64 * 2**20
-"""torch caches pinned memory until the process exits, so large tensors such as videos are not pinned."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Recorder:
     """Captures work of a device as a graph for replay."""
 
     record: Record
-    warm: int = 2
+    warmup_runs: int = 2
     """Warm-up runs per shape before the capture, in which libraries select kernels and allocate workspaces."""
     off: float = 2e-2
     """The largest accepted relative error of the first replay against the eager result."""
@@ -61,7 +61,7 @@ class Recorder:
 class Driver:
     """Operations on the devices of one sheet; by default through `torch.get_device_module`."""
 
-    marks = False
+    has_events = False
     """Whether the device has events and side streams, so `record_event` waits only for earlier work."""
 
     def __init__(self, sheet: Sheet) -> None:
@@ -116,13 +116,13 @@ class Driver:
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a CPU tensor to the device, without blocking if the device supports it."""
         # A non-blocking copy needs pinned memory: from pageable memory it waits for earlier work on the device.
-        if not self.marks or tensor.nbytes > _MAX_PINNED_BYTES:
+        if not self.has_events or tensor.nbytes > _MAX_PINNED_BYTES:
             return tensor.to(device)
         return tensor.pin_memory().to(device, non_blocking=True)
 
     def side_stream(self, index: int) -> AbstractContextManager[Any]:
         """Return a context in which work is enqueued on a separate stream, concurrently with earlier work."""
-        if not self.marks:
+        if not self.has_events:
             return nullcontext()
         module = self.module()
         if index not in self._side_streams:

@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 FORMAT = 1
+# The directory of the files in the repository.
 FOLDER = "src/anyaccel/backends/verified"
-"""The directory of the files in the repository."""
 _PACKAGED = Path(__file__).parent / "verified"
 _WRITE_AGAIN = "write a new one with anyaccel devices NAME --verify"
 
+# The result against the sheet; `new` if the sheet has no answer.
 Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
-"""The result against the sheet; `new` if the sheet has no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +148,7 @@ def read_verification(text: str, name: str) -> Verification:
         raise AnyaccelError(
             f"{name} has the format version {version}, but this version of anyaccel reads {FORMAT}", hint=_WRITE_AGAIN
         )
+    # Protects against accidental edits. It is not a signature.
     if verification.digest != digest:
         raise AnyaccelError(
             f"{name} was changed after it was written: its digest does not match its content",
@@ -195,12 +196,14 @@ def load_verifications(folder: Path = _PACKAGED) -> Mapping[str, Verification]:
 def merge_evidence(sheet: Sheet, verifications: Mapping[str, Verification]) -> Sheet:
     """Return the sheet with verification results: confirmed, contradicted and newly answered claims."""
     for file, verification in verifications.items():
+        # Virtual devices enforce the sheet itself, so they cannot confirm it.
         if verification.device != sheet.name or verification.virtual:
             continue
         claims = dict(sheet.claims())
         changes = {
             finding.claim: _merge_finding(claims[finding.claim], finding, verification, file)
             for finding in verification.findings
+            # A claim may have been removed or renamed since the file was written.
             if finding.claim in claims and finding.verdict != "not tried"
         }
         sheet = sheet.with_claims(changes)
@@ -214,6 +217,7 @@ def _merge_finding(claim: Claim | Unknown, finding: Finding, verification: Verif
     if isinstance(claim, Unknown):
         return _answer(claim, finding, entry)
     claim = replace(claim, seen_on=(*claim.seen_on, entry))
+    # A contradicted limit stays active: one device does not prove it wrong for all products and versions.
     if not entry.agrees:
         return replace(claim, contradicted_by=claim.contradicted_by or file) if isinstance(claim, Limit) else claim
     # A device to which a conditional limit does not apply confirms the condition, not the limit.

@@ -6,14 +6,14 @@ import functools
 import platform
 import time
 
-from anyaccel.storage.cache_dir import keep_fact, read_fact
+from anyaccel.storage.cache_dir import read_fact, store_fact
 
 __all__ = ["measure_half_precision"]
 
 _SIZE = 256
 _ROUNDS = 3
+# A dtype that takes longer than this for one round is not repeated: it is far too slow.
 _TIMEOUT_S = 0.25
-"""A dtype that takes longer than this for one round is not repeated: it is far too slow."""
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def measure_half_precision() -> dict[str, float]:
         return {str(name): float(share) for name, share in cached.items()}
     full = _time("float32")
     shares = {name: round(_time(name) / full, 3) for name in ("bfloat16", "float16")}
-    keep_fact("half_precision.json", key, shares)
+    store_fact("half_precision.json", key, shares)
     return shares
 
 

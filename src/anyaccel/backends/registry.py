@@ -23,8 +23,8 @@ from anyaccel.errors import PluginError, UnknownDeviceError, nearest
 __all__ = ["GROUP", "Backend", "BrokenPlugin", "Registry", "load_registry"]
 
 GROUP = "anyaccel.backends"
+# The syntax of a device name.
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-"""The syntax of a device name."""
 BUILT_IN = "anyaccel"
 
 
@@ -81,6 +81,7 @@ class Registry:
     def find_name(self, word: str, given_by: str = "") -> tuple[str, str | None]:
         """Return the sheet's name, and the product if `word` is one: `("hpu", "gaudi2")` for `gaudi2`."""
         sheets = [sheet for backend in self.backends.values() for sheet in backend.sheets]
+        # Device names win over aliases and products of other sheets, which plugins may define.
         for sheet in sheets if word not in self.names() else ():
             if word in self.list_products(sheet.name):
                 return sheet.name, word
@@ -120,7 +121,7 @@ class Registry:
         others = [name for sheet in sheets for name in (*sheet.aliases, *(product.name for product in sheet.products))]
         return nearest(word, self.names(), also=others)
 
-    def refuse_conflicts(self) -> None:
+    def check_conflicts(self) -> None:
         """Raise if several plugins claim the same name."""
         for name in self.conflicts:
             self._check_conflict(name)
@@ -159,6 +160,7 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
 
 
 def _find_built_in() -> list[Backend]:
+    # A new module in devices/ is found without being listed anywhere.
     package = importlib.import_module(f"{__package__}.devices")
     modules = [
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -175,6 +177,7 @@ def _merge_verifications(backend: Backend) -> Backend:
 
 
 def _load_plugin(entry_point: importlib.metadata.EntryPoint) -> Backend | BrokenPlugin:
+    # `dist` is None for entry points that are not from an installed distribution, as in tests.
     origin = entry_point.dist.name if entry_point.dist else entry_point.value
     try:
         loaded = entry_point.load()
@@ -196,7 +199,7 @@ def _find_problem(loaded: object, where: str) -> str:
                 rule = "use lower-case letters, digits and _, starting with a letter"
                 return f"{sheet.name!r} is not a valid device name: {rule}"
             probe_sheet(sheet)
-        loaded.driver(loaded.sheet)
+        loaded.driver(loaded.sheet)  # the constructor must not raise either
     except Exception as error:  # noqa: BLE001 - a plugin's data may raise anything
         return f"{type(error).__name__}: {error}"
     return ""

@@ -68,11 +68,12 @@ class ArchitectureIs(Requirement):
 
     @property
     def requires(self) -> str:
-        return f"a {' or '.join(self.architectures)} build of Python"
+        return f"Python for {' or '.join(self.architectures)}"
 
     def unmet(self, machine: Machine) -> str | None:
         if machine.architecture in self.architectures:
             return None
+        # Under Rosetta, the Mac itself would support MPS, which is worth mentioning.
         translated = " under Rosetta" if machine.translated else ""
         return f"requires {self.requires}, not {machine.architecture}{translated}"
 
@@ -96,6 +97,7 @@ class VersionIs(Requirement):
         text = machine.versions.get(self.subject)
         if text is None:
             return f"requires {self.requires}, which is not installed"
+        # A pre-release of the required version is accepted: nightlies have its features.
         version = read_version(text)
         if version is not None and SpecifierSet(self.wanted).contains(version, prereleases=True):
             return None
@@ -136,6 +138,7 @@ class BuiltFor(Requirement):
         return f"a torch build for {' or '.join(_BUILD_NAMES.get(build, build) for build in self.builds)}"
 
     def unmet(self, machine: Machine) -> str | None:
+        # ROCm builds set torch.version.hip, not torch.version.cuda, although the device type is cuda.
         if any(machine.torch_builds.get(build) for build in self.builds):
             return None
         torch = machine.versions.get("torch")

@@ -123,6 +123,7 @@ class MemoryTerms(Claim):
 
     def usable_bytes(self, total: int) -> int:
         """Return the bytes usable for tensors of a nominal memory size."""
+        # For example macOS lets the GPU use two thirds of small memories and three quarters of large ones.
         share = next(share for most, share in self.shares if most is None or total <= most)
         return max(0, int(total * share) - self.kept_bytes)
 
@@ -270,6 +271,7 @@ class Sheet:
     def adjusted_dtype(self, name: str) -> str:
         """Return the dtype to use instead of `name`: `float32` for `float64` on a device without it."""
         answer = self.dtype(name)
+        # An open condition changes no dtype: float16 on hpu stays until the product is known.
         if isinstance(answer, DtypeLimit) and not answer.conditional and answer.becomes:
             return answer.becomes
         return name
@@ -298,6 +300,7 @@ class Sheet:
 
     def claims(self) -> Iterator[tuple[str, Claim | Unknown]]:
         """Yield all claims with their names: `("dtypes.float64", DtypeLimit(…))`."""
+        # Walking the fields finds new kinds of claims without a list to maintain.
         for field in fields(self):
             yield from _walk(field.name, getattr(self, field.name))
 
@@ -339,6 +342,7 @@ def _walk(path: str, value: object) -> Iterator[tuple[str, Claim | Unknown]]:
 
 
 def _label(item: object, index: int) -> str:
+    # Evidence files refer to these names: an index is stable only while the order of the sheet is.
     return getattr(item, "name", "") or getattr(item, "of", "") or str(index)
 
 
@@ -367,7 +371,7 @@ def _resolve(value: Any, product: str | None, versions: Mapping[str, str]) -> An
         verdict = value.applies(product, versions)
         if verdict is None:
             return value
-        if verdict:
+        if verdict:  # without conditions it counts as certain from now on
             return replace(value, only_on=(), only_if=())
         return Yes(says=f"Does not apply here: {value.says}", source=value.source, evidence="inferred")
     if isinstance(value, Dtypes):

@@ -59,15 +59,15 @@ _SECTIONS = {
 }
 
 _OBSERVED = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
+# Fields with names that users type, so underscores are kept.
 _IDENTIFIER_FIELDS = ("dtypes", "variables", "operations", "quirks")
-"""Fields with names that users type, so underscores are kept."""
 
 
 @dataclass(frozen=True)
 class SheetRow:
     """One claim as text."""
 
-    matter: str
+    subject: str
     verdict: str
     """`yes`, `error`, `narrowed → float32`, `not known`."""
     says: str
@@ -91,8 +91,8 @@ def describe_sheet(sheet: Sheet) -> list[SheetSection]:
     sections: dict[str, list[SheetRow]] = {}
     for name, claim in sheet.claims():
         field, _, entry = name.partition(".")
-        matter = entry if field in _IDENTIFIER_FIELDS else (entry or field).replace("_", " ")
-        sections.setdefault(_SECTIONS[field], []).append(_make_row(matter, claim))
+        subject = entry if field in _IDENTIFIER_FIELDS else (entry or field).replace("_", " ")
+        sections.setdefault(_SECTIONS[field], []).append(_make_row(subject, claim))
     return [SheetSection(title, tuple(rows)) for title, rows in sections.items()]
 
 
@@ -102,16 +102,17 @@ def sheet_as_json(sheet: Sheet) -> dict[str, Any]:
     return plain
 
 
-def _make_row(matter: str, claim: Claim | Unknown) -> SheetRow:
+def _make_row(subject: str, claim: Claim | Unknown) -> SheetRow:
     if isinstance(claim, Unknown):
-        return SheetRow(matter, "not known", claim.says, "", "")
+        return SheetRow(subject, "not known", claim.says, "", "")
+    # Requirements have no names of their own, only indices.
     if isinstance(claim, Requirement):
-        matter = claim.requires
+        subject = claim.requires
     says = f"{claim.says} Instead: {claim.hint}." if isinstance(claim, Limit) and claim.hint else claim.says
     says = " ".join([says, *(_format_evidence(entry) for entry in claim.seen_on)])
     contradicted = claim.contradicted_by if isinstance(claim, Limit) else ""
     files = tuple(entry.file for entry in claim.seen_on)
-    return SheetRow(matter, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
+    return SheetRow(subject, _verdict(claim), says, claim.evidence, claim.source, contradicted, files)
 
 
 def _format_evidence(entry: EvidenceEntry) -> str:
@@ -127,6 +128,7 @@ def _verdict(claim: Claim) -> str:
         return _product_verdict(claim)
     if isinstance(claim, MemoryTerms):
         return _memory_verdict(claim)
+    # getattr, because all texts are built before the class of the claim is checked.
     verdicts: list[tuple[type[Claim], str]] = [
         (Yes, "yes"),
         (Quantization, f"{getattr(claim, 'bits', 0):g} bits per weight"),
@@ -163,11 +165,12 @@ def _memory_verdict(terms: MemoryTerms) -> str:
 def _product_verdict(product: Product) -> str:
     memory = "memory varies" if product.memory_bytes is None else f"{product.memory_bytes / 2**30:.0f} GiB"
     count = "" if product.per_server is None else f", {product.per_server} per server"
-    return f"{memory}{count}" if product.native else f"{memory}{count}; cannot run here: {product.software}"
+    return f"{memory}{count}" if product.native else f"{memory}{count}; not supported: {product.software}"
 
 
 def _format_power(amount: int) -> str:
     """Return `2**32` for 4294967296 and 4294967295."""
+    # Limits are documented both as 2**32 and as the largest value below it.
     for value in (amount, amount + 1):
         if value > 0 and value & (value - 1) == 0:
             return f"2**{value.bit_length() - 1}"
@@ -177,6 +180,7 @@ def _format_power(amount: int) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        # The class distinguishes Yes, Limit and Unknown, and JSON would lose it.
         kind = {"kind": type(value).__name__} if isinstance(value, Claim | Unknown) else {}
         return kind | plain
     if isinstance(value, Iterable) and not isinstance(value, str):

@@ -17,4 +17,5 @@ def is_host(device: torch.device | str) -> bool:
 
 def is_on(device: torch.device | str, kind: str) -> bool:
     """Return whether a device has a type: `is_on(tensor.device, "cuda")`. Strings such as `cuda:1` are accepted."""
+    # Not torch.device(device): torch rejects types of plugins that are not imported.
     return (device.partition(":")[0] if isinstance(device, str) else device.type) == kind

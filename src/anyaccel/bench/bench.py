@@ -18,8 +18,8 @@ from anyaccel.processes.json_line_worker import JsonLineWorker
 __all__ = ["measure_file_psnr", "run_bench", "run_together"]
 
 ProgressCallback = Callable[[str], None]
+# Images before the measurement: the first compiles, the next ones capture graphs.
 _WARMUP_IMAGES = 3
-"""Images before the measurement: the first compiles, the next ones capture graphs."""
 
 
 class _Variant:
@@ -53,12 +53,12 @@ class _Variant:
         return "error" in self.row
 
 
-def run_bench(case: BenchCase, *, rounds: int = 5, tell: ProgressCallback = lambda text: None) -> dict[str, Any]:
+def run_bench(case: BenchCase, *, rounds: int = 5, on_progress: ProgressCallback = lambda text: None) -> dict[str, Any]:
     """Return one row: median, spread, peak memory and first image of each variant, and the ratios of their times.
 
     Raises if a variant fails; `run_together` measures the others instead.
     """
-    [row] = run_together([case], rounds=rounds, at_once=False, tell=tell)
+    [row] = run_together([case], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
     for result in (row, *row.get("variants", {}).values()):
         if "error" in result:
             raise NotMeasurableError(result["error"], hint=result["hint"])
@@ -66,9 +66,13 @@ def run_bench(case: BenchCase, *, rounds: int = 5, tell: ProgressCallback = lamb
 
 
 def run_together(
-    cases: Sequence[BenchCase], *, rounds: int = 5, at_once: bool = True, tell: ProgressCallback = lambda text: None
+    cases: Sequence[BenchCase],
+    *,
+    rounds: int = 5,
+    concurrent_warmup: bool = True,
+    on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per case. With `at_once` all variants warm up concurrently; they are measured one after another.
+    """Yield one row per case. With `concurrent_warmup` all variants warm up concurrently; they are measured one after another.
 
     The result of a failed variant has `error`, `hint` and `details`; if all variants failed, so has the row.
     """
@@ -89,27 +93,27 @@ def run_together(
                 stack.callback(variant.worker.kill)
                 variant.worker.send("warm")
                 variants.append(variant)
-                if not at_once:
-                    _wait_for_warmup(variant, case, tell)
+                if not concurrent_warmup:
+                    _wait_for_warmup(variant, case, on_progress)
             started.append((case, variants, case_folder))
-        if at_once:
+        if concurrent_warmup:
             for case, variants, _ in started:
                 for variant in variants:
-                    _wait_for_warmup(variant, case, tell)
+                    _wait_for_warmup(variant, case, on_progress)
         for case, variants, case_folder in started:
-            yield _measure(case, variants, case_folder, rounds, tell)
+            yield _measure(case, variants, case_folder, rounds, on_progress)
             # Frees the device memory for the next case.
             for variant in variants:
                 variant.worker.kill()
 
 
-def _wait_for_warmup(variant: _Variant, case: BenchCase, tell: ProgressCallback) -> None:
-    tell(f"{case.title or case.model}: {variant.name}, first images")
+def _wait_for_warmup(variant: _Variant, case: BenchCase, on_progress: ProgressCallback) -> None:
+    on_progress(f"{case.title or case.model}: {variant.name}, first images")
     variant.row |= variant.receive()
 
 
 def _measure(
-    case: BenchCase, variants: list[_Variant], folder: Path, rounds: int, tell: ProgressCallback
+    case: BenchCase, variants: list[_Variant], folder: Path, rounds: int, on_progress: ProgressCallback
 ) -> dict[str, Any]:
     head = {"title": case.title or case.model, "model": case.model, "call": case.call, "dtype": case.dtype,
             "random_weights": case.random, "rounds": rounds, "floor_s": case.floor_s}  # fmt: skip
@@ -117,7 +121,7 @@ def _measure(
     for index in range(rounds):
         running = [variant for variant in variants if not variant.failed]
         if running:
-            tell(f"{head['title']}: round {index + 1} of {rounds}")
+            on_progress(f"{head['title']}: round {index + 1} of {rounds}")
         # Each round starts with another variant, so that none always runs on a warmer device.
         first = index % max(1, len(running))
         for variant in running[first:] + running[:first]:

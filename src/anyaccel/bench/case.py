@@ -10,8 +10,8 @@ __all__ = ["FAST", "OURS", "STOCK", "USUAL", "VARIANTS", "BenchCase"]
 STOCK = ("stock eager", "stock compiled")
 OURS, FAST = "anyaccel", "anyaccel fast"
 VARIANTS = (*STOCK, OURS, FAST)
+# Default variants of a case.
 USUAL = (*STOCK, OURS)
-"""Default variants of a case."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from anyaccel.tracing.meta_pipeline import build_components
 __all__ = ["KINDS", "drawing_in_float32", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
+# Components with weights in a random pipeline: the denoiser under either name, and the autoencoder.
 KINDS = ("unet", "transformer", "vae")
-"""Components with weights in a random pipeline: the denoiser under either name, and the autoencoder."""
 
 
 def make_pipeline(case: BenchCase, variant: str) -> Any:

@@ -7,12 +7,12 @@ from typing import Any
 
 from anyaccel.units import readable
 
-__all__ = ["describe_bench"]
+__all__ = ["format_bench"]
 
 _BAR_WIDTH = 30
 
 
-def describe_bench(rows: list[dict[str, Any]]) -> Iterator[str]:
+def format_bench(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table."""
     for row in rows:
         yield f"{row['title']}{', random weights' if row['random_weights'] else ''}"

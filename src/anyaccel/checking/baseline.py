@@ -1,4 +1,4 @@
-"""A baseline: an earlier report, whose findings are known, so that only new ones are told."""
+"""Baselines: an earlier report with accepted findings; a check then fails only on new ones."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from anyaccel.errors import UsageError
 
 __all__ = ["drop_known_failures", "read_baseline"]
 
-Key = tuple[str, str, str, str]
+# Device, limit, file name and source text. There is no line number, so a line may move.
+FindingKey = tuple[str, str, str, str]
 
 
-def read_baseline(path: str) -> Counter[Key]:
-    """What is known: how many lines of each text meet each limit in each file, on each device.
-
-    A line is known by its text, so that it may move.
-    """
+def read_baseline(path: str) -> Counter[FindingKey]:
+    """Read the JSON report at `path` and return how often each finding occurs in it."""
     try:
+        # File names instead of paths: the baseline may come from another checkout.
         devices = json.loads(Path(path).read_text(encoding="utf-8"))["devices"]
-        return Counter(_key(name, one) for name, device in devices.items() for one in device["violations"])
+        return Counter(_make_key(name, entry) for name, device in devices.items() for entry in device["violations"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is no report of an earlier check: {error}", hint=f"anyaccel check … --json > {path}"
+            f"{path} is not a report of an earlier check: {error}", hint=f"anyaccel check … --json > {path}"
         ) from error
 
 
-def _key(device: str, one: dict[str, Any]) -> Key:
-    return device, str(one["limit"]), Path(str(one["file"])).name, str(one["code"])
+def _make_key(device: str, entry: dict[str, Any]) -> FindingKey:
+    return device, str(entry["limit"]), Path(str(entry["file"])).name, str(entry["code"])
 
 
-def drop_known_failures(report: Report, known: Counter[Key]) -> Report:
-    """The report with what is new alone; a picture that is another, and a run that stops, are always told."""
-    left = Counter(known)
-    devices = {name: _leave_out(one, left) for name, one in report.devices.items()}
-    count = sum(len(one.violations) for one in report.devices.values())
-    count -= sum(len(one.violations) for one in devices.values())
-    notes = (*report.notes, f"{count} findings of the baseline are left out") if count else report.notes
+def drop_known_failures(report: Report, known: Counter[FindingKey]) -> Report:
+    """Return the report without the findings of a baseline. A wrong image or a failed run is always reported."""
+    remaining = Counter(known)
+    devices = {name: _drop_known(device, remaining) for name, device in report.devices.items()}
+    count = sum(len(device.violations) for device in report.devices.values())
+    count -= sum(len(device.violations) for device in devices.values())
+    notes = (*report.notes, f"findings hidden by the baseline: {count}") if count else report.notes
     return replace(report, devices=devices, notes=notes)
 
 
-def _leave_out(device: DeviceReport, left: Counter[Key]) -> DeviceReport:
+def _drop_known(device: DeviceReport, remaining: Counter[FindingKey]) -> DeviceReport:
     new: list[Violation] = []
-    for one in device.violations:
-        key = (device.device, one.limit, Path(one.file).name, one.code)
-        if left[key] > 0:
-            left[key] -= 1
+    for violation in device.violations:
+        key = (device.device, violation.limit, Path(violation.file).name, violation.code)
+        # Each baseline entry hides one finding: a second copy of the same line is new.
+        if remaining[key] > 0:
+            remaining[key] -= 1
         else:
-            new.append(one)
+            new.append(violation)
     return replace(device, violations=tuple(new), known=len(device.violations) - len(new))

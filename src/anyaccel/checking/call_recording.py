@@ -1,4 +1,4 @@
-"""Recording what every model of a pipeline is given and gives, so that another device can be held against it."""
+"""Recording of every model call of a pipeline, to compare the calls on another device with it."""
 
 from __future__ import annotations
 
@@ -14,166 +14,173 @@ from anyaccel.forward_overrides import Slot, remove_override, set_override
 
 __all__ = ["Comparison", "RecordedCall", "comparing", "find_tensors", "recording"]
 
+# Methods besides `forward` that pipelines call on their models.
 _METHODS = ("encode", "decode")
-"""What pipelines call on their models besides `forward`."""
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of one model: the tensors that went in and came out, on the host."""
+    """Input and output tensors of one model call, copied to the CPU."""
 
     name: str
-    """`unet`, `vae.decode`."""
-    given: tuple[torch.Tensor, ...]
-    made: tuple[torch.Tensor, ...]
+    """Component, and method if it is not `forward`: `unet`, `vae.decode`."""
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call on the device beside the one on the host."""
+    """One model call on the device, compared with the recorded call on the CPU."""
 
     name: str
     index: int
-    """Which call of this model it is; for a denoiser, the step."""
-    alone: float | None
-    """The relative error with the host's inputs; None where the calls cannot be compared."""
-    along: float | None
-    """The relative error with the device's own inputs: what has added up so far."""
+    """Number of the call of this model; for a denoiser, the step."""
+    isolated_error: float | None
+    """Relative error with the CPU's inputs; None if the calls cannot be compared."""
+    accumulated_error: float | None
+    """Relative error with the device's own inputs, which includes the errors of earlier calls."""
     finite: bool
 
 
 @contextmanager
 def recording(pipe: Any) -> Iterator[list[RecordedCall]]:
-    """Keep every call of every model of a pipeline, in order."""
+    """Record every model call of a pipeline, in order."""
     calls: list[RecordedCall] = []
 
-    def keep(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tuple(_to_host(one) for one in find_tensors((args, kwargs)))
-        made = call(*args, **kwargs)
-        calls.append(RecordedCall(name, given, tuple(_to_host(one) for one in find_tensors(made))))
-        return made
+    def record(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Copy the inputs first, because the call may change them in place.
+        inputs = tuple(_copy_to_cpu(tensor) for tensor in find_tensors((args, kwargs)))
+        output = call(*args, **kwargs)
+        calls.append(RecordedCall(name, inputs, tuple(_copy_to_cpu(tensor) for tensor in find_tensors(output))))
+        return output
 
-    with _listening(pipe, keep):
+    with _intercepting(pipe, record):
         yield calls
 
 
 @contextmanager
 def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparison]]:
-    """Hold every call of every model against a recorded one, twice: with the recorded inputs, and with its own."""
-    found: list[Comparison] = []
+    """Compare every model call of a pipeline with the recorded one, on the recorded inputs and on its own inputs."""
+    comparisons: list[Comparison] = []
     counts: dict[str, int] = {}
 
     def compare(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = counts.get(name, 0)
         counts[name] = index + 1
-        other = next((one for at, one in enumerate(_of(expected, name)) if at == index), None)
-        alone = None
-        if other is not None:
-            replaced = _replace((args, kwargs), other.given)
+        reference = next((recorded for at, recorded in enumerate(_calls_of(expected, name)) if at == index), None)
+        isolated_error = None
+        if reference is not None:
+            replaced = _replace_tensors((args, kwargs), reference.inputs)
             if replaced is not None:
-                again_args, again_kwargs = replaced
-                alone = _error(other.made, find_tensors(call(*again_args, **again_kwargs)))
-        made = call(*args, **kwargs)
-        tensors = list(find_tensors(made))
-        along = _error(other.made, tensors) if other is not None else None
-        finite = all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point())
-        found.append(Comparison(name, index, alone, along, finite))
-        return made
+                cpu_args, cpu_kwargs = replaced
+                isolated_error = _relative_error(reference.outputs, find_tensors(call(*cpu_args, **cpu_kwargs)))
+        # The pipeline continues with the output for its own inputs, so its run is unchanged.
+        output = call(*args, **kwargs)
+        tensors = list(find_tensors(output))
+        accumulated_error = _relative_error(reference.outputs, tensors) if reference is not None else None
+        finite = all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
+        comparisons.append(Comparison(name, index, isolated_error, accumulated_error, finite))
+        return output
 
-    with _listening(pipe, compare):
-        yield found
+    with _intercepting(pipe, compare):
+        yield comparisons
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside lists, tuples, mappings and outputs of diffusers and transformers, in a fixed order."""
+    """Yield the tensors in lists, tuples, mappings and diffusers or transformers outputs, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from find_tensors(part)
+        for item in value.values():
+            yield from find_tensors(item)
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from find_tensors(part)
+        for item in value:
+            yield from find_tensors(item)
     elif hasattr(value, "parameters") and isinstance(getattr(value, "mean", None), torch.Tensor):
-        yield value.mean  # the distribution that an autoencoder gives
+        yield value.mean  # the latent distribution of `AutoencoderKL.encode`
 
 
-Listener = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Interceptor = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
-def _listening(pipe: Any, listener: Listener) -> Iterator[None]:
-    """Let a listener make every call of every model of a pipeline; calls within calls are the model's own matter."""
-    inside: list[str] = []
+def _intercepting(pipe: Any, interceptor: Interceptor) -> Iterator[None]:
+    """Route every outermost model call of a pipeline through `interceptor`."""
+    active: list[str] = []
 
-    def listen(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if inside:
+    def intercept(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A call inside another one belongs to it: `vae.decode` may call `vae.forward`.
+        if active:
             return call(*args, **kwargs)
-        inside.append(name)
+        active.append(name)
         try:
-            return listener(name, call, args, kwargs)
+            return interceptor(name, call, args, kwargs)
         finally:
-            inside.clear()
+            active.clear()
 
     with ExitStack() as stack:
         for name, component in pipe.components.items():
             if not isinstance(component, torch.nn.Module):
                 continue
-            set_override(component, Slot.RECORDING, functools.partial(listen, name))
+            set_override(component, Slot.RECORDING, functools.partial(intercept, name))
             stack.callback(remove_override, component, Slot.RECORDING)
             for method in _METHODS:
                 if callable(getattr(component, method, None)):
-                    stack.enter_context(_replacing(component, method, functools.partial(listen, f"{name}.{method}")))
+                    replacement = functools.partial(intercept, f"{name}.{method}")
+                    stack.enter_context(_replacing_method(component, method, replacement))
         yield
 
 
 @contextmanager
-def _replacing(component: torch.nn.Module, method: str, listen: Callable[..., Any]) -> Iterator[None]:
-    before, call = vars(component).get(method), getattr(component, method)
-    vars(component)[method] = lambda *args, **kwargs: listen(call, args, kwargs)
+def _replacing_method(component: torch.nn.Module, method: str, intercept: Callable[..., Any]) -> Iterator[None]:
+    # `vars` instead of `setattr`: the instance attribute shadows the method without touching the class.
+    previous, call = vars(component).get(method), getattr(component, method)
+    vars(component)[method] = lambda *args, **kwargs: intercept(call, args, kwargs)
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del vars(component)[method]
         else:
-            vars(component)[method] = before
+            vars(component)[method] = previous
 
 
-def _of(calls: list[RecordedCall], name: str) -> Iterator[RecordedCall]:
+def _calls_of(calls: list[RecordedCall], name: str) -> Iterator[RecordedCall]:
     return (call for call in calls if call.name == name)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _replace(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | None:
-    """The same arguments with the recorded numbers, where and in the type in which these are; None if they differ."""
+def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | None:
+    """Return the arguments with recorded values in their own dtypes and devices, or None if the shapes differ."""
     own = list(find_tensors(value))
-    if [one.shape for one in own] != [one.shape for one in recorded]:
+    if [tensor.shape for tensor in own] != [tensor.shape for tensor in recorded]:
         return None
-    left = iter(recorded)
+    remaining = iter(recorded)
 
-    def change(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return next(left).to(part.dtype).to(part.device)
-        if type(part) in (list, tuple):
-            return type(part)(change(one) for one in part)
-        return {name: change(one) for name, one in part.items()} if type(part) is dict else part
+    def replace(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            # Cast on the CPU: some devices do not have the dtype that was recorded.
+            return next(remaining).to(item.dtype).to(item.device)
+        if type(item) in (list, tuple):
+            return type(item)(replace(element) for element in item)
+        return {name: replace(element) for name, element in item.items()} if type(item) is dict else item
 
-    changed = change(value)
-    return changed if next(left, None) is None else None
+    replaced = replace(value)
+    # Tensors in other containers were found but not replaced; then nothing can be compared.
+    return replaced if next(remaining, None) is None else None
 
 
-def _error(expected: tuple[torch.Tensor, ...], seen: Any) -> float | None:
-    """The largest relative error (of the norm) of any tensor; None where the shapes are others."""
-    pairs = list(zip(expected, seen, strict=False))
-    if len(pairs) != len(expected) or any(one.shape != other.shape for one, other in pairs):
+def _relative_error(expected: tuple[torch.Tensor, ...], actual: Any) -> float | None:
+    """Return the largest relative error (of the norm) of any tensor, or None if the shapes differ."""
+    pairs = list(zip(expected, actual, strict=False))
+    if len(pairs) != len(expected) or any(reference.shape != tensor.shape for reference, tensor in pairs):
         return None
     errors = []
-    for one, other in pairs:
-        if one.is_floating_point() and one.numel():
-            here, there = one.double(), other.detach().cpu().double()
-            errors.append(float((here - there).norm() / here.norm().clamp(min=1e-12)))
+    for reference, tensor in pairs:
+        if reference.is_floating_point() and reference.numel():
+            exact, other = reference.double(), tensor.detach().cpu().double()
+            errors.append(float((exact - other).norm() / exact.norm().clamp(min=1e-12)))
     return max(errors, default=0.0)

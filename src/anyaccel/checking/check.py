@@ -1,4 +1,4 @@
-"""`anyaccel.check`: whether a pipeline is portable and, if not, which lines keep it from being so."""
+"""`anyaccel.check`: whether a pipeline is portable, and which lines of code are not."""
 
 from __future__ import annotations
 
@@ -24,43 +24,45 @@ def check(
     *,
     plain: bool = False,
     strict: bool = False,
-    compile: bool = False,  # noqa: A002 - it is what the option is called everywhere
-    told: OnReport | None = None,
+    compile: bool = False,  # noqa: A002 - the name of this option everywhere else
+    on_report: OnReport | None = None,
     **call: Any,
 ) -> Report:
-    """Run a pipeline on virtual devices and report every line that a device would not take: `check(pipe, "mps")`.
+    """Run a pipeline on virtual devices and report every line that hits a device limit: `check(pipe, "mps")`.
 
-    A pipeline, the folder of one (its config files are enough: the same architecture is built small), the name of a
-    recipe, or `package.module:function`. `plain` checks diffusers alone, without anyaccel; `strict` stops where the
-    device would; `told` hears of each device as soon as it is done. Every further keyword goes to the pipeline's call.
+    The first argument is a pipeline, a model folder (configs are enough: a small model with the same architecture is
+    built), a recipe name, or `package.module:function`. `plain` checks diffusers without anyaccel. `strict` raises
+    where the device would. `on_report` is called with the report of each device when it is finished. Further keyword
+    arguments go to the pipeline call.
     """
     if plain and compile:
-        raise UsageError("plain diffusers compiles nothing by itself", hint="leave one of the two out")
+        raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="use one of the two")
     devices = find_devices(device)
     if not can_fork():
         options = {"plain": plain, "strict": strict, "compile": compile}
         return check_in_fresh_process(
-            CheckTask(subject=pipeline_or_model, devices=tuple(devices), options=options, call=call)
+            CheckTask(target=pipeline_or_model, devices=tuple(devices), options=options, call=call)
         )
-    subject = read_target(pipeline_or_model, call)
-    ways = CheckMode(placed=not plain, strict=strict, compiled=compile)
-    found = run_on_devices(subject.recipe, devices, ways, told)
+    target = read_target(pipeline_or_model, call)
+    mode = CheckMode(placed=not plain, strict=strict, compiled=compile)
+    reports = run_on_devices(target.recipe, devices, mode, on_report)
     return Report(
-        subject=subject.name,
-        pipeline=subject.recipe.pipeline,
-        devices={one.device: one for one in found},
-        notes=subject.notes,
+        target=target.name,
+        pipeline=target.recipe.pipeline,
+        devices={report.device: report for report in reports},
+        notes=target.notes,
     )
 
 
-def find_devices(asked: str | Sequence[str]) -> list[str]:
-    """The devices that can be virtual, of those that are asked for: a name, several, or `all`."""
-    known = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
-    names = [asked] if isinstance(asked, str) else list(asked)
-    if names == [_ALL]:
-        return known
-    names = [DeviceSpec.parse(name, load_registry()).require_name() for name in names]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"no virtual device is called {name!r}", hint=nearest(name, [*known, _ALL]))
-    return list(dict.fromkeys(names))
+def find_devices(names: str | Sequence[str]) -> list[str]:
+    """Return the names of virtual devices for one name, several names or `all`."""
+    supported = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
+    requested = [names] if isinstance(names, str) else list(names)
+    if requested == [_ALL]:
+        return supported
+    # Products and aliases such as `gaudi2` become the name of their device.
+    requested = [DeviceSpec.parse(name, load_registry()).require_name() for name in requested]
+    for name in requested:
+        if name not in supported:
+            raise UsageError(f"unknown virtual device {name!r}", hint=nearest(name, [*supported, _ALL]))
+    return list(dict.fromkeys(requested))

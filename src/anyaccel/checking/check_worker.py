@@ -1,4 +1,4 @@
-"""The child process of a check: `python -m anyaccel.checking.check_worker`."""
+"""Child process of a check: `python -m anyaccel.checking.check_worker`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.processes.json_line_worker import connecting_to_parent
 
 
-def _work(path: Path) -> None:
-    """Replace the task in a file by what became of it."""
+def _run_task(path: Path) -> None:
+    """Read the task from a file and replace it with `(True, report)` or `(False, error)`."""
     try:
         task: CheckTask = pickle.loads(path.read_bytes())
         sys.path[:] = task.path
-        message = pickle.dumps((True, check(task.subject, task.devices, **task.options, **task.call)))
+        message = pickle.dumps((True, check(task.target, task.devices, **task.options, **task.call)))
     except (AnyaccelError, AttributeError, ImportError) as error:
-        known = error if isinstance(error, AnyaccelError) else _not_found(error)
-        message = pickle.dumps((False, known))
+        # pickle stores classes by name, so code of `__main__` or a notebook cannot be imported here.
+        message = pickle.dumps((False, error if isinstance(error, AnyaccelError) else _make_import_error(error)))
     path.write_bytes(message)
 
 
-def _not_found(error: Exception) -> UsageError:
+def _make_import_error(error: Exception) -> UsageError:
     return UsageError(
-        f"another process does not find the pipeline's code: {error}",
-        hint="put it into a module, and give a function that makes it: check('package.module:make', …)",
+        f"the check process cannot import the code of the pipeline: {error}",
+        hint="put it into a module and pass a function that creates it: check('package.module:make', …)",
     )
 
 
 if __name__ == "__main__":
     with connecting_to_parent() as (paths, answer):
         for path in paths:
-            _work(Path(path))
+            _run_task(Path(path))
             answer(None)

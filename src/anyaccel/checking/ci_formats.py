@@ -1,4 +1,4 @@
-"""A report for other programs: annotations of GitHub's on the lines of a pull request, and SARIF."""
+"""Reports for CI: GitHub annotations on the lines of a pull request, and SARIF."""
 
 from __future__ import annotations
 
@@ -12,90 +12,96 @@ from anyaccel.checking.report import TOLERANCE, DeviceReport, Report, Violation
 
 __all__ = ["as_github", "as_sarif"]
 
-_GITHUB: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "notice", "slow": "notice"}
-_SARIF: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "note", "slow": "note"}
-_FAILURE = "picture"
+_GITHUB_LEVELS: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "notice", "slow": "notice"}
+_SARIF_LEVELS: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "note", "slow": "note"}
+# A rule id: code scanning matches alerts of different runs by it, so it must not change.
+_FAILURE_RULE = "picture"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def as_github(report: Report) -> Iterator[str]:
-    """A line for each place, which GitHub shows beside the code."""
-    for device, one in _places(report):
-        words = f"{_label(device)}: {one.says} hint: {one.hint}" if one.hint else f"{_label(device)}: {one.says}"
-        place = f"file={_escape(shorten(one.file), ',:')},line={one.line},title={_escape(one.limit, ',:')}"
-        yield f"::{_GITHUB[one.effect]} {place}::{_escape(words)}"
-    for device, words in _failures(report):
-        yield f"::error title={_escape(report.subject, ',:')}::{_escape(f'{_label(device)}: {words}')}"
+    """Yield one workflow command per line of code, which GitHub shows as an annotation."""
+    for device, violation in _unique_lines(report):
+        message = f"{_label(device)}: {violation.says}"
+        if violation.hint:
+            message += f" hint: {violation.hint}"
+        file, title = _escape(shorten(violation.file), ",:"), _escape(violation.limit, ",:")
+        location = f"file={file},line={violation.line},title={title}"
+        yield f"::{_GITHUB_LEVELS[violation.effect]} {location}::{_escape(message)}"
+    for device, message in _failures(report):
+        yield f"::error title={_escape(report.target, ',:')}::{_escape(f'{_label(device)}: {message}')}"
 
 
 def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
-    """What is wrong with a device as a whole, and with no line of code."""
+    """Yield failures of a device that belong to no line of code."""
     for device in report.devices.values():
         if not device.finished:
             yield device, f"stops: {device.error}"
         elif device.max_difference is None:
-            yield device, "the picture has another shape than the CPU's"
+            yield device, "the image has another shape than the CPU's"
         elif device.max_difference > TOLERANCE:
-            yield device, f"another picture: it differs from the CPU's by {device.max_difference:.1e}"
+            yield device, f"wrong image: it differs from the CPU's by {device.max_difference:.1e}"
 
 
-def _places(report: Report) -> Iterator[tuple[DeviceReport, Violation]]:
-    """Each line of code once for a device and a limit."""
+def _unique_lines(report: Report) -> Iterator[tuple[DeviceReport, Violation]]:
+    """Yield each line of code once per device and limit, even if several operations on it hit the limit."""
     for device in report.devices.values():
         seen = set()
-        for one in device.violations:
-            place = (one.limit, one.file, one.line)
-            if place not in seen:
-                seen.add(place)
-                yield device, one
+        for violation in device.violations:
+            key = (violation.limit, violation.file, violation.line)
+            if key not in seen:
+                seen.add(key)
+                yield device, violation
 
 
 def _label(device: DeviceReport) -> str:
     return f"{device.device} ({'virtual' if device.virtual else 'hardware'})"
 
 
-def _escape(text: str, more: str = "") -> str:
-    """As GitHub's commands want it: percent signs, ends of lines and, in properties, commas and colons."""
-    for letter in f"%\r\n{more}":
-        text = text.replace(letter, f"%{ord(letter):02X}")
+def _escape(text: str, extra: str = "") -> str:
+    """Escape a value of a GitHub workflow command; properties also need commas and colons escaped (`extra`)."""
+    # The percent sign comes first, so that escapes are not escaped again.
+    for character in f"%\r\n{extra}":
+        text = text.replace(character, f"%{ord(character):02X}")
     return text
 
 
 def as_sarif(report: Report) -> str:
-    """The report in the format that code scanners share (SARIF 2.1.0)."""
-    places = list(_places(report))
-    rules = {one.limit: one for _, one in places}
-    results = [_as_result(device, one, list(rules)) for device, one in places]
-    results += [_as_failure(device, words) for device, words in _failures(report)]
-    driver = {"name": "anyaccel", "rules": [*(_as_rule(one) for one in rules.values()), {"id": _FAILURE}]}
+    """Return the report as SARIF 2.1.0, the exchange format of code scanners."""
+    findings = list(_unique_lines(report))
+    rules = {violation.limit: violation for _, violation in findings}
+    results = [_make_result(device, violation, list(rules)) for device, violation in findings]
+    results += [_make_failure(device, message) for device, message in _failures(report)]
+    driver = {"name": "anyaccel", "rules": [*(_make_rule(rule) for rule in rules.values()), {"id": _FAILURE_RULE}]}
     run = {"tool": {"driver": driver}, "results": results}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
-def _as_failure(device: DeviceReport, words: str) -> dict[str, Any]:
+def _make_failure(device: DeviceReport, message: str) -> dict[str, Any]:
     return {
-        "ruleId": _FAILURE,
+        "ruleId": _FAILURE_RULE,
         "level": "error",
-        "message": {"text": f"{_label(device)}: {words}"},
+        "message": {"text": f"{_label(device)}: {message}"},
         "properties": {"device": device.device, "virtual": device.virtual},
     }
 
 
-def _as_rule(one: Violation) -> dict[str, Any]:
-    rule: dict[str, Any] = {"id": one.limit, "shortDescription": {"text": one.limit}}
-    return rule | ({"helpUri": one.source} if one.source else {})
+def _make_rule(violation: Violation) -> dict[str, Any]:
+    rule: dict[str, Any] = {"id": violation.limit, "shortDescription": {"text": violation.limit}}
+    return rule | ({"helpUri": violation.source} if violation.source else {})
 
 
-def _as_result(device: DeviceReport, one: Violation, rules: list[str]) -> dict[str, Any]:
-    place = {
-        "artifactLocation": {"uri": shorten(one.file)},
-        "region": {"startLine": max(1, one.line), "snippet": {"text": one.code}},
+def _make_result(device: DeviceReport, violation: Violation, rules: list[str]) -> dict[str, Any]:
+    location = {
+        "artifactLocation": {"uri": shorten(violation.file)},
+        # SARIF lines start at 1; 0 is a violation without a known line.
+        "region": {"startLine": max(1, violation.line), "snippet": {"text": violation.code}},
     }
     return {
-        "ruleId": one.limit,
-        "ruleIndex": rules.index(one.limit),
-        "level": _SARIF[one.effect],
-        "message": {"text": f"{_label(device)}: {one.says} {one.hint}".strip()},
-        "locations": [{"physicalLocation": place}],
-        "properties": {"device": device.device, "virtual": device.virtual, "effect": one.effect},
+        "ruleId": violation.limit,
+        "ruleIndex": rules.index(violation.limit),
+        "level": _SARIF_LEVELS[violation.effect],
+        "message": {"text": f"{_label(device)}: {violation.says} {violation.hint}".strip()},
+        "locations": [{"physicalLocation": location}],
+        "properties": {"device": device.device, "virtual": device.virtual, "effect": violation.effect},
     }

@@ -1,4 +1,4 @@
-"""An error of the user's own code, in one line with the line of code."""
+"""One-line text of an error in user code, with the line where it was raised."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from anyaccel.errors import summarize_error
 __all__ = ["describe_failure"]
 
 _PACKAGE = Path(__file__).parents[1]
+_MAX_CHARACTERS = 400
 
 
 def describe_failure(failure: BaseException) -> str:
-    """What went wrong, and the innermost line that is neither a library's nor ours: `KeyError: 'a' (mine.py:3)`."""
-    words = summarize_error(failure)[:400]
-    own = [one for one in traceback.extract_tb(failure.__traceback__) if not _is_library(one.filename)]
-    return f"{words} ({shorten(own[-1].filename)}:{own[-1].lineno})" if own else words
+    """Return the error and the innermost line of user code: `KeyError: 'a' (mine.py:3)`."""
+    summary = summarize_error(failure)[:_MAX_CHARACTERS]
+    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if not _is_library(frame.filename)]
+    return f"{summary} ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else summary
 
 
 def _is_library(file: str) -> bool:
-    inside = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"], str(_PACKAGE), "<")
-    return file.startswith(inside)
+    # "<" is the start of `<frozen …>` and `<string>`, which have no file.
+    prefixes = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"], str(_PACKAGE), "<")
+    return file.startswith(prefixes)

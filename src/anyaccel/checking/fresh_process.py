@@ -1,4 +1,8 @@
-"""A check in a process that starts afresh: a fork of one in which torch's threads run would wait for them for ever."""
+"""Checks in a new process, for callers in which torch already runs threads.
+
+A fork of such a process can deadlock, because the child has no copy of the OpenMP threads that it waits for:
+https://github.com/pytorch/pytorch/issues/17199 (seen in torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -21,41 +25,44 @@ __all__ = ["CheckTask", "can_fork", "check_in_fresh_process"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTask:
-    """A check, as it is handed to the other process."""
+    """Arguments of a check, pickled for the other process."""
 
-    subject: Any
+    target: Any
     devices: tuple[str, ...]
     options: Mapping[str, Any]
     call: Mapping[str, Any]
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    """`sys.path` of the caller, so that the other process finds the same modules."""
 
 
 def can_fork() -> bool:
-    """Whether this process may be forked: torch is not here yet, or computes in one thread."""
+    """Return whether this process can be forked: torch is not imported yet, or uses one thread."""
     torch = sys.modules.get("torch")
     return torch is None or torch.get_num_threads() == 1
 
 
 def check_in_fresh_process(task: CheckTask) -> Report:
-    """Run a check in a process of its own, with one thread, and give its report."""
+    """Run a check in a new single-threaded process and return its report."""
     try:
         content = pickle.dumps(task)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
-            f"the pipeline cannot be handed to another process: {error}",
-            hint="give a function of a module that makes it: check('package.module:make', …)",
+            f"the pipeline cannot be pickled for the check process: {error}",
+            hint="pass a function that creates it: check('package.module:make', …)",
         ) from error
+    # The task and the report go through a file, because the pipe to the worker carries JSON lines.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "check"
         path.write_bytes(content)
+        # One thread, so that the new process can fork virtual devices.
         with JsonLineWorker("anyaccel.checking.check_worker", env={"OMP_NUM_THREADS": "1"}) as worker:
             try:
                 worker.request(str(path))
             except EOFError:
-                status, words = worker.close(), worker.stderr.strip().splitlines()
+                status, lines = worker.close(), worker.stderr.strip().splitlines()
                 raise AnyaccelError(
-                    f"the process of the check died with status {status}: {words[-1] if words else 'no word'}",
-                    hint="run `anyaccel check` for the same, which shows what it prints",
+                    f"the check process died with status {status}: {lines[-1] if lines else 'no output'}",
+                    hint="run `anyaccel check` on the same model to see its output",
                 ) from None
         succeeded, value = pickle.loads(path.read_bytes())
     if not succeeded:

@@ -1,4 +1,4 @@
-"""`anyaccel check MODEL --real`: your model on your device against the CPU, by component and by step."""
+"""`anyaccel check MODEL --real`: compare a model on a device with the CPU, per component and per call."""
 
 from __future__ import annotations
 
@@ -17,50 +17,59 @@ from anyaccel.runtime.pipeline import place
 
 __all__ = ["ComponentResult", "HardwareReport", "check_on_hardware", "describe_hardware_report"]
 
-_ALLOWED = {"float64": 1e-3, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""How far a model may be from the CPU's in float32, relative to the norm of what it gives, by the type it runs in."""
+# Allowed relative error (of the norm) of a model's output against the CPU in float32, by dtype on the device.
+_TOLERANCES = {"float64": 1e-3, "float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+_DEFAULT_TOLERANCE = 1e-1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentResult:
-    """One model of the pipeline."""
+    """Result of one model of the pipeline."""
 
     name: str
     calls: int
-    alone: float | None
-    """The largest relative error of a call with the CPU's inputs; None where none could be compared."""
-    along: tuple[float | None, ...]
-    """The relative error of each call in the device's own run."""
+    isolated_error: float | None
+    """Largest relative error of a call that gets the CPU's inputs; None if no call could be compared."""
+    accumulated_error: tuple[float | None, ...]
+    """Relative error of each call in the device's own run, where errors of earlier calls add up."""
     finite: bool
     wrong: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareReport:
-    """What a model does on a device, beside the CPU."""
+    """Result of a model on a device, compared with the CPU."""
 
-    subject: str
+    target: str
     pipeline: str
     device: str
     virtual: bool
     dtype: str
-    allowed: float
-    parts: tuple[ComponentResult, ...]
+    tolerance: float
+    components: tuple[ComponentResult, ...]
     max_difference: float | None
     psnr_db: float | None
-    """Of the picture against the CPU's; None where it is equal to the last bit."""
+    """PSNR of the image against the CPU's; None if they are bitwise identical."""
 
     @property
     def right(self) -> bool:
-        """Whether no model is wrong by itself, and everything is finite."""
-        return self.max_difference is not None and not any(part.wrong for part in self.parts)
+        """Whether every model is within the tolerance on the CPU's inputs and all outputs are finite."""
+        return self.max_difference is not None and not any(component.wrong for component in self.components)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"right": self.right}
+        """Return the report as plain values for JSON."""
+        # The keys are the format of `--json` and differ from the attribute names.
+        keys = {"target": "subject", "tolerance": "allowed", "components": "parts"}
+        component_keys = {"isolated_error": "alone", "accumulated_error": "along"}
+        document = {keys.get(name, name): value for name, value in asdict(self).items()}
+        document["parts"] = [
+            {component_keys.get(name, name): value for name, value in component.items()}
+            for component in document["parts"]
+        ]
+        return document | {"right": self.right}
 
     def to_json(self) -> str:
-        """The whole report."""
+        """Return the report as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
 
@@ -69,110 +78,115 @@ def check_on_hardware(
     device: str = "auto",
     *,
     dtype: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    on_message: Callable[[str], None] = lambda _: None,
     **call: Any,
 ) -> HardwareReport:
-    """Run a model with its own weights on the CPU in float32, then on a device; compare every call of its parts.
+    """Run a model with its own weights on the CPU in float32 and on a device, and compare every call of its components.
 
-    A hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline. Every further
-    keyword goes to the pipeline's call.
+    `what` is a hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline. Further
+    keyword arguments go to the pipeline call. Progress messages go to `on_message`.
     """
     spec = read_device(device)
-    if not spec.virtual:
-        chosen_device = open_device(spec)  # before minutes are spent on the CPU
-        if chosen_device.sheet.is_host:
-            say("note: no accelerator is asked for or here; this compares the CPU with itself")
-    name, recipe = _open(what, call)
+    # Opening the device first raises for a missing one now, not after minutes on the CPU.
+    if not spec.virtual and open_device(spec).sheet.is_host:
+        on_message("note: no accelerator is selected or available; this compares the CPU with itself")
+    name, recipe = _load_target(what, call)
     pipe: Any = recipe.make()
-    say("on the CPU, in float32")
+    on_message("running on the CPU in float32")
     place(pipe, "cpu", dtype="float32")
+    # The same pipeline object runs on both devices, with the same weights.
     with recording(pipe) as calls:
         expected = run(recipe, pipe)
-    say(f"on {device}")
+    on_message(f"running on {device}")
+    # Without `dtype`, the plan chooses it, as it would for the user.
     place(pipe, device, **({"dtype": dtype} if dtype else {}))
-    chosen = str(pipe.plan.dtype.value)
-    with comparing(pipe, calls) as found:
-        seen = _run_to_the_end(recipe, pipe)
-    found_device = find_device(pipe.plan.device)
-    difference = None if seen is None else measure_difference(seen, expected)
+    device_dtype = str(pipe.plan.dtype.value)
+    with comparing(pipe, calls) as comparisons:
+        actual = _run_or_none(recipe, pipe)
+    plan_device = find_device(pipe.plan.device)
+    difference = None if actual is None else measure_difference(actual, expected)
+    tolerance = _TOLERANCES.get(device_dtype, _DEFAULT_TOLERANCE)
     return HardwareReport(
-        subject=name,
+        target=name,
         pipeline=recipe.pipeline,
-        device=found_device.name,
-        virtual=found_device.virtual,
-        dtype=chosen,
-        allowed=_ALLOWED.get(chosen, 1e-1),
-        parts=tuple(_sum_up(found, _ALLOWED.get(chosen, 1e-1))),
+        device=plan_device.name,
+        virtual=plan_device.virtual,
+        dtype=device_dtype,
+        tolerance=tolerance,
+        components=tuple(_summarize(comparisons, tolerance)),
         max_difference=difference,
-        psnr_db=None if seen is None or not difference else _psnr(expected, seen),
+        psnr_db=None if actual is None or not difference else _measure_psnr(expected, actual),
     )
 
 
-def _open(what: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
-    """A model with its own weights, where it has some, and a call of it."""
+def _load_target(what: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
+    """Return the name and the recipe of a model, with its own weights if it has any."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.recipes import recipes
 
     if isinstance(what, str) and what not in recipes() and ":" not in what:
+        # `read_target` alone would build a small model with random weights from the configs.
         from anyaccel.runtime.pipeline import DiffusionPipeline
 
         named = resolve_model(what)
-        subject = read_target(DiffusionPipeline.from_pretrained(named.source), call)
-        return named.name, subject.recipe
-    subject = read_target(what, call)
-    return subject.name, subject.recipe
+        target = read_target(DiffusionPipeline.from_pretrained(named.source), call)
+        return named.name, target.recipe
+    target = read_target(what, call)
+    return target.name, target.recipe
 
 
-def _run_to_the_end(recipe: Recipe, pipe: Any) -> Any:
-    """The picture, or None where it is not finite."""
+def _run_or_none(recipe: Recipe, pipe: Any) -> Any:
+    """Return the image, or None if it is not finite."""
     try:
         return run(recipe, pipe)
     except AnyaccelError:
         return None
 
 
-def _psnr(expected: Any, seen: Any) -> float | None:
-    """Against the range of the CPU's picture."""
-    found = measure_psnr(seen, expected, reach=max(float(expected.max() - expected.min()), 1e-12))
-    return None if found is None else round(found, 1)
+def _measure_psnr(expected: Any, actual: Any) -> float | None:
+    """Return the PSNR in dB, relative to the value range of the CPU's image."""
+    psnr = measure_psnr(actual, expected, data_range=max(float(expected.max() - expected.min()), 1e-12))
+    return None if psnr is None else round(psnr, 1)
 
 
-def _sum_up(found: list[Comparison], allowed: float) -> Iterator[ComponentResult]:
-    for name in dict.fromkeys(one.name for one in found):
-        calls = [one for one in found if one.name == name]
-        errors = [one.alone for one in calls if one.alone is not None]
-        alone = max(errors, default=None)
-        finite = all(one.finite for one in calls)
-        wrong = not finite or (alone is not None and not alone <= allowed)  # not a number is wrong too
+def _summarize(comparisons: list[Comparison], tolerance: float) -> Iterator[ComponentResult]:
+    for name in dict.fromkeys(comparison.name for comparison in comparisons):
+        calls = [comparison for comparison in comparisons if comparison.name == name]
+        errors = [call.isolated_error for call in calls if call.isolated_error is not None]
+        isolated_error = max(errors, default=None)
+        finite = all(call.finite for call in calls)
+        # `not <=` instead of `>`, so that NaN counts as wrong.
+        wrong = not finite or (isolated_error is not None and not isolated_error <= tolerance)
         yield ComponentResult(
             name=name,
             calls=len(calls),
-            alone=alone,
-            along=tuple(one.along for one in calls),
+            isolated_error=isolated_error,
+            accumulated_error=tuple(call.accumulated_error for call in calls),
             finite=finite,
             wrong=wrong,
         )
 
 
 def describe_hardware_report(report: HardwareReport) -> Iterator[str]:
-    """The answer, and where it comes from."""
+    """Yield the lines of the report: the verdict, one row per component, and the first wrong component."""
     kind = "virtual" if report.virtual else "hardware"
-    answer = "right" if report.right else "silently wrong"
-    yield f"{report.subject} ({report.pipeline}) on {report.device} ({kind}), {report.dtype}: {answer}"
-    yield f"  {'model':24}{'calls':>6}{'error by itself':>18}{'allowed':>10}{'added up':>12}"
-    for part in report.parts:
-        alone = "not comparable" if part.alone is None else f"{part.alone:.1e}"
-        last = "" if part.along[-1] is None else f"{part.along[-1]:.1e}"
-        mark = "" if not part.wrong else "   WRONG" if part.finite else "   NOT FINITE"
-        yield f"  {part.name:24}{part.calls:6}{alone:>18}{report.allowed:10.0e}{last:>12}{mark}"
-        if part.calls > 1:
-            yield "    by call: " + " ".join("?" if one is None else f"{one:.0e}" for one in part.along)
+    verdict = "right" if report.right else "silently wrong"
+    yield f"{report.target} ({report.pipeline}) on {report.device} ({kind}), {report.dtype}: {verdict}"
+    yield f"  {'component':24}{'calls':>6}{'isolated error':>18}{'allowed':>10}{'accumulated':>13}"
+    for component in report.components:
+        isolated = "not comparable" if component.isolated_error is None else f"{component.isolated_error:.1e}"
+        last = "" if component.accumulated_error[-1] is None else f"{component.accumulated_error[-1]:.1e}"
+        mark = "" if not component.wrong else "   WRONG" if component.finite else "   NOT FINITE"
+        yield f"  {component.name:24}{component.calls:6}{isolated:>18}{report.tolerance:10.0e}{last:>13}{mark}"
+        if component.calls > 1:
+            errors = ("?" if error is None else f"{error:.0e}" for error in component.accumulated_error)
+            yield "    accumulated by call: " + " ".join(errors)
     if report.max_difference is None:
-        yield "  the picture is not finite, or has another size"
+        yield "  the image contains NaN or Inf, or has another size"
     elif report.psnr_db is None:
-        yield "  the picture is the CPU's to the last bit"
+        yield "  the image is bitwise identical to the CPU's"
     else:
-        yield f"  the picture differs from the CPU's by {report.max_difference:.1e} at most, {report.psnr_db} dB"
-    wrong = next((part for part in report.parts if part.wrong), None)
+        yield f"  the image differs from the CPU's by at most {report.max_difference:.1e} (PSNR {report.psnr_db} dB)"
+    wrong = next((component for component in report.components if component.wrong), None)
     if wrong is not None:
-        yield f"  {wrong.name} is the first that is wrong with the CPU's own inputs: run it in float32, or report it"
+        yield f"  {wrong.name} is the first component that is wrong on the CPU's inputs: run it in float32 or report it"

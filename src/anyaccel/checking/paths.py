@@ -1,4 +1,4 @@
-"""Paths as reports show them."""
+"""File paths as reports show them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["shorten"]
 
 
 def shorten(file: str) -> str:
-    """A path as it is seen from here, where the file lies below: `src/pipeline.py`."""
+    """Return a path relative to the working directory if it is inside: `src/pipeline.py`."""
     path = Path(file)
     here = Path(os.getcwd())
     return path.relative_to(here).as_posix() if path.is_absolute() and path.is_relative_to(here) else file

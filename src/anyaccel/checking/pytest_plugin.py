@@ -1,15 +1,16 @@
-"""The pytest plugin: tests on virtual accelerators, a process each, or a whole suite on one.
+"""pytest plugin: marked tests on virtual accelerators, one process per test, or a whole suite on one accelerator.
 
     @pytest.mark.accelerator("mps", "neuron")
     def test_it_runs(accelerator):
         make_pipeline().to(accelerator.device)(…)
         accelerator.ledger.assert_clean("error")
 
-    pytest --accelerator hpu        a whole suite, somebody else's too, with a virtual Gaudi in the process
-    pytest --accelerator-real       the marked tests on the real devices that are here; the others are skipped
+    pytest --accelerator hpu        run any suite, without changes, with a virtual Gaudi in the process
+    pytest --accelerator-real       run the marked tests on the real devices of this machine, and skip the others
 
-A process has one virtual accelerator. Marked tests run in processes that are forked from a second pytest, which has
-collected the same tests and computed nothing: a fork of the first one would wait for ever for torch's threads.
+A process can have one virtual accelerator. Marked tests run in forks of a second pytest process, which collects the
+same tests but computes nothing. A fork of the first process could deadlock on the threads of torch:
+https://github.com/pytorch/pytorch/issues/17199
 """
 
 from __future__ import annotations
@@ -32,47 +33,48 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerator"]
 
+# Fixture name through which a marked test is parametrized.
 _NAME = "_accelerator_name"
 _MARKER = "accelerator"
 _ACTIVE = pytest.StashKey[Any]()
-_WHOLE = pytest.StashKey["Ledger"]()
-"""What the whole run has met; the accelerator's own ledger is each test's."""
+# Ledger of the whole run; the ledger of the accelerator is cleared before each test.
+_TOTAL = pytest.StashKey["Ledger"]()
 _STACK = pytest.StashKey[ExitStack]()
 _SECOND = pytest.StashKey["_SecondPytest"]()
 _TIMEOUT_S = 3600.0
-_MOST_TOLD = 4000
-"""Characters of what a process printed before it ended."""
+# Characters of the output of a dead process to show.
+_MAX_OUTPUT = 4000
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What the fixture gives."""
+    """Value of the `accelerator` fixture."""
 
     name: str
     device: torch.device
     virtual: bool
     ledger: Ledger
-    """What the test asked of the device that it cannot do; empty on real hardware, which tells by its errors."""
+    """Limits that the test hit. Empty on real hardware, which raises by itself."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options."""
-    group = parser.getgroup("anyaccel", "accelerators, virtual ones unless you ask for real ones")
+    """Add the command-line options."""
+    group = parser.getgroup("anyaccel", "virtual and real accelerators")
     group.addoption("--accelerator", metavar="NAME", help="run the whole suite with this virtual accelerator")
     group.addoption("--accelerator-strict", action="store_true", help="raise where the device would")
     group.addoption("--accelerator-real", action="store_true", help="run the marked tests on real devices")
-    group.addoption("--accelerator-second", action="store_true", help="used by the plugin itself")
+    group.addoption("--accelerator-second", action="store_true", help="internal: the process that runs marked tests")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Have the device before the first line of the suite is imported."""
+    """Activate the device before pytest imports the suite."""
     name = early_config.known_args_namespace.accelerator
     if name:
         if early_config.known_args_namespace.accelerator_real:
-            raise pytest.UsageError("--accelerator is virtual, and does not go with --accelerator-real")
+            raise pytest.UsageError("--accelerator and --accelerator-real cannot be combined: --accelerator is virtual")
         _check_device(name)
-        # What diffusers' own test utilities, and suites after their pattern, look at.
+        # diffusers.utils.testing_utils and suites modeled on it read this variable.
         os.environ.setdefault("DIFFUSERS_TEST_DEVICE", name)
         _activate(early_config, name, strict=early_config.known_args_namespace.accelerator_strict)
 
@@ -81,9 +83,9 @@ def _check_device(name: object) -> None:
     from anyaccel.backends.registry import load_registry
     from anyaccel.errors import nearest
 
-    known = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
-    if name not in known:
-        raise pytest.UsageError(f"no virtual accelerator is called {name!r}; {nearest(str(name), known)}")
+    names = [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]
+    if name not in names:
+        raise pytest.UsageError(f"unknown virtual accelerator {name!r}; {nearest(str(name), names)}")
 
 
 def _activate(config: pytest.Config, name: str, **options: Any) -> None:
@@ -91,19 +93,19 @@ def _activate(config: pytest.Config, name: str, **options: Any) -> None:
     from anyaccel.emulator.ledger import Ledger
 
     stack = ExitStack()
-    config.stash[_WHOLE] = Ledger()
+    config.stash[_TOTAL] = Ledger()
     config.stash[_ACTIVE] = stack.enter_context(virtual(name, **options))
     config.stash[_STACK] = stack
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the marker."""
-    words = "accelerator(*names, strict=False, count=1, memory=None): run the test once a virtual accelerator"
-    config.addinivalue_line("markers", words)
+    """Register the marker."""
+    marker = "accelerator(*names, strict=False, count=1, memory=None): run the test once per virtual accelerator"
+    config.addinivalue_line("markers", marker)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let go of the device, and of the second pytest."""
+    """Deactivate the device and end the second pytest process."""
     if _STACK in config.stash:
         config.stash[_STACK].close()
     if _SECOND in config.stash:
@@ -111,11 +113,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Once a device that the marker names."""
+    """Parametrize a marked test over its devices."""
     marker = metafunc.definition.get_closest_marker(_MARKER)
     if marker is None:
         return
     _check_marker(marker, metafunc.definition.nodeid, real=metafunc.config.getoption("--accelerator-real"))
+    # With --accelerator, all tests run once, on that device.
     if not metafunc.config.getoption("--accelerator"):
         metafunc.fixturenames.append(_NAME)
         metafunc.parametrize(_NAME, marker.args, ids=[str(name) for name in marker.args])
@@ -123,23 +126,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _check_marker(marker: pytest.Mark, where: str, *, real: bool) -> None:
     if not marker.args:
-        raise pytest.UsageError(f'{where}: name a device: @pytest.mark.accelerator("mps")')
+        raise pytest.UsageError(f'{where}: the marker needs a device: @pytest.mark.accelerator("mps")')
     unknown = set(marker.kwargs) - {"strict", "count", "memory"}
     if unknown:
-        raise pytest.UsageError(f"{where}: the marker takes strict, count and memory, not {', '.join(sorted(unknown))}")
+        raise pytest.UsageError(
+            f"{where}: the marker accepts strict, count and memory, not {', '.join(sorted(unknown))}"
+        )
     for name in marker.args if not real else ():
         _check_device(name)
 
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> Accelerator:
-    """The device of a test with the marker `accelerator`, or of the whole run with `--accelerator`."""
+    """Device of a test with the marker `accelerator`, or of the whole run with `--accelerator`."""
     active = request.config.stash.get(_ACTIVE, None)
     if active is not None:
         return Accelerator(active.name, active.device(), True, active.ledger)
-    name = _name_of(request.node)
+    name = _device_name(request.node)
     if name is None:
-        pytest.fail('the fixture accelerator needs @pytest.mark.accelerator("mps"), or pytest --accelerator mps')
+        pytest.fail('the accelerator fixture needs @pytest.mark.accelerator("mps") or pytest --accelerator mps')
     return _open_real(name)
 
 
@@ -155,21 +160,22 @@ def _open_real(name: str) -> Accelerator:
     return Accelerator(opened.sheet.name, opened.torch_device, False, Ledger())
 
 
-def _name_of(item: pytest.Item) -> str | None:
+def _device_name(item: pytest.Item) -> str | None:
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get(_NAME)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Run a marked test in a process of its own."""
+    """Run a marked test in its own process, and report its results here."""
     config = item.config
     if config.stash.get(_ACTIVE, None) is not None and config.getoption("--accelerator"):
-        _pass_over_others(item, config.stash[_ACTIVE].name)
-    if _name_of(item) is None or config.getoption("--accelerator-second") or config.getoption("--accelerator-real"):
+        _skip_for_other_devices(item, config.stash[_ACTIVE].name)
+    if _device_name(item) is None or config.getoption("--accelerator-second") or config.getoption("--accelerator-real"):
         return None
-    if _SECOND not in config.stash:
+    if _SECOND not in config.stash:  # started for the first marked test, and reused
         config.stash[_SECOND] = _SecondPytest(config)
+    # These hooks make the test appear in the report of this process as if it had run here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for content in config.stash[_SECOND].run(item.nodeid):
         report = config.hook.pytest_report_from_serializable(config=config, data=content)
@@ -178,75 +184,76 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     return True
 
 
-def _pass_over_others(item: pytest.Item, device: str) -> None:
-    """Where the whole suite runs on one device, a test that is marked for others alone does not run there."""
+def _skip_for_other_devices(item: pytest.Item, device: str) -> None:
+    """Skip a test that is marked for other devices only."""
     marker = item.get_closest_marker(_MARKER)
     if marker is not None and device not in marker.args:
-        item.add_marker(pytest.mark.skip(reason=f"it is marked for {', '.join(map(str, marker.args))}, not {device}"))
+        item.add_marker(pytest.mark.skip(reason=f"marked for {', '.join(map(str, marker.args))}, not {device}"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin each test with an empty ledger, and as strict as its marker says."""
+    """Start each test with an empty ledger, and strict if its marker says so."""
     active = item.config.stash.get(_ACTIVE, None)
     if active is None or not item.config.getoption("--accelerator"):
         return
     _collect(item.config)
     marker = item.get_closest_marker(_MARKER)
-    asked = marker.kwargs.get("strict") if marker is not None else None
-    active.strict = item.config.getoption("--accelerator-strict") if asked is None else bool(asked)
+    strict = marker.kwargs.get("strict") if marker is not None else None
+    active.strict = item.config.getoption("--accelerator-strict") if strict is None else bool(strict)
 
 
 def _collect(config: pytest.Config) -> None:
+    """Move the ledger of the last test into the ledger of the run."""
     active = config.stash[_ACTIVE]
-    config.stash[_WHOLE].absorb(active.ledger.rows())
+    config.stash[_TOTAL].absorb(active.ledger.rows())
     active.ledger.clear()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a worker of pytest-xdist: hand the ledger over to the process that prints it."""
+    """Send the ledger of a pytest-xdist worker to the controller, which prints it."""
     config = session.config
     if _ACTIVE in config.stash and config.getoption("--accelerator"):
         _collect(config)
-        if hasattr(config, "workeroutput"):
-            config.workeroutput["anyaccel"] = [asdict(row) for row in config.stash[_WHOLE].rows()]
+        if hasattr(config, "workeroutput"):  # only in xdist workers; its values must be plain data
+            config.workeroutput["anyaccel"] = [asdict(row) for row in config.stash[_TOTAL].rows()]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended: take its ledger in."""
+    """Merge the ledger of a finished pytest-xdist worker."""
     from anyaccel.emulator.ledger import LedgerRow
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
-    if rows and _WHOLE in node.config.stash:
-        node.config.stash[_WHOLE].absorb([LedgerRow(**row) for row in rows])
+    if rows and _TOTAL in node.config.stash:
+        node.config.stash[_TOTAL].absorb([LedgerRow(**row) for row in rows])
 
 
 class _SecondPytest(JsonLineWorker):
-    """The other process, as the first one sees it: it is asked for a test and answers with reports."""
+    """Handle of the second pytest process: a request is a node id, the answer is a list of reports."""
 
     def __init__(self, config: pytest.Config) -> None:
-        without_xdist = ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
-        words = [*map(str, config.invocation_params.args), *without_xdist, "--accelerator-second"]
-        super().__init__("pytest", *words, cwd=config.invocation_params.dir, env={"OMP_NUM_THREADS": "1"})
+        # The second process must fork the tests itself, so it runs without xdist workers.
+        no_xdist = ["-n0"] if config.pluginmanager.hasplugin("xdist") else []
+        arguments = [*map(str, config.invocation_params.args), *no_xdist, "--accelerator-second"]
+        super().__init__("pytest", *arguments, cwd=config.invocation_params.dir, env={"OMP_NUM_THREADS": "1"})
 
     def run(self, nodeid: str) -> list[dict[str, Any]]:
-        """The reports of one test."""
+        """Run one test and return its serialized reports."""
         try:
             answer: list[dict[str, Any]] = self.request(nodeid)
         except EOFError:
             status = self.close()
             raise pytest.UsageError(
-                f"the second pytest, which runs {nodeid}, ended with status {status}; "
-                "see what `pytest --collect-only` says with OMP_NUM_THREADS=1. The last of what it printed:\n"
-                + self.stderr[-_MOST_TOLD:]
+                f"the second pytest process ended with status {status} before it ran {nodeid}; "
+                "check `OMP_NUM_THREADS=1 pytest --collect-only`. Its last output:\n" + self.stderr[-_MAX_OUTPUT:]
             ) from None
         return answer
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In the second pytest: run the tests that are asked for, each in a fork."""
+    """In the second pytest process, run each requested test in a fork."""
     if not session.config.getoption("--accelerator-second"):
         return None
     items = {item.nodeid: item for item in session.items}
@@ -259,10 +266,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
     from anyaccel.processes.forked_call import call_in_fork
 
-    name = _name_of(item)
+    name = _device_name(item)
     marker = item.get_closest_marker(_MARKER)
     assert name is not None
     assert marker is not None
+    # The marker overrides the command line.
     options: dict[str, Any] = {"strict": item.config.getoption("--accelerator-strict"), **marker.kwargs}
 
     def run() -> list[dict[str, Any]]:
@@ -271,22 +279,23 @@ def _run_forked(item: pytest.Item) -> list[dict[str, Any]]:
 
     try:
         return call_in_fork(run, name=item.nodeid, timeout_s=_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - whatever ended the process is the test's report
-        return [_describe_end(item, error)]
+    except Exception as error:  # noqa: BLE001 - a crash of the process is reported as a failure of the test
+        return [_make_crash_report(item, error)]
 
 
 def _serialize(item: pytest.Item) -> Iterator[dict[str, Any]]:
+    # `log=False`: the reports go to the first process, which logs them.
     for report in runtestprotocol(item, log=False, nextitem=None):
         yield item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
 
 
-def _describe_end(item: pytest.Item, error: Exception) -> dict[str, Any]:
+def _make_crash_report(item: pytest.Item, error: Exception) -> dict[str, Any]:
     report = pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords={},
         outcome="failed",
-        longrepr=f"the test's process ended before the test did: {type(error).__name__}: {error}",
+        longrepr=f"the process of the test died: {type(error).__name__}: {error}",
         when="call",
     )
     content: dict[str, Any] = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
@@ -294,9 +303,9 @@ def _describe_end(item: pytest.Item, error: Exception) -> dict[str, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What the whole suite asked of the device that it cannot do."""
+    """Print the limits that the suite hit."""
     active = config.stash.get(_ACTIVE, None)
     if active is None or not config.getoption("--accelerator"):
         return
     terminalreporter.section(f"{active.sheet.title} (virtual)")
-    terminalreporter.write_line(str(config.stash[_WHOLE]))
+    terminalreporter.write_line(str(config.stash[_TOTAL]))

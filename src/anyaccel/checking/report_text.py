@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["describe_device", "describe_report", "describe_verdict"]
 
 _SEVERE_EFFECTS = ("error", "wrong")
+# Source lines that are listed for a limit which only costs time or precision.
 _MAX_LINES = 3
-"""Source lines that are listed for a limit which only costs time or precision."""
 _DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 
 
@@ -26,7 +26,7 @@ def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
 
     The width is that of the terminal unless it is given.
     """
-    yield f"{report.subject}: {report.pipeline}"
+    yield f"{report.target}: {report.pipeline}"
     for note in report.notes:
         yield f"note: {note}"
     for device_report in report.devices.values():

@@ -1,4 +1,4 @@
-"""Running a pipeline on a virtual device, held against the CPU: a process a device, side by side as cores allow."""
+"""Runs of a pipeline on virtual devices, one process per device, compared with its run on the CPU."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from anyaccel.emulator.accelerator import VirtualAccelerator
     from anyaccel.emulator.ledger import LedgerRow
 
-__all__ = ["CheckMode", "OnReport", "run_on_device", "run_on_devices", "run_on_host"]
+__all__ = ["CheckMode", "OnReport", "run_on_cpu", "run_on_device", "run_on_devices"]
 
 _TIMEOUT_S = 3600.0
 _PACKAGE = Path(__file__).parents[1]
-_NEVER_ON_SHEET = "a limit that the sheet of this version does not list"
+_UNLISTED_LIMIT = "a limit that is not on the device sheet of this version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,86 +38,86 @@ class CheckMode:
     """How a check runs a pipeline."""
 
     placed: bool = True
+    """Placed by anyaccel instead of `pipe.to(device)`."""
     strict: bool = False
+    """Raise where the device would, instead of recording the violation."""
     compiled: bool = False
 
 
+# Callback with the report of each finished device.
 OnReport = Callable[[DeviceReport], None]
 
 
 def run_on_devices(
-    recipe: Recipe, devices: list[str], ways: CheckMode, told: OnReport | None = None
+    recipe: Recipe, devices: list[str], mode: CheckMode, on_report: OnReport | None = None
 ) -> list[DeviceReport]:
-    """Check one pipeline on some virtual devices; return the reports in the order of `devices`.
+    """Check one pipeline on virtual devices and return the reports in the order of `devices`.
 
-    `told` hears of each as soon as it is there.
+    `on_report` is called with each report when it is finished.
     """
     from anyaccel.processes.forked_call import forking_threads
 
-    expected = run_on_host([recipe])
+    expected = run_on_cpu([recipe])
 
     def check(device: str) -> DeviceReport:
         try:
-            report = run_on_device(device, [recipe], expected, [ways])[0]
-        except (VirtualDeviceError, TimeoutError) as death:  # the others are still told of
+            report = run_on_device(device, [recipe], expected, [mode])[0]
+        except (VirtualDeviceError, TimeoutError) as death:  # the other devices still get their reports
             report = DeviceReport(
-                device=device, virtual=True, placed=ways.placed, finished=False, error=first_line(death)
+                device=device, virtual=True, placed=mode.placed, finished=False, error=first_line(death)
             )
-        if told:
-            told(report)
+        if on_report:
+            on_report(report)
         return report
 
-    with forking_threads(os.cpu_count() or 1) as pool:  # a thread waits for each process
+    with forking_threads(os.cpu_count() or 1) as pool:  # each thread waits for one process
         return list(pool.map(check, devices))
 
 
-def run_on_host(recipes: Sequence[Recipe]) -> dict[str, Any]:
-    """What each pipeline gives on the CPU, by the recipe's name, in a process of its own."""
+def run_on_cpu(recipes: Sequence[Recipe]) -> dict[str, Any]:
+    """Run pipelines on the CPU in a separate process and return their outputs by recipe name."""
     from anyaccel.processes.forked_call import call_in_fork
 
     def use() -> dict[str, Any]:
-        with _in_its_own_process():
+        with _forked_process():
             return {recipe.name: _run_reference(recipe) for recipe in recipes}
 
-    # Nothing runs in this process: threads that torch started here would be missing in those that are forked from it.
-    return call_in_fork(use, name="the run on the CPU", timeout_s=_TIMEOUT_S)
+    # This process must not compute anything: torch would start threads, and later forks would wait for them forever.
+    # https://github.com/pytorch/pytorch/issues/17199
+    return call_in_fork(use, name="the CPU run", timeout_s=_TIMEOUT_S)
 
 
 def _run_reference(recipe: Recipe) -> Any:
-    """What the pipeline gives on the CPU; where it fails there already, no device is to blame."""
+    """Run a pipeline on the CPU. If it fails there, raise, because no device is the cause."""
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
-        raise UsageError(f"on the CPU already: {error.message}", hint="mend that first") from error
+        raise UsageError(f"the pipeline fails on the CPU: {error.message}", hint="fix this first") from error
     except Exception as error:
-        raise UsageError(
-            f"{recipe.name} fails on the CPU already: {describe_failure(error)}", hint="mend that first"
-        ) from error
+        raise UsageError(f"{recipe.name} fails on the CPU: {describe_failure(error)}", hint="fix this first") from error
 
 
 def run_on_device(
-    device: str, recipes: Sequence[Recipe], expected: Mapping[str, Any], ways: Sequence[CheckMode]
+    device: str, recipes: Sequence[Recipe], expected: Mapping[str, Any], modes: Sequence[CheckMode]
 ) -> list[DeviceReport]:
-    """Check pipelines on one virtual device, in one process of its own: each recipe in each of the ways."""
+    """Check each recipe in each mode on one virtual device, all in one separate process."""
     from anyaccel.emulator.run_forked import run_forked
 
     def use(accelerator: VirtualAccelerator) -> list[DeviceReport]:
-        with _in_its_own_process():
-            return [_attempt(accelerator, recipe, expected[recipe.name], way) for recipe in recipes for way in ways]
+        with _forked_process():
+            return [_attempt(accelerator, recipe, expected[recipe.name], mode) for recipe in recipes for mode in modes]
 
-    return run_forked(device, use, strict=any(way.strict for way in ways), timeout_s=_TIMEOUT_S)
+    return run_forked(device, use, strict=any(mode.strict for mode in modes), timeout_s=_TIMEOUT_S)
 
 
 @contextlib.contextmanager
-def _in_its_own_process() -> Iterator[None]:
-    """Prepare a forked process: one thread, since processes run side by side, and nothing on stdout.
-
-    Nobody reads warnings and bars of a tiny pipeline.
-    """
+def _forked_process() -> Iterator[None]:
+    """Prepare a forked process: one thread, and nothing on stdout except the report."""
     import torch
 
-    torch.set_num_threads(1)
-    sys.stdout = sys.stderr  # what a pipeline prints is no part of a report
+    torch.set_num_threads(1)  # several processes run at the same time
+    # Pipelines print, and native libraries write to file descriptor 1. Neither belongs into a JSON report.
+    sys.stdout = sys.stderr
     with contextlib.suppress(OSError):
         os.dup2(2, 1)
     silence_process()
@@ -125,53 +125,56 @@ def _in_its_own_process() -> Iterator[None]:
         yield
 
 
-def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, ways: CheckMode) -> DeviceReport:
-    """Make a pipeline, put it on the device, run it, and hold it against the CPU's picture."""
-    begun = time.perf_counter()
+def _attempt(accelerator: VirtualAccelerator, recipe: Recipe, expected: Any, mode: CheckMode) -> DeviceReport:
+    """Create a pipeline, run it on the device and compare the image with the CPU's."""
+    started = time.perf_counter()
     pipe: Any = recipe.make()
-    accelerator.ledger.clear()
-    error, seen = "", None
+    accelerator.ledger.clear()  # building the pipeline is not part of the check
+    error, actual = "", None
     try:
-        seen = run(recipe, _put(pipe, accelerator, ways))
-    except Exception as failure:  # noqa: BLE001 - a failure is a finding here, and is shown with its words
+        actual = run(recipe, _move(pipe, accelerator, mode))
+    except Exception as failure:  # noqa: BLE001 - any failure is a finding, reported with its message
         error = describe_failure(failure)
     return DeviceReport(
         device=accelerator.sheet.name,
         virtual=True,
-        placed=ways.placed,
-        finished=seen is not None,
+        placed=mode.placed,
+        finished=actual is not None,
         error=error,
-        max_difference=None if seen is None else measure_difference(seen, expected),
-        host_round_trips_per_step=_round_trips(accelerator.ledger.round_trips()) if seen is not None else None,
-        violations=tuple(_explain(row, accelerator.sheet) for row in accelerator.ledger.rows() if not _is_ours(row)),
-        graphs=_read_graphs(accelerator) if ways.compiled else None,
-        seconds=round(time.perf_counter() - begun, 2),
+        max_difference=None if actual is None else measure_difference(actual, expected),
+        host_round_trips_per_step=_average_per_step(accelerator.ledger.round_trips()) if actual is not None else None,
+        violations=tuple(
+            _make_violation(row, accelerator.sheet) for row in accelerator.ledger.rows() if not _is_ours(row)
+        ),
+        graphs=_read_graphs(accelerator) if mode.compiled else None,
+        seconds=round(time.perf_counter() - started, 2),
     )
 
 
-def _put(pipe: Any, accelerator: VirtualAccelerator, ways: CheckMode) -> Any:
-    if not ways.placed:
+def _move(pipe: Any, accelerator: VirtualAccelerator, mode: CheckMode) -> Any:
+    if not mode.placed:
         return pipe.to(accelerator.device())
     from anyaccel.runtime.pipeline import place
 
+    # float32, because the tolerance does not cover rounding to half precision.
     placed = place(pipe, accelerator.device(), dtype="float32")
-    if ways.compiled:
+    if mode.compiled:
         placed.enable_compile()
     return placed
 
 
-def _round_trips(by_step: dict[int | None, int]) -> float:
-    """How often the host waits for the device at a step, on average over the steps in which it did at all."""
-    within = {step: count for step, count in by_step.items() if step is not None}
-    return sum(within.values()) / (max(within) + 1) if within else 0.0
+def _average_per_step(by_step: dict[int | None, int]) -> float:
+    """Return the average number of device synchronizations per denoising step."""
+    in_loop = {step: count for step, count in by_step.items() if step is not None}
+    return sum(in_loop.values()) / (max(in_loop) + 1) if in_loop else 0.0
 
 
 def _is_ours(row: LedgerRow) -> bool:
-    """Whether the line is our own call of the pipeline, where the picture is fetched once it is done."""
+    """Return whether the line belongs to anyaccel, for example the copy of the finished image to the CPU."""
     return Path(row.file).is_absolute() and Path(row.file).is_relative_to(_PACKAGE)
 
 
-def _explain(row: LedgerRow, sheet: Sheet) -> Violation:
+def _make_violation(row: LedgerRow, sheet: Sheet) -> Violation:
     limit = sheet.limits(Limit).get(row.limit)
     return Violation(
         limit=row.limit,
@@ -179,25 +182,26 @@ def _explain(row: LedgerRow, sheet: Sheet) -> Violation:
         operation=row.operation,
         file=row.file,
         line=row.line,
-        code=linecache.getline(str(_whole_path(row.file)), row.line).strip(),
+        code=linecache.getline(str(_absolute_path(row.file)), row.line).strip(),
         count=row.count,
         step=row.step,
-        says=limit.says if limit else _NEVER_ON_SHEET,
+        says=limit.says if limit else _UNLISTED_LIMIT,
         source=limit.source if limit else "",
         evidence=limit.evidence if limit else None,
         hint=limit.hint if limit else "",
     )
 
 
-def _whole_path(file: str) -> Path:
+def _absolute_path(file: str) -> Path:
+    # The ledger names library files relative to site-packages.
     path = Path(file)
     return path if path.is_absolute() else Path(sysconfig.get_paths()["purelib"]) / path
 
 
 def _read_graphs(accelerator: VirtualAccelerator) -> Graphs:
-    book = accelerator.compiler
+    compiler = accelerator.compiler
     return Graphs(
-        compiled=len(book.graphs),
-        recompiled_for=tuple(graph.inputs for graph in book.recompilations),
-        breaks=tuple(f"{one.file}:{one.line}: {one.reason}" for one in book.breaks),
+        compiled=len(compiler.graphs),
+        recompiled_for=tuple(graph.inputs for graph in compiler.recompilations),
+        breaks=tuple(f"{graph_break.file}:{graph_break.line}: {graph_break.reason}" for graph_break in compiler.breaks),
     )

@@ -1,7 +1,7 @@
-"""A model's architecture, built small from its config files alone: its own switches, the sizes of a tiny recipe.
+"""Small version of a model, built from its config files only.
 
-Every text, every yes or no and every fraction of a config is the model's own; the whole numbers, which are sizes, are
-those of the recipe for the same pipeline, where they fit together. Weights are random. No file of weights is opened.
+Strings, booleans and floats of a config come from the model. Integers are sizes and come from the tiny recipe of the
+same pipeline. Weights are random, and no weight file is opened.
 """
 
 from __future__ import annotations
@@ -22,108 +22,112 @@ __all__ = ["SmallModel", "make_small_model", "merge_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class SmallModel:
-    """A recipe for the small model, and what the reader must know of it."""
+    """Recipe of the small model, and notes on how it differs from the real one."""
 
     recipe: Recipe
     notes: tuple[str, ...]
 
 
 def make_small_model(path: Path) -> SmallModel:
-    """The recipe that builds a folder's architecture small."""
+    """Return a recipe that builds a small version of the model in a folder."""
     folder = read_model_folder(path)
     base = require_recipe(folder.pipeline)
-    notes = [f"built small from its config files, with random weights and the sizes of the recipe {base.name}"]
-    notes += _find_strangers(folder, base)
-    parts = functools.partial(_make_parts, folder, base)
+    notes = [f"small model built from the configs, with random weights and the sizes of the recipe {base.name}"]
+    notes += _describe_substitutes(folder, base)
+    make_components = functools.partial(_make_components, folder, base)
     recipe = Recipe(
         name=path.name,
         pipeline=folder.pipeline,
         family=base.family,
-        make=functools.partial(assemble, folder.pipeline, parts),
+        make=functools.partial(assemble, folder.pipeline, make_components),
         call=functools.partial(_make_call, folder, base),
     )
     return SmallModel(recipe=recipe, notes=tuple(notes))
 
 
-def _find_strangers(folder: ModelFolder, base: Recipe) -> list[str]:
-    """Models whose class is not the recipe's: they are taken from the recipe, and the reader is told."""
+def _describe_substitutes(folder: ModelFolder, base: Recipe) -> list[str]:
+    """Return a note for each component that the recipe replaces because its class or its config is missing."""
     tiny: Any = base.make()
-    told = []
+    notes = []
     for component in folder.components:
-        ours = tiny.components.get(component.name)
-        if ours is not None and component.config is None:
-            if hasattr(ours, "parameters") or hasattr(ours, "set_timesteps"):
-                told.append(
-                    f"{component.name}: there is no config of it; {type(ours).__name__} of the recipe stands in"
-                )
-        elif hasattr(ours, "parameters") and not is_a(ours, component):
-            told.append(f"{component.name}: {type(ours).__name__} stands in for {component.kind}")
-    return told
+        substitute = tiny.components.get(component.name)
+        if substitute is not None and component.config is None:
+            if hasattr(substitute, "parameters") or hasattr(substitute, "set_timesteps"):
+                notes.append(f"{component.name}: no config found; using {type(substitute).__name__} of the recipe")
+        elif hasattr(substitute, "parameters") and not is_a(substitute, component):
+            notes.append(f"{component.name}: {type(substitute).__name__} replaces {component.kind}")
+    return notes
 
 
-def _make_parts(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """The components, rebuilt where their class is the same, and the pipeline's own switches."""
+def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
+    """Return the components, rebuilt if their class is the recipe's, and the options of the pipeline itself."""
     tiny: Any = base.make()
-    parts = dict(tiny.components)
-    own = {name for name in tiny.config if not name.startswith("_")} - set(parts)
-    parts |= {name: value for name, value in folder.switches.items() if name in own}
+    components = dict(tiny.components)
+    # Options such as `is_distilled` are in model_index.json beside the components.
+    options = {name for name in tiny.config if not name.startswith("_")} - set(components)
+    components |= {name: value for name, value in folder.switches.items() if name in options}
     for component in folder.components:
-        ours = parts.get(component.name)
-        if component.config is None or ours is None:
+        small = components.get(component.name)
+        if component.config is None or small is None:
             continue
-        if hasattr(ours, "set_timesteps"):
-            kind: Any = getattr(importlib.import_module(component.library), component.kind)
-            parts[component.name] = kind.from_config(dict(component.config))
-        elif hasattr(ours, "parameters") and is_a(ours, component):
-            parts[component.name] = _rebuild(ours, component.config)
-    return parts
+        if hasattr(small, "set_timesteps"):
+            # A scheduler has no weights, so it is used at its real size.
+            scheduler_class: Any = getattr(importlib.import_module(component.library), component.kind)
+            components[component.name] = scheduler_class.from_config(dict(component.config))
+        elif hasattr(small, "parameters") and is_a(small, component):
+            components[component.name] = _rebuild(small, component.config)
+    return components
 
 
 def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
-    """A component of the same class with the model's switches and the tiny one's sizes."""
-    ours = tiny.config.to_dict() if hasattr(tiny.config, "to_dict") else dict(tiny.config)
-    merged = merge_config(config, ours)
-    if hasattr(tiny.config, "to_dict"):  # transformers
+    """Return a component of the same class with the options of the model and the sizes of the tiny one."""
+    tiny_config = tiny.config.to_dict() if hasattr(tiny.config, "to_dict") else dict(tiny.config)
+    merged = merge_config(config, tiny_config)
+    if hasattr(tiny.config, "to_dict"):  # a transformers config; diffusers has dicts
         return type(tiny)(type(tiny.config)(**merged))
     return type(tiny).from_config(merged)
 
 
 def merge_config(model: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's texts, switches and fractions with the tiny one's whole numbers.
+    """Return the strings, booleans and floats of the model with the integers of the tiny config.
 
-    Lists keep the model's length: a model of four levels has four levels here.
+    Lists keep the length of the model: a model with four levels has four levels here.
     """
-    longer = {len(value): _length(model.get(name)) for name, value in tiny.items() if _is_list_of(value, str)}
+    # Number of levels by length of a list in the tiny config, from the lists of block types. It applies where the model
+    # has one integer for all levels and the tiny config has a list (`attention_head_dim`).
+    lengths = {len(value): _length(model.get(name)) for name, value in tiny.items() if _is_list_of(value, str)}
     merged = {}
     for name, small in tiny.items():
         if name.startswith("_"):
             continue
         if name not in model:
-            if _is_whole(small) or _is_list_of(small, int) or isinstance(small, Mapping):
+            if _is_integer(small) or _is_list_of(small, int) or isinstance(small, Mapping):
                 merged[name] = small
             continue
-        merged[name] = _merge_value(model[name], small, longer)
+        merged[name] = _merge_value(model[name], small, lengths)
     return merged
 
 
-def _merge_value(value: Any, small: Any, longer: Mapping[int, int | None]) -> Any:
+def _merge_value(value: Any, small: Any, lengths: Mapping[int, int | None]) -> Any:
     if isinstance(value, Mapping) and isinstance(small, Mapping):
         return merge_config(value, small)
     if _is_list_of(small, int):
-        length = _length(value) or longer.get(len(small)) or len(small)
+        # Repeat the last size for the levels that the tiny config does not have.
+        length = _length(value) or lengths.get(len(small)) or len(small)
         return [*small, *[small[-1]] * length][:length]
-    if _is_whole(small) or _is_whole(value) or _is_list_of(value, int):
+    if _is_integer(small) or _is_integer(value) or _is_list_of(value, int):
         return small
     return value
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
+    # bool is a subclass of int.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
-    filled = isinstance(value, list | tuple) and len(value) > 0
-    return filled and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
+    not_empty = isinstance(value, list | tuple) and len(value) > 0
+    return not_empty and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
 
 
 def _length(value: Any) -> int | None:
@@ -131,18 +135,18 @@ def _length(value: Any) -> int | None:
 
 
 def _make_call(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
-    """The recipe's call, at a size that the model's own number of levels can have."""
+    """Return the call of the recipe, at a size that the number of VAE levels of the model allows."""
     call = base.call()
     configs = {component.name: component.config for component in folder.components}
-    before, after = _scale_of(base.make()), _scale_of_config(configs.get("vae"))
-    if before and after:
+    tiny_scale, scale = _vae_scale(base.make()), _scale_of_config(configs.get("vae"))
+    if tiny_scale and scale:
         for name in ("height", "width"):
             if isinstance(call.get(name), int):
-                call[name] = call[name] * after // before
+                call[name] = call[name] * scale // tiny_scale
     return call
 
 
-def _scale_of(pipe: Any) -> int | None:
+def _vae_scale(pipe: Any) -> int | None:
     vae = getattr(pipe, "vae", None)
     return _scale_of_config(getattr(vae, "config", None))
 

@@ -1,4 +1,4 @@
-"""What is checked: a recipe, a folder's architecture built small, a function that makes a pipeline, or a pipeline."""
+"""Target of a check: a recipe, a model folder, a function that creates a pipeline, or a pipeline."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from anyaccel.checking.error_text import describe_failure
 from anyaccel.checking.small_model import make_small_model
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, UsageError, nearest
-from anyaccel.explanation.known_models import described_models, find_description
+from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
 from anyaccel.recipes import Recipe, recipes
 
 __all__ = ["CheckTarget", "read_target"]
 
 _STEPS = 2
+# Outputs to request from a modular pipeline; the first one that it has is used.
 _OUTPUTS = ("images", "videos", "audio", "latents")
-"""What a modular pipeline is asked for, the first that it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTarget:
-    """Something to check: what it is called, how it is made and called."""
+    """Pipeline to check: its name, and a recipe to build and call it."""
 
     name: str
     recipe: Recipe
@@ -35,81 +35,84 @@ class CheckTarget:
 
 
 def read_target(what: Any, call: Mapping[str, Any]) -> CheckTarget:
-    """Find out what is meant; `call` goes over the arguments that it would be called with."""
+    """Resolve the argument of `check`; `call` overrides the default arguments of the pipeline call."""
     if not isinstance(what, str | Path):
-        return _change_call(_from_pipeline(what), call)
+        return _override_call(_from_pipeline(what), call)
     text = str(find_embedded_model()) if str(what) == NAME else str(what)
     if Path(text).expanduser().is_dir():
         small = make_small_model(Path(text).expanduser())
-        return _change_call(CheckTarget(name=str(what), recipe=small.recipe, notes=small.notes), call)
-    described = find_description(text)
+        return _override_call(CheckTarget(name=str(what), recipe=small.recipe, notes=small.notes), call)
+    described = find_bundled_configs(text)
     if described is not None:
         small = make_small_model(described)
-        return _change_call(CheckTarget(name=text, recipe=small.recipe, notes=small.notes), call)
+        return _override_call(CheckTarget(name=text, recipe=small.recipe, notes=small.notes), call)
     if text in recipes():
-        return _change_call(CheckTarget(name=text, recipe=recipes()[text]), call)
+        return _override_call(CheckTarget(name=text, recipe=recipes()[text]), call)
     module, colon, function = text.partition(":")
     if colon and not text.startswith("/"):
-        return _change_call(_from_factory(text, module, function), call)
+        return _override_call(_from_factory(text, module, function), call)
     raise ModelError(
-        f"{text} is no folder, no recipe and no package.module:function",
-        hint=f"give a folder with a model_index.json, or a function that makes a pipeline; "
-        f"{nearest(text, [*described_models(), *recipes()])}",
+        f"{text} is not a folder, a recipe or a package.module:function",
+        hint=f"give a folder with a model_index.json, or a function that creates a pipeline; "
+        f"{nearest(text, [*list_bundled_models(), *recipes()])}",
     )
 
 
-def _change_call(subject: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:
+def _override_call(target: CheckTarget, call: Mapping[str, Any]) -> CheckTarget:
     if not call:
-        return subject
-    before = subject.recipe.call
-    return replace(subject, recipe=replace(subject.recipe, call=lambda: {**before(), **call}))
+        return target
+    default_call = target.recipe.call
+    return replace(target, recipe=replace(target.recipe, call=lambda: {**default_call(), **call}))
 
 
 def _from_factory(text: str, module: str, function: str) -> CheckTarget:
-    """A function of somebody's, imported from where the command was given."""
+    """Import a function relative to the working directory and call it."""
+    # The console script does not put the working directory on the path, unlike `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of a report
+    with contextlib.redirect_stdout(sys.stderr):  # its output must not end up in a JSON report
         try:
             make: Callable[[], Any] = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise UsageError(
-                f"{text} cannot be imported: {error}", hint="is the module on the path, and the name right?"
+                f"{text} cannot be imported: {error}", hint="check the module path and the function name"
             ) from error
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{module} fails as it is imported: {describe_failure(error)}", hint="mend it") from error
+            raise UsageError(f"importing {module} fails: {describe_failure(error)}", hint="fix this first") from error
         try:
-            made = make()
+            result = make()
         except (Exception, SystemExit) as error:
             raise UsageError(
-                f"{text} fails: {describe_failure(error)}", hint="it is called with nothing, and gives a pipeline"
+                f"{text} fails: {describe_failure(error)}",
+                hint="it must take no arguments and return a pipeline",
             ) from error
-    pipe, call = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    # `(pipe, arguments)` is allowed as well.
+    pipe, call = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     return _from_pipeline(pipe, text, call)
 
 
 def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = None) -> CheckTarget:
-    """A pipeline that exists, or the blocks of one; each process has a copy of it of its own."""
+    """Return a target for a pipeline or modular blocks. Each forked process gets its own copy."""
     if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
         pipe = pipe.init_pipeline()
     if not callable(pipe) or not hasattr(pipe, "components"):
-        raise UsageError(f"{type(pipe).__name__} is no pipeline", hint="give a pipeline of diffusers, or its folder")
+        raise UsageError(f"{type(pipe).__name__} is not a pipeline", hint="give a diffusers pipeline or its folder")
     kind = type(pipe).__name__
     recipe = Recipe(
         name=name or kind,
         pipeline=kind,
         family="",
         make=lambda: pipe,
-        call=lambda: {**_plain_call(pipe), **(call or {})},
+        call=lambda: {**_default_call(pipe), **(call or {})},
     )
     return CheckTarget(name=name or kind, recipe=recipe)
 
 
-def _plain_call(pipe: Any) -> dict[str, Any]:
-    """Two steps of a prompt with a fixed seed, as far as the pipeline takes those."""
+def _default_call(pipe: Any) -> dict[str, Any]:
+    """Return arguments for two steps with a fixed seed, without those that the pipeline does not accept."""
     import torch
 
-    wanted: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "prompt": "a red fox",
         "num_inference_steps": _STEPS,
         "generator": torch.Generator("cpu").manual_seed(7),
@@ -117,9 +120,9 @@ def _plain_call(pipe: Any) -> dict[str, Any]:
     }
     blocks = getattr(pipe, "blocks", None)
     if blocks is None:
-        takes = inspect.signature(pipe.__call__).parameters
-        return {name: value for name, value in wanted.items() if name in takes}
-    # A modular pipeline takes what its blocks take, and gives what it is asked for.
-    gives = next((name for name in _OUTPUTS if name in blocks.output_names), [*blocks.output_names, ""][-1])
-    taken = {name: value for name, value in wanted.items() if name in blocks.input_names}
-    return taken | ({"output": gives} if gives else {})
+        parameters = inspect.signature(pipe.__call__).parameters
+        return {name: value for name, value in arguments.items() if name in parameters}
+    # A modular pipeline accepts the inputs of its blocks, and returns only the output named in the call.
+    output = next((name for name in _OUTPUTS if name in blocks.output_names), [*blocks.output_names, ""][-1])
+    accepted = {name: value for name, value in arguments.items() if name in blocks.input_names}
+    return accepted | ({"output": output} if output else {})

@@ -13,50 +13,42 @@ import typer
 
 from anyaccel.cli.interrupts import INTERRUPTED, TERMINATED
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import Dtype, Model, RayAddress, Speed
 from anyaccel.processes.signals import TerminatedError, raising_on_sigterm
 
 __all__ = ["generate_batch"]
 
-Text = str | None
+Source = Annotated[
+    str, typer.Argument(metavar="INPUT.jsonl", help="File with one JSON object per line; - reads stdin.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the images and manifest.jsonl.")]
+BatchDevice = Annotated[
+    str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron,count=2.")
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, help="Number of worker processes. Default: one per device.")
+]
+RowsPerCall = Annotated[
+    int | None,
+    typer.Option(
+        "--rows-per-call",
+        min=1,
+        max=256,
+        help="Maximum number of rows of the same shape per pipeline call. Default: chosen for the device.",
+    ),
+]
 
 
 def generate_batch(
-    source: Annotated[
-        str, typer.Argument(metavar="INPUT.jsonl", help="File with one JSON object per line; - reads stdin.")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder for the images and manifest.jsonl.")],
-    model: Annotated[
-        Text, typer.Option("--model", "-m", help="Hub id or folder of the model. Default: the embedded model.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron,count=2.")
-    ] = "auto",
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-w", min=1, help="Number of worker processes. Default: one per device.")
-    ] = None,
-    ray: Annotated[
-        Text,
-        typer.Option(
-            "--ray", metavar="ADDRESS|auto", help="Run the workers on this Ray cluster. Default: on this machine."
-        ),
-    ] = None,
-    dtype: Annotated[
-        Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
-    ] = None,
-    speed: Annotated[
-        str, typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image.")
-    ] = "exact",
-    rows_per_call: Annotated[
-        int | None,
-        typer.Option(
-            "--rows-per-call",
-            min=1,
-            max=256,
-            help="Maximum number of rows of the same shape per pipeline call. Default: chosen for the device.",
-        ),
-    ] = None,
-    # The name of --rows-per-call in version 0.1.
-    rows_a_call: Annotated[int | None, typer.Option("--rows-a-call", min=1, max=256, hidden=True)] = None,
+    source: Source,
+    out: Out,
+    model: Model = None,
+    device: BatchDevice = "auto",
+    workers: Workers = None,
+    ray: RayAddress = None,
+    dtype: Dtype = None,
+    speed: Speed = "exact",
+    rows_per_call: RowsPerCall = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Generate an image for every row of a JSONL file.
@@ -68,9 +60,7 @@ def generate_batch(
     from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = WorkerSettings(
-        model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call or rows_a_call
-    )
+    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call)
     display = Display()
     display.start_phase("Starting")
     try:

@@ -10,6 +10,7 @@ import typer
 
 from anyaccel.call_limits import check_steps, parse_image_size
 from anyaccel.cli.interrupts import cleanup_on_exit
+from anyaccel.cli.shared_options import Device, Dtype, ImageSize, Steps
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,44 +18,32 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_models"]
 
+# The stock variants to measure for each value of `--against`.
 _BASELINES = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
-"""The stock variants to measure for each value of `--against`."""
+
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL", help="Hub ids, folders or `embedded`. Default: the embedded model."),
+]
+Against = Annotated[
+    str, typer.Option("--against", help="Baseline: stock (eager and compiled), eager (eager only) or nothing.")
+]
+Images = Annotated[
+    int,
+    typer.Option(
+        "--images", help="Number of images that anyaccel plans for (expected_images); it decides whether to compile."
+    ),
+]
 
 
 def bench_models(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL", help="Hub ids, folders or `embedded`. Default: the embedded model."),
-    ] = None,
-    against: Annotated[
-        str,
-        typer.Option("--against", help="Baseline: stock (eager and compiled), eager (eager only) or nothing."),
-    ] = "stock",
-    device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron.")
-    ] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="dtype of all variants. Default: the preferred dtype of the device."),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="WxH",
-            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the model.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the pipeline.")
-    ] = None,
-    images: Annotated[
-        int,
-        typer.Option(
-            "--images",
-            help="Number of images that anyaccel plans for (expected_images); it decides whether to compile.",
-        ),
-    ] = 1000,
+    models: Models = None,
+    against: Against = "stock",
+    device: Device = "auto",
+    dtype: Dtype = None,
+    size: ImageSize = None,
+    steps: Steps = None,
+    images: Images = 1000,
     rounds: Annotated[int, typer.Option("--rounds", help="Number of timed images per variant.")] = 5,
     fast: Annotated[bool, typer.Option("--fast", help='Also measure anyaccel with speed="fast".')] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with plans and profiles.")] = False,
@@ -76,7 +65,7 @@ def bench_models(
     # torch and diffusers are imported after the options are checked, so mistakes are reported immediately.
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
-    from anyaccel.bench.text import describe_bench
+    from anyaccel.bench.text import format_bench
 
     width, height = parse_image_size(size) if size else (None, None)
     arguments: dict[str, Any] = {"width": width, "height": height, "num_inference_steps": steps}
@@ -89,11 +78,13 @@ def bench_models(
         # One model at a time: concurrent processes would compete for the device and distort the timings.
         for case in cases:
             complete = replace(case, variants=(*_BASELINES[against], *ours))
-            rows.extend(run_together([complete], rounds=rounds, at_once=False, tell=display.start_phase))
+            rows.extend(
+                run_together([complete], rounds=rounds, concurrent_warmup=False, on_progress=display.start_phase)
+            )
     if as_json:
         print(json.dumps({"device": opened.driver.device_name(opened.index), "rows": rows}, indent=2))
     else:
-        print("\n".join(describe_bench(rows)))
+        print("\n".join(format_bench(rows)))
     if any("error" in row or "error" in row["variants"][name] for row in rows for name in ours):
         raise typer.Exit(1)
 

@@ -22,7 +22,7 @@ cache_app = typer.Typer(
 @cache_app.command("list")
 def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the cached graphs with pipeline, size, dtype and device."""
-    from anyaccel.runtime.speed.compile_cache import find_folder, list_entries, measure_graphs
+    from anyaccel.runtime.speed.compile_cache import find_entries_dir, list_entries, measure_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.storage.cache_dir import find_graphs_folder
     from anyaccel.units import readable
@@ -43,7 +43,9 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.
             }
             for entry in entries
         ]
-        print(json.dumps({"folder": str(find_folder()), "entries": rows, "compiler_bytes": compiler_bytes}, indent=2))
+        print(
+            json.dumps({"folder": str(find_entries_dir()), "entries": rows, "compiler_bytes": compiler_bytes}, indent=2)
+        )
         return
     for entry in entries:
         size = readable(entry.payload_bytes)
@@ -56,7 +58,7 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.
         compiled_on = f"on {key.get('device', '?')}, torch {key.get('torch', '?')}"
         print(f"              {compiled_on}; {size}, took {entry.took_s:.0f} s, {created}: {states[entry.name]}")
     damaged = list(states.values()).count("damaged")
-    print(f"{_count_entries(len(entries))} in {find_folder()}{f', {damaged} damaged' if damaged else ''}")
+    print(f"{_count_entries(len(entries))} in {find_entries_dir()}{f', {damaged} damaged' if damaged else ''}")
     if compiler_bytes:
         print(f"{readable(compiler_bytes)} of compilers' own caches in {find_graphs_folder()}")
 
@@ -94,11 +96,11 @@ def import_cache(
 
     The file contains code that anyaccel runs later. Import only files from machines that you trust.
     """
-    from anyaccel.runtime.speed.compile_cache import find_folder, import_entries
+    from anyaccel.runtime.speed.compile_cache import find_entries_dir, import_entries
 
     if not file.is_file():
         raise UsageError(f"the file {file} does not exist", hint="give a file written by `anyaccel cache export`")
-    check_cache_writable(find_folder())
+    check_cache_writable(find_entries_dir())
     imported, existing, rejected = import_entries(file)
     for reason in rejected:
         print(f"skipped: {reason}")
@@ -115,9 +117,9 @@ def _count_entries(entries: int) -> str:
 
 def check_cache_writable(folder: Path) -> None:
     """Raise if the cache folder cannot be written."""
-    from anyaccel.storage.cache_dir import CACHE_VARIABLE, find_write_fault
+    from anyaccel.storage.cache_dir import CACHE_VARIABLE, find_write_error
 
-    fault = find_write_fault(folder)
+    fault = find_write_error(folder)
     if fault:
         raise UsageError(f"the cache is not writable: {fault}", hint=f"set {CACHE_VARIABLE} to a writable folder")
 

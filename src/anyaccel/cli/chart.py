@@ -106,7 +106,7 @@ def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jo
     display.start_phase(f"Running {len(remaining)} pipelines on {len(devices)} devices")
     try:
         # Closing the generator ends its worker processes, also after Ctrl-C.
-        with closing(make_chart(remaining, devices, jobs=jobs, told=display.update_count)) as new_rows:
+        with closing(make_chart(remaining, devices, jobs=jobs, on_progress=display.update_count)) as new_rows:
             for row in new_rows:
                 rows[row.recipe] = row
                 if checkpoint:
@@ -128,7 +128,7 @@ def _read_checkpoint(
         return (), 0.0
     saved = read_chart(checkpoint)
     # Results of different versions are not comparable, so they must not be mixed in one chart.
-    if saved.made.get("versions") != environment["versions"] or saved.devices != tuple(devices):
+    if saved.environment.get("versions") != environment["versions"] or saved.devices != tuple(devices):
         raise UsageError(
             f"{checkpoint} was saved with other package versions or devices",
             hint="delete it, or give another file to --keep",

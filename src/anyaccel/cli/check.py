@@ -23,58 +23,66 @@ __all__ = ["check_pipeline"]
 _FORMATS = ("text", "json", "github", "sarif")
 
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION",
+        help="Pipeline to check: a hub id, a folder, a recipe, or a function that returns a pipeline.",
+    ),
+]
+Devices = Annotated[
+    list[str] | None,
+    typer.Option("--device", "-d", help="Virtual device to check on; repeat for several. Default: all."),
+]
+AllDevices = Annotated[
+    bool, typer.Option("--all", help="Check on every device that has a virtual version (the default).")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Raise at the first operation that the real device rejects.")]
+CheckSteps = Annotated[
+    int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the recipe, otherwise 2.")
+]
+CheckSize = Annotated[
+    str | None,
+    typer.Option(
+        "--size",
+        metavar="WxH",
+        help="Image size in pixels: 640x480, or 512 for a square. Default: set by the recipe or model.",
+    ),
+]
+Compiled = Annotated[bool, typer.Option("--compile", help="Compile the models and count the compiled graphs.")]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline", metavar="FILE", help="Earlier --json output: report only new failures. Default: report all."
+    ),
+]
+OnHardware = Annotated[
+    bool,
+    typer.Option(
+        "--real", help="Run the model with its weights on the device of this machine and compare with the CPU."
+    ),
+]
+HardwareDtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="With --real: dtype on the device. Default: the preferred dtype of the device."),
+]
+
+
 def check_pipeline(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|FOLDER|RECIPE|MODULE:FUNCTION",
-            help="Pipeline to check: a hub id, a folder, a recipe, or a function that returns a pipeline.",
-        ),
-    ],
-    device: Annotated[
-        list[str] | None,
-        typer.Option("--device", "-d", help="Virtual device to check on; repeat for several. Default: all."),
-    ] = None,
-    all_devices: Annotated[
-        bool, typer.Option("--all", help="Check on every device that has a virtual version (the default).")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Raise at the first operation that the real device rejects.")
-    ] = False,
+    target: Target,
+    device: Devices = None,
+    all_devices: AllDevices = False,
+    strict: Strict = False,
     plain: Annotated[bool, typer.Option("--plain", help="Check plain diffusers, without anyaccel.")] = False,
-    steps: Annotated[
-        int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the recipe, otherwise 2.")
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="WxH",
-            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the recipe or model.",
-        ),
-    ] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the models and count the compiled graphs.")
-    ] = False,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            "--baseline", metavar="FILE", help="Earlier --json output: report only new failures. Default: report all."
-        ),
-    ] = None,
+    steps: CheckSteps = None,
+    size: CheckSize = None,
+    compiled: Compiled = False,
+    baseline: Baseline = None,
     output_format: Annotated[str, typer.Option("--format", help=f"Output format: {', '.join(_FORMATS)}.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Also write an HTML page.")] = None,
-    real: Annotated[
-        bool,
-        typer.Option(
-            "--real", help="Run the model with its weights on the device of this machine and compare with the CPU."
-        ),
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", help="With --real: dtype on the device. Default: the preferred dtype of the device."),
-    ] = None,
+    real: OnHardware = False,
+    dtype: HardwareDtype = None,
 ) -> None:
     """Check whether a pipeline is portable to other devices.
 
@@ -128,7 +136,7 @@ def _check_virtual(
 
     with cleanup_on_exit() as display:
         display.start_phase(f"Checking {target}")
-        report = check(target, names, **modes, told=show_progress, **call)
+        report = check(target, names, **modes, on_report=show_progress, **call)
     return report if known_failures is None else drop_known_failures(report, known_failures)
 
 
@@ -140,7 +148,7 @@ def _check_hardware(
         raise UsageError(f"--real cannot be combined with {conflict or 'several devices'}", hint="omit one of the two")
     from anyaccel.checking.on_hardware import check_on_hardware, describe_hardware_report
 
-    report = check_on_hardware(target, devices[0], dtype=dtype, say=Display().print_line, **call)
+    report = check_on_hardware(target, devices[0], dtype=dtype, on_message=Display().print_line, **call)
     print(report.to_json() if as_json else "\n".join(describe_hardware_report(report)))
     if not report.right:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["colour_verdict", "make_console"]
+__all__ = ["color_verdict", "make_console"]
 
 
 def make_console() -> Console:
@@ -19,7 +19,7 @@ def make_console() -> Console:
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 
-def colour_verdict(verdict: str) -> str:
+def color_verdict(verdict: str) -> str:
     """Return a verdict with rich markup for its severity: `[red]error in bmm[/red]`."""
     first = verdict.split(maxsplit=1)[0].rstrip(",") if verdict else ""
     colors = {"yes": "green", "error": "red", "wrong": "red", "narrowed": "yellow", "slow": "yellow", "not": "dim"}

@@ -16,7 +16,7 @@ from anyaccel.backends.device import devices, find_device, sheet, this_machine
 from anyaccel.backends.machine import Machine
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.sheet_text import describe_sheet, sheet_as_json
-from anyaccel.cli.console import colour_verdict, make_console
+from anyaccel.cli.console import color_verdict, make_console
 from anyaccel.errors import UsageError
 
 __all__ = ["show_devices"]
@@ -57,10 +57,10 @@ def show_devices(
     if report and (name or as_json):
         raise UsageError("--report cannot be combined with NAME or --json", hint="anyaccel devices --report")
     if verify:
-        from anyaccel.cli.verify import Wanted, verify_device
+        from anyaccel.cli.verify import VerifyOptions, verify_device
 
-        wanted = Wanted(pipelines=pipelines, quick=quick, jobs=jobs, signed_off_by=signed_off_by)
-        verify_device(name, wanted, output, force=force, as_json=as_json)
+        options = VerifyOptions(pipelines=pipelines, quick=quick, jobs=jobs, signed_off_by=signed_off_by)
+        verify_device(name, options, output, force=force, as_json=as_json)
     elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
         raise UsageError(
             "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
@@ -133,7 +133,7 @@ def _print_sheet(sheet: Sheet, device: Device) -> None:
     for section in describe_sheet(sheet):
         console.print(f"\n[bold]{section.title}[/bold]")
         for row in section.rows:
-            console.print(f"  [bold]{escape(row.matter)}[/bold]: {colour_verdict(row.verdict)}")
+            console.print(f"  [bold]{escape(row.subject)}[/bold]: {color_verdict(row.verdict)}")
             console.print(f"      {escape(row.says)}")
             for file in row.files:
                 console.print(f"      [dim]hardware: {escape(file)}[/dim]")

@@ -10,6 +10,7 @@ import typer
 
 from anyaccel.call_limits import check_batch, parse_image_size
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize
 from anyaccel.processes.gc_control import gc_paused, ignore_existing_objects
 
 if TYPE_CHECKING:
@@ -18,42 +19,41 @@ if TYPE_CHECKING:
 __all__ = ["explain_model"]
 
 
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")]
+DeviceOrProduct = Annotated[
+    str,
+    typer.Option("--device", "-d", help="Device or product, optionally with its memory: cuda, gaudi2, mps:16GiB."),
+]
+SmallestDtype = Annotated[
+    str | None,
+    typer.Option("--smallest-dtype", help="dtype to fall back to if nothing else fits. Default: no fallback."),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", help="Memory strategy: resident, component, layer or phase. Default: automatic."),
+]
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        "--parallel", help="Split over several devices: auto, tensor:2, context:4 or cfg. Default: one device."
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="Commit, branch or tag of a hub model. Default: main.")
+]
+
+
 def explain_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
-    device: Annotated[
-        str,
-        typer.Option("--device", "-d", help="Device or product, optionally with its memory: cuda, gaudi2, mps:16GiB."),
-    ] = "auto",
-    size: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="WxH",
-            help="Image size in pixels: 640x480, or 512 for a square. Default: set by the model.",
-        ),
-    ] = None,
+    model: ModelName,
+    device: DeviceOrProduct = "auto",
+    size: ImageSize = None,
     batch: Annotated[int, typer.Option("--batch", "-n", help="Number of images per call.")] = 1,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype to run in. Default: the preferred dtype of the device.")
-    ] = None,
-    smallest_dtype: Annotated[
-        str | None,
-        typer.Option("--smallest-dtype", help="dtype to fall back to if nothing else fits. Default: no fallback."),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", help="Memory strategy: resident, component, layer or phase. Default: automatic."),
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(
-            "--parallel", help="Split over several devices: auto, tensor:2, context:4 or cfg. Default: one device."
-        ),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option("--revision", help="Commit, branch or tag of a hub model. Default: main.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dtype: Dtype = None,
+    smallest_dtype: SmallestDtype = None,
+    memory: Memory = None,
+    parallel: Parallel = None,
+    revision: Revision = None,
+    as_json: AsJson = False,
 ) -> None:
     """Report whether a model fits on a device and how it would run.
 

@@ -15,8 +15,8 @@ from anyaccel.processes.signals import TerminatedError, handling_signals, raisin
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Interruption", "cleanup_on_exit"]
 
+# Exit statuses after Ctrl-C and after SIGTERM, by the convention of shells.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
-"""Exit statuses after Ctrl-C and after SIGTERM, by the convention of shells."""
 
 
 @contextmanager
@@ -80,6 +80,7 @@ class Interruption:
                 self._on_signal(self._deferred_signal, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Stopping here would leave a temporary file behind; after_file delivers the signal afterwards.
         if self._writing_file:
             self._deferred_signal = number
         elif number != signal.SIGINT or self.requested:

@@ -10,8 +10,8 @@ from anyaccel.errors import UsageError
 
 __all__ = ["CONTEXT", "run_program"]
 
+# Leaves the options after the script to the script.
 CONTEXT = {"allow_interspersed_args": False}
-"""Leaves the options after the script to the script."""
 _OPTION = "--device"
 
 
@@ -47,6 +47,7 @@ def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     searched, after_separator = arguments[:end], arguments[end + 1 :]
     device, others = None, []
+    # An iterator, because the option consumes the argument after it.
     remaining = iter(searched)
     for argument in remaining:
         if argument == _OPTION:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anyaccel.call_limits import parse_image_size
+from anyaccel.cli.shared_options import Dtype, RayAddress, Speed, Text
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["serve_models"]
 
-Text = str | None
 _KEYS = "ANYACCEL_API_KEYS"
 _INSTALL = "pip install 'anyaccel[serve]'"
 Devices = Annotated[
@@ -26,12 +26,6 @@ Devices = Annotated[
         "--device",
         "-d",
         help="Device to use: auto, cuda, hpu:3, virtual:neuron; with --ray, repeat for several. Default: auto.",
-    ),
-]
-RayAddress = Annotated[
-    Text,
-    typer.Option(
-        "--ray", metavar="ADDRESS|auto", help="Run the workers on this Ray cluster. Default: on this machine."
     ),
 ]
 Replicas = Annotated[
@@ -64,62 +58,61 @@ DataFolder = Annotated[
     ),
 ]
 
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL", help="Hub ids or folders, optionally as NAME=MODEL. Default: the embedded model."),
+]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 selects a free port.")]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option("--api-key", help=f"API key to accept; repeat for several, or set {_KEYS} (comma-separated)."),
+]
+NoKey = Annotated[bool, typer.Option("--no-key", help="Accept requests without a key, also from other machines.")]
+MaxBatch = Annotated[
+    int, typer.Option("--max-batch", min=1, max=256, help="Maximum number of images computed together.")
+]
+MaxQueue = Annotated[
+    int, typer.Option("--max-queue", min=1, help="Maximum number of waiting requests; more get status 429.")
+]
+MaxModels = Annotated[
+    int | None,
+    typer.Option("--max-models", min=1, help="Maximum number of models in memory. Default: as many as fit."),
+]
+Loras = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="NAME=PATH", help="LoRA adapter to serve under NAME; repeat for several."),
+]
+Limits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit", metavar="NAME=NUMBER", help="Override a request limit, such as max_steps=50; repeat for several."
+    ),
+]
+Otlp = Annotated[
+    Text,
+    typer.Option("--otlp", envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="OTLP endpoint for traces. Default: no traces."),
+]
+
 
 def serve_models(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL", help="Hub ids or folders, optionally as NAME=MODEL. Default: the embedded model."
-        ),
-    ] = None,
+    models: Models = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 selects a free port.")
-    ] = 8000,
+    port: Port = 8000,
     device: Devices = None,
-    dtype: Annotated[
-        Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
-    ] = None,
-    speed: Annotated[
-        str, typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image.")
-    ] = "exact",
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option("--api-key", help=f"API key to accept; repeat for several, or set {_KEYS} (comma-separated)."),
-    ] = None,
-    no_key: Annotated[
-        bool, typer.Option("--no-key", help="Accept requests without a key, also from other machines.")
-    ] = False,
-    max_batch: Annotated[
-        int, typer.Option("--max-batch", min=1, max=256, help="Maximum number of images computed together.")
-    ] = 8,
-    max_queue: Annotated[
-        int, typer.Option("--max-queue", min=1, help="Maximum number of waiting requests; more get status 429.")
-    ] = 64,
-    max_models: Annotated[
-        int | None,
-        typer.Option("--max-models", min=1, help="Maximum number of models in memory. Default: as many as fit."),
-    ] = None,
+    dtype: Dtype = None,
+    speed: Speed = "exact",
+    api_key: ApiKeys = None,
+    no_key: NoKey = False,
+    max_batch: MaxBatch = 8,
+    max_queue: MaxQueue = 64,
+    max_models: MaxModels = None,
     sizes: Sizes = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option("--lora", metavar="NAME=PATH", help="LoRA adapter to serve under NAME; repeat for several."),
-    ] = None,
+    lora: Loras = None,
     data: DataFolder = None,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--limit", metavar="NAME=NUMBER", help="Override a request limit, such as max_steps=50; repeat for several."
-        ),
-    ] = None,
+    limit: Limits = None,
     ray: RayAddress = None,
     replicas: Replicas = None,
-    otlp: Annotated[
-        Text,
-        typer.Option(
-            "--otlp", envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="OTLP endpoint for traces. Default: no traces."
-        ),
-    ] = None,
+    otlp: Otlp = None,
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 

@@ -30,18 +30,18 @@ __all__ = [
     "show_image",
 ]
 
+# Values of `--show`.
 PROTOCOLS = ("auto", "kitty", "iterm2", "sixel", "blocks", "never")
-"""Values of `--show`."""
+# Maximum payload of one escape sequence (https://sw.kovidgoyal.net/kitty/graphics-protocol/).
 _CHUNK = 4096
-"""Maximum payload of one escape sequence (https://sw.kovidgoyal.net/kitty/graphics-protocol/)."""
 _MAX_COLUMNS, _MAX_ROWS = 64, 32
 _MIN_COLUMNS = 8
 _SIXEL_PIXELS = 384
 _QUERY_TIMEOUT_S = 0.2
 _KITTY = ("kitty", "ghostty", "wezterm", "konsole")
 _ITERM2 = ("iterm.app", "iterm2", "mintty")
+# Levels of red, green and blue in the 6 x 6 x 6 cube of the 256-color palette.
 _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
-"""Levels of red, green and blue in the 6 × 6 × 6 cube of the 256-color palette."""
 
 
 def check_protocol(protocol: str) -> None:

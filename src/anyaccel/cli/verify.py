@@ -17,22 +17,22 @@ from rich.markup import escape
 
 from anyaccel.backends.device import read_device
 from anyaccel.backends.evidence import FOLDER, Finding, PipelineFinding, Verification
-from anyaccel.cli.console import colour_verdict, make_console
+from anyaccel.cli.console import color_verdict, make_console
 from anyaccel.errors import UsageError
 from anyaccel.storage.atomic_write import atomic_write
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Wanted", "verify_device"]
+__all__ = ["VerifyOptions", "verify_device"]
 
 _COLORS = {"agrees": "green", "contradicts": "red", "new": "cyan", "not tried": "dim"}
+# With more pipelines than this, only failing ones are listed.
 _MAX_PIPELINE_LINES = 12
-"""With more pipelines than this, only failing ones are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class VerifyOptions:
     """Options of a verification."""
 
     pipelines: str = "few"
@@ -41,7 +41,7 @@ class Wanted:
     signed_off_by: str = ""
 
 
-def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, force: bool, as_json: bool) -> None:
+def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
     """Verify one device, print the result and write the file; exit with status 1 if a claim does not hold."""
     if name is None:
         raise UsageError("--verify requires the name of a device", hint="anyaccel devices cuda --verify")
@@ -49,7 +49,7 @@ def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, forc
         # A virtual device runs in a forked process, and torch's threads do not survive a fork.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     file = _choose_file(name, output, force)
-    verification = _verify(name, wanted)
+    verification = _verify(name, options)
     atomic_write(file, verification.to_json())
     if as_json:
         print(verification.to_json(), end="")
@@ -60,7 +60,7 @@ def verify_device(name: str | None, wanted: Wanted, output: Path | None, *, forc
         raise typer.Exit(1)
 
 
-def _verify(name: str, options: Wanted) -> Verification:
+def _verify(name: str, options: VerifyOptions) -> Verification:
     from anyaccel.verification.verify import verify
 
     pipelines = [] if options.pipelines == "none" else options.pipelines
@@ -72,7 +72,7 @@ def _verify(name: str, options: Wanted) -> Verification:
         quick=options.quick,
         jobs=options.jobs,
         signed_off_by=options.signed_off_by.strip(),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        on_message=lambda line: print(line, file=sys.stderr, flush=True),
     )
 
 
@@ -117,7 +117,7 @@ def _format_finding(finding: Finding, width: int) -> str:
     seen = f"{finding.seen or '-':10}"
     return (
         f"  [bold]{finding.claim:{width}}[/bold]  {finding.expected:10}  "
-        f"{colour_verdict(seen) if finding.seen else seen}  "
+        f"{color_verdict(seen) if finding.seen else seen}  "
         f"[{color}]{finding.verdict:11}[/{color}]  [dim]{escape(finding.detail)}[/dim]"
     )
 

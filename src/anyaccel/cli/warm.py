@@ -12,9 +12,10 @@ from anyaccel.call_limits import parse_image_size
 from anyaccel.cli.cache import check_cache_writable
 from anyaccel.cli.interrupts import cleanup_on_exit
 from anyaccel.cli.progress import Display
+from anyaccel.cli.shared_options import Dtype
 from anyaccel.errors import UsageError
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.speed.compile_cache import find_folder
+from anyaccel.runtime.speed.compile_cache import find_entries_dir
 
 __all__ = ["warm_model"]
 
@@ -32,25 +33,26 @@ class _LoadingProgress(ProgressListener):
         )
 
 
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: set by the model."
+    ),
+]
+ExpectedImages = Annotated[
+    int, typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled.")
+]
+
+
 def warm_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
-    sizes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--size", metavar="WxH", help="Image size to compile for; repeat for several. Default: set by the model."
-        ),
-    ] = None,
+    sizes: Sizes = None,
     device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")
+        str, typer.Option("--device", "-d", help="Device to compile for, which must be available.")
     ] = "auto",
     images: Annotated[int, typer.Option("--images", "-n", help="Number of images per call.")] = 1,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype to run in. Default: the preferred dtype of the device.")
-    ] = None,
-    expected_images: Annotated[
-        int,
-        typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled."),
-    ] = 1000,
+    dtype: Dtype = None,
+    expected_images: ExpectedImages = 1000,
 ) -> None:
     """Compile a model ahead of time and cache the result.
 
@@ -60,7 +62,7 @@ def warm_model(
         raise UsageError("--images and --expected-images must be at least 1", hint="omit them to use the defaults")
     shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
     # Checked first: compiling can take many minutes.
-    check_cache_writable(find_folder())
+    check_cache_writable(find_entries_dir())
     with cleanup_on_exit() as display:
         display.start_phase(f"Loading {model}")
         from anyaccel.errors import NotMeasurableError
@@ -82,7 +84,7 @@ def warm_model(
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()
         for index, call in enumerate(calls):
-            seconds_left = policy.value.takes_s * (len(calls) - index)
+            seconds_left = policy.value.compile_s * (len(calls) - index)
             size = f"{call['width']} × {call['height']}" if call else "the model's size"
             display.start_phase(
                 f"Compiling for {size}, size {index + 1} of {len(calls)}; about {seconds_left:.0f} s left"
@@ -94,7 +96,7 @@ def warm_model(
     print(f"{size_count} ready in {time.perf_counter() - start:.0f} s: {_summarize_outcomes(outcomes)}")
     if outcomes["not written"]:
         # The folder was writable at the start; raise with the reason why it no longer is.
-        check_cache_writable(find_folder())
+        check_cache_writable(find_entries_dir())
 
 
 def _summarize_outcomes(outcomes: Counter[str]) -> str:

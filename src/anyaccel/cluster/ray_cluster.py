@@ -29,8 +29,9 @@ __all__ = [
 _INSTALL = "pip install 'anyaccel[ray]'"
 _FORWARDED_VARIABLES = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "ANYACCEL_CACHE")
 _CONNECT_TIMEOUT_S = 5.0
+# CPU cores that Ray reserves per virtual device: two cores run eight of them, slowly.
 _VIRTUAL_DEVICE_CPUS = 0.25
-"""CPU cores that Ray reserves per virtual device: two cores run eight of them, slowly."""
+# Environment variables for Ray. Values that the user has set take precedence.
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Older versions, such as 2.50, print a FutureWarning at every start unless this is set:
@@ -40,10 +41,9 @@ _DEFAULTS = {
     # machine, so other processes should not go first.
     "RAY_worker_niceness": "0",
 }
-"""Environment variables for Ray. Values that the user has set take precedence."""
 
+# Ray's error text if `auto` finds no cluster. Only then may a new cluster be started.
 _NO_LOCAL_CLUSTER = "Could not find any running Ray instance"
-"""Ray's error text if `auto` finds no cluster. Only then may a new cluster be started."""
 _STARTED: list[bool] = []
 
 

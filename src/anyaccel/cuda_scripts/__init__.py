@@ -1,1 +1,1 @@
-"""Scripts that were written for CUDA, run unedited on the device that is here."""
+"""Unmodified CUDA scripts on any device."""

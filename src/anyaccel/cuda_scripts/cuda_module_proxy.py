@@ -1,6 +1,6 @@
-"""The stand-in: torch's module of CUDA, which tells a script of the device that is here.
+"""A proxy of torch's CUDA module that answers a script's calls for the actual device.
 
-Libraries that know of devices themselves still meet the module as it is: what it says to them is the truth.
+Libraries that support several devices (diffusers, accelerate) still see the real module.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from anyaccel.errors import NotMeasurableError, UnmappedError
 
 __all__ = ["CudaModuleProxy", "install_cuda_proxy"]
 
-_GRAPH = "a recorded graph of launches is a thing of NVIDIA's driver"
+_GRAPH = "CUDA graphs are a feature of NVIDIA's driver"
 _REASONS = {
     "CUDAGraph": _GRAPH,
     "graph": _GRAPH,
     "graphs": _GRAPH,
     "make_graphed_callables": _GRAPH,
     "graph_pool_handle": _GRAPH,
-    "nccl": "it is NVIDIA's library between cards; torch.distributed takes each device's own",
-    "comm": "it is NVIDIA's library between cards; torch.distributed takes each device's own",
-    "cudart": "these are functions of NVIDIA's runtime",
-    "jiterator": "it compiles kernels that are written in CUDA",
-    "ExternalStream": "it is a stream of NVIDIA's runtime",
-    "MemPool": "the allocator is NVIDIA's",
-    "CUDAPluggableAllocator": "the allocator is NVIDIA's",
+    "nccl": "NCCL is NVIDIA's communication library; use torch.distributed",
+    "comm": "NCCL is NVIDIA's communication library; use torch.distributed",
+    "cudart": "it calls NVIDIA's runtime",
+    "jiterator": "it compiles CUDA kernels",
+    "ExternalStream": "it wraps a stream of NVIDIA's runtime",
+    "MemPool": "it configures NVIDIA's allocator",
+    "CUDAPluggableAllocator": "it configures NVIDIA's allocator",
 }
 _NO_FIGURE = float("nan")
 
 
 class CudaModuleProxy:
-    """Every name of the module that a script may use, answered for the device; methods are called as in torch."""
+    """The functions of torch's CUDA module that scripts use, implemented for the actual device."""
 
     def __init__(self, migration: Migration, module: ModuleType) -> None:
         self._migration, self._driver = migration, migration.opened.driver
@@ -49,6 +49,7 @@ class CudaModuleProxy:
         self.OutOfMemoryError = torch.OutOfMemoryError
         self.AcceleratorError = RuntimeError
         self.Stream, self.Event = make_stream_classes(lambda: self.synchronize())
+        # The submodules `memory` and `random` have the same functions as the module itself.
         self.memory = self.random = self
         nothing = self._do_nothing
         self.ipc_collect = self.init = nothing
@@ -60,42 +61,44 @@ class CudaModuleProxy:
         self.current_stream = self.default_stream = self.Stream
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing of it is needed here."""
+        """Ignore the call."""
 
     @property
     def nvtx(self) -> Any:
-        """Marks for NVIDIA's profiler: no result depends on one, and they are left out."""
-        self._migration.note("marks for NVIDIA's profiler are left out")
+        """Marks for NVIDIA's profiler, ignored: no result depends on them."""
+        self._migration.note("NVTX marks are ignored: they are for NVIDIA's profiler")
         nothing = self._do_nothing
         return SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing, range=lambda *a, **k: nullcontext())
 
     def _index(self, device: Any = None) -> int:
         if device is None:
             return self._migration.device.index or 0
-        return self._migration.find(device, "its argument").index or 0
+        return self._migration.map_device(device, "device argument").index or 0
 
     def is_available(self) -> bool:
-        """There is an accelerator, though it has another name."""
+        """Return True: scripts test this to choose between the accelerator and the CPU."""
         return True
 
     is_initialized = is_available
 
+    # Indices are relative to the selected device, like CUDA_VISIBLE_DEVICES.
     def device_count(self) -> int:
-        """How many devices there are from the chosen one on."""
+        """Return the number of devices, counted from the selected one."""
         return max(1, self._driver.count() - (self._migration.first.index or 0))
 
     def current_device(self) -> int:
-        """The number of the current device, counted from the chosen one."""
+        """Return the index of the current device, relative to the selected one."""
         return (self._migration.device.index or 0) - (self._migration.first.index or 0)
 
     def set_device(self, device: Any) -> None:
-        """Make another device the one that a name without a number means."""
+        """Make a device the current one: `cuda` without an index."""
         self._migration.device = self._migration.translate(device, "set_device")
 
     @contextmanager
     def device(self, device: Any = None) -> Iterator[None]:
         """Make a device the current one while the block runs."""
         before = self._migration.device
+        # Like torch, ignore None and negative indices.
         ignored = device < 0 if isinstance(device, int) else device is None or is_host(device)
         if not ignored:
             self._migration.device = self._migration.translate(device, "device")
@@ -106,7 +109,7 @@ class CudaModuleProxy:
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """The work of the block, in its order."""
+        """Run the block in the only stream."""
         yield
 
     def synchronize(self, device: Any = None) -> None:
@@ -114,95 +117,96 @@ class CudaModuleProxy:
         self._driver.synchronize(self._index(device))
 
     def empty_cache(self) -> None:
-        """Give cached memory back."""
+        """Release cached memory."""
         self._driver.empty_cache()
 
     def get_device_name(self, device: Any = None) -> str:
-        """What the device calls itself."""
+        """Return the device's name."""
         return self._driver.device_name(self._index(device))
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        """No number of a compute capability is like this device, and so the lowest is said."""
-        self._migration.note("no compute capability is like this device's, and (0, 0) was answered")
+        """Return (0, 0), the lowest compute capability: scripts then skip CUDA-specific features."""
+        self._migration.note("get_device_capability returned (0, 0): the device has no CUDA compute capability")
         return (0, 0)
 
     def get_device_properties(self, device: Any = None) -> Any:
-        """What is known of the device, by the names that scripts ask for."""
+        """Return the properties that scripts read."""
         major, minor = self.get_device_capability()
         total = self._read(lambda: self._driver.memory(self._index(device)).total_bytes)
         name = self.get_device_name(device)
         return SimpleNamespace(name=name, total_memory=total, major=major, minor=minor, is_integrated=False)
 
     def get_arch_list(self) -> list[str]:
-        """No architecture of NVIDIA's is here."""
+        """Return an empty list: the device has no NVIDIA architecture."""
         return []
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        """Whether the sheet lets bfloat16 be used."""
-        answer = self._migration.opened.sheet.dtype("bfloat16")
-        return not (isinstance(answer, Limit) and answer.effect in ("error", "wrong"))
+        """Return whether the device supports bfloat16, according to its sheet."""
+        claim = self._migration.opened.sheet.dtype("bfloat16")
+        return not (isinstance(claim, Limit) and claim.effect in ("error", "wrong"))
 
     def is_current_stream_capturing(self) -> bool:
-        """No stream is recorded."""
+        """Return False: streams are never captured."""
         return False
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the host, where all noise is drawn, and the device."""
+        """Seed the CPU, which draws all noise, and the device."""
         self._driver.manual_seed(int(seed))
 
     def seed(self) -> None:
-        """Seed by chance."""
+        """Set a random seed."""
         self._driver.manual_seed(torch.seed() % 2**63)
 
     seed_all = seed
 
     def initial_seed(self) -> int:
-        """What was seeded."""
+        """Return the current seed."""
         return torch.initial_seed()
 
+    # One random state for all devices: a seed gives the same image on each of them.
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """The state of the noise, which is the host's."""
+        """Return the CPU's random state: the CPU draws all noise."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Set the state of the noise."""
+        """Set the CPU's random state."""
         torch.set_rng_state(state)
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """The state of the noise, once for each device."""
+        """Return the CPU's random state, once per device."""
         return [torch.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Any) -> None:
-        """Set the state of the noise."""
+        """Set the CPU's random state."""
         torch.set_rng_state(next(iter(states)))
 
     def _read(self, figure: Any) -> Any:
-        """A figure of the device; where it keeps none, what is not a number, so that a print of it goes on."""
+        """Return a memory figure; NaN if the device does not report it."""
         try:
             return figure()
         except NotMeasurableError as error:
-            self._migration.note(f"{error.message}; nan was answered")
-            return _NO_FIGURE
+            self._migration.note(f"{error.message}; returned nan")
+            return _NO_FIGURE  # formatting and arithmetic with NaN work, with None they would not
 
     def memory_allocated(self, device: Any = None) -> Any:
-        """Bytes that tensors hold."""
+        """Return the bytes in use by tensors."""
         return self._read(lambda: self._driver.memory(self._index(device)).used_bytes)
 
     def max_memory_allocated(self, device: Any = None) -> Any:
-        """The most bytes that tensors held at once."""
+        """Return the peak of the bytes in use by tensors."""
         return self._read(lambda: self._driver.max_memory(self._index(device)))
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Count the most anew."""
+        """Reset the peak."""
         self._read(lambda: self._driver.reset_peak_memory(self._index(device)))
 
     def mem_get_info(self, device: Any = None) -> tuple[Any, Any]:
-        """Free and total bytes."""
-        found = self._read(lambda: self._driver.memory(self._index(device)))
-        return (_NO_FIGURE, _NO_FIGURE) if found is _NO_FIGURE else (found.free_bytes, found.total_bytes)
+        """Return the free and total bytes."""
+        memory = self._read(lambda: self._driver.memory(self._index(device)))
+        return (_NO_FIGURE, _NO_FIGURE) if memory is _NO_FIGURE else (memory.free_bytes, memory.total_bytes)
 
     def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """The figures that the device keeps, by the names that scripts ask for."""
+        """Return the available figures under the keys that scripts read."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
         return {
             f"{kind}_bytes.all.{moment}": figure
@@ -211,35 +215,37 @@ class CudaModuleProxy:
         }
 
     def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
-        """The figures in words."""
+        """Return the figures as text."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
-        return f"{self._migration.title}: {used} bytes, at most {peak}"
+        return f"{self._migration.title}: {used} bytes in use, peak {peak}"
 
 
 def install_cuda_proxy(migration: Migration) -> None:
-    """Let a script meet the answers where it looks for torch's module of CUDA."""
-    module: Any = torch.get_device_module(migration.foreign)
-    answers = CudaModuleProxy(migration, module)
+    """Make torch's CUDA module answer scripts through the proxy."""
+    module: Any = torch.get_device_module(migration.source_type)
+    proxy = CudaModuleProxy(migration, module)
 
-    class StandIn(ModuleType):
-        """The module: as it is for libraries, the answers for scripts."""
+    # A new class instead of a new module: scripts and libraries may already hold the module object.
+    class PatchedCudaModule(ModuleType):
+        """The real module for libraries, the proxy for scripts."""
 
         def __getattribute__(self, name: str) -> Any:
+            # The caller decides: diffusers needs the real CUDA module, the script the proxy.
             if name.startswith("__") or is_device_aware_library(sys._getframe(1)):
                 return super().__getattribute__(name)
-            spelled = f"{module_name}.{name}"
-            if name.startswith("_") or not hasattr(answers, name):
-                raise _make_refusal(migration, spelled, name)
-            migration.record(spelled)
-            return getattr(answers, name)
+            dotted = f"{module_name}.{name}"
+            if name.startswith("_") or not hasattr(proxy, name):
+                raise _make_unmapped_error(migration, dotted, name)
+            migration.record(dotted)
+            return getattr(proxy, name)
 
     module_name = module.__name__
-    apply_patch(f"{module_name}.__class__", replace_by(StandIn), "scripts")
+    apply_patch(f"{module_name}.__class__", replace_by(PatchedCudaModule), "scripts")
 
 
-def _make_refusal(migration: Migration, spelled: str, name: str) -> UnmappedError:
-    reason = _REASONS.get(name, "nothing on another device is known to mean the same")
+def _make_unmapped_error(migration: Migration, dotted: str, name: str) -> UnmappedError:
+    reason = _REASONS.get(name, "other devices have no equivalent")
     return UnmappedError(
-        f"{read_site()}: {spelled} cannot be mapped to {migration.title}: {reason}",
-        hint="leave it out where the device is another one; if it has a meaning there, an issue with the line helps us",
+        f"{read_site()}: {dotted} cannot be mapped to {migration.title}: {reason}",
+        hint="skip the call on other devices; if the device has an equivalent, please open an issue with this line",
     )

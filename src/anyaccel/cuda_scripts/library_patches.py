@@ -1,6 +1,7 @@
-"""Libraries: what diffusers, transformers and safetensors are told about a device, told of the one that is here.
+"""Patches of diffusers, transformers and safetensors that translate a script's device.
 
-A library is changed when the script imports it, and not before: what a script sets in the environment still counts.
+A library is patched when the script imports it, not earlier: libraries read environment variables at import, and a
+script may set them first.
 """
 
 from __future__ import annotations
@@ -23,201 +24,206 @@ from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["install_library_patches"]
 
-Change = Callable[[ModuleType, Migration], None]
+ModulePatch = Callable[[ModuleType, Migration], None]
 _OFFLOADS = ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
-_WHOLE = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways to spread a model over the devices: with one device it lies there."""
-_XFORMERS = (
-    "enable_xformers_memory_efficient_attention is left out: xformers is for CUDA, and torch's own attention runs"
-)
+# Values of `device_map` that distribute a model over all devices; with one device, all of it goes there.
+_AUTOMATIC_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_XFORMERS = "enable_xformers_memory_efficient_attention is ignored: xformers requires CUDA, torch's attention is used"
 
 
 def install_library_patches(migration: Migration) -> None:
-    """Change each library that is imported already, and the others when they are."""
-    changes: dict[str, Change] = {
-        "diffusers.pipelines.pipeline_utils": _change_pipelines,
-        "diffusers.pipelines.auto_pipeline": _change_auto_pipelines,
-        "diffusers.modular_pipelines.modular_pipeline": _change_modular_pipelines,
-        "diffusers.models.modeling_utils": functools.partial(_change_models, kind="ModelMixin"),
-        "transformers.modeling_utils": functools.partial(_change_models, kind="PreTrainedModel"),
-        "safetensors.torch": _change_safetensors,
-        "anyaccel.runtime.pipeline": _change_portable,
+    """Patch the imported libraries now and the others when they are imported."""
+    patches: dict[str, ModulePatch] = {
+        "diffusers.pipelines.pipeline_utils": _patch_pipelines,
+        "diffusers.pipelines.auto_pipeline": _patch_auto_pipelines,
+        "diffusers.modular_pipelines.modular_pipeline": _patch_modular_pipelines,
+        "diffusers.models.modeling_utils": functools.partial(_patch_models, class_name="ModelMixin"),
+        "transformers.modeling_utils": functools.partial(_patch_models, class_name="PreTrainedModel"),
+        "safetensors.torch": _patch_safetensors,
+        "anyaccel.runtime.pipeline": _patch_portable,
     }
-    waiting = {}
-    for name, change in changes.items():
+    pending = {}
+    for name, patch in patches.items():
         if name in sys.modules:
-            change(sys.modules[name], migration)
+            patch(sys.modules[name], migration)
         else:
-            waiting[name] = change
-    sys.meta_path.insert(0, _Watch(waiting, migration))
+            pending[name] = patch
+    sys.meta_path.insert(0, _PatchOnImport(pending, migration))
 
 
-class _Watch(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: it sees a module come, and changes it once it is there."""
+class _PatchOnImport(importlib.abc.MetaPathFinder):
+    """Import hook that patches a module right after it was executed."""
 
-    def __init__(self, waiting: dict[str, Change], migration: Migration) -> None:
-        self.waiting, self.migration = waiting, migration
+    def __init__(self, pending: dict[str, ModulePatch], migration: Migration) -> None:
+        self.pending, self.migration = pending, migration
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, with a loader that changes the module after it ran."""
-        change = self.waiting.pop(name, None)
-        spec = importlib.util.find_spec(name) if change is not None else None
-        if change is None or spec is None or spec.loader is None:
+        """Return the module's own spec, with a loader that patches the module after executing it."""
+        # pop, not get: importlib.util.find_spec calls this method again, which must return None then.
+        patch = self.pending.pop(name, None)
+        spec = importlib.util.find_spec(name) if patch is not None else None
+        if patch is None or spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
-        def execute_and_change(module: ModuleType) -> None:
+        def execute_and_patch(module: ModuleType) -> None:
             execute(module)
-            change(module, self.migration)
+            patch(module, self.migration)
 
-        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        # The loader belongs to this spec, so no other module is affected.
+        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 
 
-def _replace(kind: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put another method in the place of one; `make` gets the function behind it."""
-    before = vars(kind).get(name)
+def _replace_method(cls: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a method by `make(function)`, if the class has it."""
+    # vars, not getattr: an inherited method is patched on the class that defines it.
+    before = vars(cls).get(name)
     if before is None:
         return
     if isinstance(before, classmethod):
-        setattr(kind, name, classmethod(functools.wraps(before.__func__)(make(before.__func__))))
+        setattr(cls, name, classmethod(functools.wraps(before.__func__)(make(before.__func__))))
     else:
-        setattr(kind, name, functools.wraps(before)(make(before)))
+        setattr(cls, name, functools.wraps(before)(make(before)))
 
 
-def _change_pipelines(module: ModuleType, migration: Migration) -> None:
-    kind = module.DiffusionPipeline
-    _replace(kind, "to", lambda before: _placing(before, migration))
-    _replace(kind, "from_pretrained", lambda before: _loading_pipeline(before, migration))
-    _replace(kind, "from_pipe", lambda before: _deriving(before, migration))
+def _patch_pipelines(module: ModuleType, migration: Migration) -> None:
+    pipeline_class = module.DiffusionPipeline
+    _replace_method(pipeline_class, "to", lambda before: _patch_to(before, migration))
+    _replace_method(pipeline_class, "from_pretrained", lambda before: _patch_pipeline_loading(before, migration))
+    _replace_method(pipeline_class, "from_pipe", lambda before: _patch_from_pipe(before, migration))
     for name in _OFFLOADS:
-        _replace(kind, name, lambda before: _offloading(before, migration))
-    _replace(kind, "enable_group_offload", lambda before: _grouping(before, migration))
-    _leave_out_xformers(kind, migration)
+        _replace_method(pipeline_class, name, lambda before: _patch_offload(before, migration))
+    _replace_method(pipeline_class, "enable_group_offload", lambda before: _patch_group_offload(before, migration))
+    _ignore_xformers(pipeline_class, migration)
 
 
-def _change_auto_pipelines(module: ModuleType, migration: Migration) -> None:
+def _patch_auto_pipelines(module: ModuleType, migration: Migration) -> None:
     for name in ("AutoPipelineForText2Image", "AutoPipelineForImage2Image", "AutoPipelineForInpainting"):
-        _replace(getattr(module, name), "from_pipe", lambda before: _deriving(before, migration))
+        _replace_method(getattr(module, name), "from_pipe", lambda before: _patch_from_pipe(before, migration))
 
 
-def _change_modular_pipelines(module: ModuleType, migration: Migration) -> None:
-    _replace(module.ModularPipeline, "to", lambda before: _placing(before, migration))
+def _patch_modular_pipelines(module: ModuleType, migration: Migration) -> None:
+    _replace_method(module.ModularPipeline, "to", lambda before: _patch_to(before, migration))
 
 
-def _change_portable(module: ModuleType, migration: Migration) -> None:
-    """A portable pipeline places itself, and is told the device."""
+def _patch_portable(module: ModuleType, migration: Migration) -> None:
+    """Translate the device for portable pipelines, which place themselves."""
 
-    def moving(before: Callable[..., Any]) -> Callable[..., Any]:
+    def make_to(before: Callable[..., Any]) -> Callable[..., Any]:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-            here = [migration.translate(value, "pipeline.to") for value in args]
+            translated = [migration.translate(value, "pipeline.to") for value in args]
             if kwargs.get("device") is not None:
                 kwargs["device"] = migration.translate(kwargs["device"], "pipeline.to")
-            return before(self, *here, **kwargs)
+            return before(self, *translated, **kwargs)
 
         return to
 
-    def offloading(before: Callable[..., Any]) -> Callable[..., Any]:
+    def make_enable(before: Callable[..., Any]) -> Callable[..., Any]:
         def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
             before(self, device=_find_target(gpu_id, device, before.__name__, migration))
 
         return enable
 
-    _replace(module.Portable, "to", moving)
+    _replace_method(module.Portable, "to", make_to)
     for name in _OFFLOADS:
-        _replace(module.Portable, name, offloading)
+        _replace_method(module.Portable, name, make_enable)
 
 
-def _change_models(module: ModuleType, migration: Migration, kind: str) -> None:
+def _patch_models(module: ModuleType, migration: Migration, class_name: str) -> None:
     if migration.is_native:
         return
-    _replace(getattr(module, kind), "from_pretrained", lambda before: _loading_model(before, migration))
-    _leave_out_xformers(getattr(module, kind), migration)
+    _replace_method(
+        getattr(module, class_name), "from_pretrained", lambda before: _patch_model_loading(before, migration)
+    )
+    _ignore_xformers(getattr(module, class_name), migration)
 
 
-def _change_safetensors(module: ModuleType, migration: Migration) -> None:
-    def loading(before: Callable[..., Any]) -> Callable[..., Any]:
+def _patch_safetensors(module: ModuleType, migration: Migration) -> None:
+    def make_load(before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def load(filename: Any, device: Any = "cpu") -> Any:
-            return before(filename, device=_spell(migration.translate(device, "load_file")))
+            return before(filename, device=_to_string(migration.translate(device, "load_file")))
 
         return load
 
     if not migration.is_native:
-        apply_patch(f"{module.__name__}.load_file", loading, "scripts")
+        apply_patch(f"{module.__name__}.load_file", make_load, "scripts")
 
 
-def _spell(device: Any) -> Any:
-    """A device in words, for a library that reads words."""
+def _to_string(device: Any) -> Any:
+    """Return the device as a string, for libraries that accept only strings."""
     return str(device) if isinstance(device, torch.device) else device
 
 
-def _leave_out_xformers(kind: Any, migration: Migration) -> None:
+def _ignore_xformers(cls: Any, migration: Migration) -> None:
     if not migration.is_native:
         name = "enable_xformers_memory_efficient_attention"
-        _replace(kind, name, lambda before: lambda self, *args, **kwargs: migration.note(_XFORMERS))
+        _replace_method(cls, name, lambda before: lambda self, *args, **kwargs: migration.note(_XFORMERS))
 
 
-def _placing(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """`pipe.to("cuda")`: the pipeline is made portable, and placed; what names no accelerator is as it was."""
+def _patch_to(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Make `pipe.to("cuda")` place the pipeline; calls without an accelerator are unchanged."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from anyaccel.runtime.pipeline import Portable
+        from anyaccel.runtime.pipeline import Portable  # here: it imports diffusers, which the script may configure
 
-        named = [*args, kwargs.get("device")]
-        if isinstance(self, Portable) or not any(_is_accelerator(value, migration) for value in named):
+        candidates = [*args, kwargs.get("device")]
+        if isinstance(self, Portable) or not any(_is_accelerator(value, migration) for value in candidates):
             return before(self, *args, **kwargs)
-        device = next(value for value in named if _is_accelerator(value, migration))
-        asked = next((value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)), None)
-        return place_pipeline_of_script(self, migration.translate(device, "pipeline.to"), asked, migration)
+        device = next(value for value in candidates if _is_accelerator(value, migration))
+        dtype = next((value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)), None)
+        return place_script_pipeline(self, migration.translate(device, "pipeline.to"), dtype, migration)
 
     return to
 
 
 def _is_accelerator(value: Any, migration: Migration) -> bool:
-    """Whether a value names the accelerator: by the script's name, by a number, or by its own name."""
+    """Return whether a value is the accelerator: `cuda`, an index, or the actual device type."""
+    # bool is an int: `device=True` is not an index.
     if isinstance(value, int) and not isinstance(value, bool):
         return True
-    own = isinstance(value, str | torch.device) and is_on(value, migration.device.type)
-    return migration.means(value) or (own and not is_host(migration.device))
+    is_actual = isinstance(value, str | torch.device) and is_on(value, migration.device.type)
+    return migration.is_source_device(value) or (is_actual and not is_host(migration.device))
 
 
-def place_pipeline_of_script(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:
-    """Place a pipeline in the number types that the script gave it, as far as the device takes them."""
+def place_script_pipeline(pipe: Any, device: torch.device, dtype: torch.dtype | None, migration: Migration) -> Any:
+    """Place a pipeline with the script's dtypes, as far as the device supports them."""
     from anyaccel.runtime.pipeline import Portable, make_portable, place
 
-    types = {} if dtype is not None else _read_types(pipe)
+    dtypes = {} if dtype is not None else _read_dtypes(pipe)
     placement_options = {"dtype": dtype or getattr(pipe, "dtype", None)}
     if isinstance(pipe, Portable):
-        # The script placed it before, or had anyaccel load it: what was wished for then still holds.
+        # Already placed, or loaded by anyaccel: its earlier options still apply.
         placement_options = {"dtype": dtype} if dtype is not None else {}
     place(make_portable(pipe), str(device), **placement_options)
-    _give_types_back(types, device)
+    # place casts all models to one dtype; models that the script loaded in another dtype get it back.
+    _restore_dtypes(dtypes, device)
     migration.pipelines += 1
     return pipe
 
 
-def _read_types(pipe: Any) -> dict[Any, torch.dtype]:
-    """The models whose type is not the pipeline's own, with their types."""
-    models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    types = {model: getattr(model, "dtype", None) for model in models}
-    return {model: kept for model, kept in types.items() if isinstance(kept, torch.dtype) and kept != pipe.dtype}
+def _read_dtypes(pipe: Any) -> dict[Any, torch.dtype]:
+    """Return the models with a dtype other than the pipeline's, such as a float32 VAE, and their dtypes."""
+    models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
+    dtypes = {model: getattr(model, "dtype", None) for model in models}
+    return {model: dtype for model, dtype in dtypes.items() if isinstance(dtype, torch.dtype) and dtype != pipe.dtype}
 
 
-def _give_types_back(types: dict[Any, torch.dtype], device: torch.device) -> None:
-    for model, kept in types.items():
-        model.to(adjust_dtype(kept, str(device)))
+def _restore_dtypes(dtypes: dict[Any, torch.dtype], device: torch.device) -> None:
+    for model, dtype in dtypes.items():
+        model.to(adjust_dtype(dtype, str(device)))
 
 
-def _find_target(gpu_id: int | None, device: Any, asked: str, migration: Migration) -> Any:
-    """The device that models are to come to from the host."""
+def _find_target(gpu_id: int | None, device: Any, call: str, migration: Migration) -> Any:
+    """Return the device on which offloaded models run."""
     if device is not None:
-        return migration.translate(device, asked)
-    return migration.translate(migration.foreign if gpu_id is None else gpu_id, asked)
+        return migration.translate(device, call)
+    return migration.translate(migration.source_type if gpu_id is None else gpu_id, call)
 
 
-def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Models that wait on the host: made portable first, so that they are planned for the device that is here."""
+def _patch_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Make the pipeline portable before offloading, so anyaccel plans it for the actual device."""
 
     def enable(self: Any, gpu_id: int | None = None, device: Any = None) -> None:
         from anyaccel.runtime.pipeline import Portable, make_portable
@@ -228,19 +234,19 @@ def _offloading(before: Callable[..., Any], migration: Migration) -> Callable[..
             return
         target = _find_target(gpu_id, device, before.__name__, migration)
         if is_host(target):
-            migration.note(f"{before.__name__} is left out: there is no accelerator to come from the host to")
+            migration.note(f"{before.__name__} is ignored: the device is the CPU")
             return
-        types = _read_types(self)
+        dtypes = _read_dtypes(self)
         store_options(self, PlacementOptions(dtype=dtype_name(self.dtype)))
         getattr(make_portable(self), before.__name__)(device=target)
-        _give_types_back(types, target)
+        _restore_dtypes(dtypes, target)
         migration.pipelines += 1
 
     return enable
 
 
-def _grouping(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Groups of layers that wait on the host."""
+def _patch_group_offload(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Translate the device of group offloading and place the pipeline."""
 
     def enable(self: Any, onload_device: Any, *args: Any, use_stream: bool = False, **kwargs: Any) -> None:
         from anyaccel.runtime.pipeline import make_portable
@@ -248,79 +254,79 @@ def _grouping(before: Callable[..., Any], migration: Migration) -> Callable[...,
 
         target = torch.device(migration.translate(onload_device, before.__name__))
         if use_stream and not migration.is_native:
-            migration.note("use_stream is left out: layers are fetched in the order in which they run")
+            migration.note("use_stream is ignored: layers are loaded synchronously")
             use_stream = False
 
-        def bring(place: torch.device, dtype: torch.dtype) -> None:
+        def move(device: torch.device, dtype: torch.dtype) -> None:
+            # Cast before the offload hooks take over the weights.
             if dtype != self.dtype:
                 self.to(dtype)
             before(self, target, *args, use_stream=use_stream, **kwargs)
 
-        place_pipeline(make_portable(self), str(target), {"dtype": self.dtype}, bring)
+        place_pipeline(make_portable(self), str(target), {"dtype": self.dtype}, move)
         migration.pipelines += 1
 
     return enable
 
 
-def _loading_pipeline(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """`from_pretrained(…, device_map="cuda")`: loaded on the host, and placed."""
+def _patch_pipeline_loading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Make `from_pretrained(…, device_map="cuda")` load to the CPU and place the pipeline."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        device = _take_device_map(kwargs, migration)
+        device = _pop_device_map(kwargs, migration)
         pipe = before(cls, *args, **kwargs)
         if device is None:
             return pipe
-        place_pipeline_of_script(pipe, device, None, migration)
-        vars(pipe)["hf_device_map"] = str(device)
+        place_script_pipeline(pipe, device, None, migration)
+        vars(pipe)["hf_device_map"] = str(device)  # diffusers sets it too
         return pipe
 
     return from_pretrained
 
 
-def _loading_model(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """The same for a model by itself."""
+def _patch_model_loading(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Make `from_pretrained(…, device_map="cuda")` of a model load to the CPU and move."""
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        device = _take_device_map(kwargs, migration)
+        device = _pop_device_map(kwargs, migration)
         model = before(cls, *args, **kwargs)
         return model if device is None else model.to(device)
 
     return from_pretrained
 
 
-def _take_device_map(options: dict[str, Any], migration: Migration) -> torch.device | None:
-    """The device that a `device_map` puts all of a model on, taken out of the options; a map in parts is translated."""
-    asked = options.get("device_map")
-    if isinstance(asked, dict):
-        places = {part: migration.translate(value, "device_map") for part, value in asked.items()}
-        whole = set(map(str, places.values()))
-        if whole == {str(migration.device)}:
+def _pop_device_map(options: dict[str, Any], migration: Migration) -> torch.device | None:
+    """Remove a `device_map` with one device from the options and return the device; translate any other map."""
+    device_map = options.get("device_map")
+    if isinstance(device_map, dict):
+        devices = {module: migration.translate(value, "device_map") for module, value in device_map.items()}
+        if set(map(str, devices.values())) == {str(migration.device)}:
             del options["device_map"]
             return migration.device
-        options["device_map"] = {part: _spell(place) for part, place in places.items()}
+        options["device_map"] = {module: _to_string(device) for module, device in devices.items()}
         return None
-    if asked in _WHOLE:
-        migration.record(f"device_map={asked!r}")
+    if device_map in _AUTOMATIC_MAPS:
+        migration.record(f"device_map={device_map!r}")
         device = migration.device
-    elif asked is None or not _is_accelerator(asked, migration):
+    elif device_map is None or not _is_accelerator(device_map, migration):
         return None
     else:
-        device = migration.translate(asked, "device_map")
+        device = migration.translate(device_map, "device_map")
     del options["device_map"]
     return device
 
 
-def _deriving(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """`from_pipe(pipe)`: made of the components of a pipeline that is placed, and so placed too."""
+def _patch_from_pipe(before: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Make `from_pipe(pipe)` inherit the placement: it reuses components that are already on the device."""
 
     def from_pipe(cls: Any, pipeline: Any, **kwargs: Any) -> Any:
         from anyaccel.runtime.pipeline import inherit_placement, make_portable
         from anyaccel.runtime.placement_state import find_placement
 
-        made = before(cls, pipeline, **kwargs)
-        if find_placement(pipeline) is not None and find_placement(made) is None:
-            inherit_placement(make_portable(made), pipeline)
+        derived = before(cls, pipeline, **kwargs)
+        if find_placement(pipeline) is not None and find_placement(derived) is None:
+            inherit_placement(make_portable(derived), pipeline)
             migration.pipelines += 1
-        return made
+        return derived
 
     return from_pipe

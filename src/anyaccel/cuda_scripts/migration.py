@@ -1,7 +1,6 @@
-"""Migration: what a script that was written for CUDA means by its device's name, and where it said so.
+"""Mapping of `cuda` in a script to the actual device, with a record of every line that used it.
 
-A script says `cuda` in many places. Each of them asks one `Migration` which device that is here, and leaves its line:
-nothing is mapped in silence.
+All patches use one `Migration`, so every mapped line appears in the summary.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from anyaccel.planning.plan import Plan, make_plan
 
 __all__ = ["Migration", "ScriptLine", "is_device_aware_library", "read_site"]
 
-_DEVICES_OWN = frozenset(
+# Libraries that support several devices themselves: their calls to the CUDA module get the real answers.
+_DEVICE_AWARE = frozenset(
     {"torch", "torchvision", "torchaudio", "torchao", "diffusers", "transformers", "accelerate", "peft", "safetensors"}
     | {"huggingface_hub", "triton", "xformers", "bitsandbytes", "anyaccel"}
     | set(sys.stdlib_module_names)
 )
-"""Libraries that know of devices themselves: what they ask torch about CUDA is answered with the truth."""
 
 
 @dataclass(frozen=True, order=True)
 class ScriptLine:
-    """A line of a script, or of a module that it brings along."""
+    """A line of a script, or of a module next to it."""
 
     file: str
     line: int
@@ -43,12 +42,13 @@ class ScriptLine:
 
 
 def is_device_aware_library(frame: FrameType) -> bool:
-    """Whether code belongs to a library that knows of devices, and not to a script."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEVICES_OWN
+    """Return whether a frame belongs to a library that supports several devices, not to a script."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEVICE_AWARE
 
 
 def read_site(depth: int = 1) -> ScriptLine | None:
-    """The line of the script that led here; None where a library's own thread did."""
+    """Return the innermost line of the script on the stack; None in a thread of a library."""
+    # Frames of torch and diffusers between the script and here are skipped.
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and is_device_aware_library(frame):
         frame = frame.f_back
@@ -57,91 +57,93 @@ def read_site(depth: int = 1) -> ScriptLine | None:
 
 @dataclass
 class Migration:
-    """The device that `cuda` means, and what was mapped to it."""
+    """The device that `cuda` is mapped to, and the record of the mapped calls."""
 
     opened: OpenDevice
     device: torch.device = field(init=False)
-    """What the name means without a number; another one after the script chose it."""
+    """The current device: `cuda` without an index."""
     sites: dict[ScriptLine, dict[str, None]] = field(default_factory=dict)
-    """Each line that named the device, with what it asked for."""
+    """The mapped calls by line, in order."""
     notes: dict[str, ScriptLine | None] = field(default_factory=dict)
-    """What was left out or answered in another way, with the first line of each."""
+    """Calls that were ignored or answered differently, with the first line of each."""
     pipelines: int = 0
-    """How many pipelines were placed."""
+    """Number of placed pipelines."""
 
     def __post_init__(self) -> None:
-        self.foreign: str = find_sheet("cuda").torch_name
-        """The name that scripts are written for; nothing else in this package knows it."""
+        self.source_type: str = find_sheet("cuda").torch_name
+        """The device type that scripts use."""
         self.device = self.opened.tensor_device
+        # Script indices start at the selected device: with `--device hpu:2`, `cuda:1` is `hpu:3`.
         self.first = self.device
 
     @property
     def is_native(self) -> bool:
-        """Whether the device is the one that scripts are written for, so that nothing needs to be mapped."""
-        return is_on(self.device, self.foreign)
+        """Whether the device is a CUDA device, so nothing needs to be mapped."""
+        return is_on(self.device, self.source_type)
 
     @property
     def title(self) -> str:
-        """The device as a reader knows it: `neuron:0 (virtual)`."""
+        """The device for messages: `neuron:0 (virtual)`."""
         virtual = find_device(self.opened.sheet.name).virtual
         return f"{self.first}{' (virtual)' if virtual else ''}"
 
     def make_plan(self) -> Plan:
-        """The plan for what runs outside of any pipeline: loops written by hand."""
+        """Return the plan for code outside of pipelines, such as hand-written denoising loops."""
         sheet = self.opened.sheet
         facts, options = PipelineFacts(pipeline="script"), PlacementOptions(dtype="float32")
         return make_plan(sheet, facts, options, device=f"{sheet.name}:{self.opened.index}")
 
-    def means(self, value: Any) -> bool:
-        """Whether a value is the name that is mapped: a string or a device, with a number or without."""
-        return isinstance(value, str | torch.device) and is_on(value, self.foreign)
+    def is_source_device(self, value: Any) -> bool:
+        """Return whether a string or device is `cuda`, with or without an index."""
+        return isinstance(value, str | torch.device) and is_on(value, self.source_type)
 
-    def translate(self, value: Any, asked: str) -> Any:
-        """What a device's name means here, with its line; anything that is not mapped comes back as it is."""
-        found = self.find(value, asked)
-        if found is not value:
-            self.record(asked)
-        return found
+    def translate(self, value: Any, call: str) -> Any:
+        """Map a device and record the line; return any other value unchanged."""
+        mapped = self.map_device(value, call)
+        if mapped is not value:
+            self.record(call)
+        return mapped
 
-    def find(self, value: Any, asked: str) -> Any:
-        """The same without the line; a bare number is a device's, as torch reads it."""
+    def map_device(self, value: Any, call: str) -> Any:
+        """Map a device without recording it; an integer is a device index, as in torch."""
         if isinstance(value, int) and not isinstance(value, bool):
-            return self.count_from(value, asked)
-        if not self.means(value):
+            return self.device_at(value, call)
+        if not self.is_source_device(value):
             return value
         index = torch.device(value).index
-        return self.device if index is None else self.count_from(index, asked)
+        return self.device if index is None else self.device_at(index, call)
 
-    def count_from(self, index: int, asked: str) -> torch.device:
-        """The device of a number, counted from the one that was chosen."""
+    def device_at(self, index: int, call: str) -> torch.device:
+        """Return the device with an index relative to the selected device."""
+        # All CUDA indices map to the only CPU.
         if is_host(self.first):
             return self.first
-        wanted, there = (self.first.index or 0) + index, self.opened.driver.count()
-        if not 0 <= wanted < there:
+        absolute, count = (self.first.index or 0) + index, self.opened.driver.count()
+        if not 0 <= absolute < count:
             raise UnmappedError(
-                f"{read_site()}: {asked} asks for {self.foreign}:{index}, and from {self.first} on there is no such "
-                f"device: this process sees {there}",
-                hint="give the script fewer devices, or start it where there are more",
+                f"{read_site()}: {call} uses {self.source_type}:{index}, which does not exist: the first device is "
+                f"{self.first} and the device count is {count}",
+                hint="configure the script for fewer devices, or run it on a machine with more",
             )
-        return torch.device(self.first.type, wanted)
+        return torch.device(self.first.type, absolute)
 
-    def record(self, asked: str) -> None:
-        """A line of the script asked for something that was mapped."""
+    def record(self, call: str) -> None:
+        """Record a mapped call with its line in the script."""
         site = read_site()
         if site is not None:
-            self.sites.setdefault(site, {})[asked] = None
+            self.sites.setdefault(site, {})[call] = None
 
-    def note(self, words: str) -> None:
-        """Something was left out, or answered in another way: said at the end."""
-        self.notes.setdefault(words, read_site())
+    def note(self, text: str) -> None:
+        """Record a note for the summary; repeated notes are shown once, with their first line."""
+        self.notes.setdefault(text, read_site())  # a note in a loop would fill the screen
 
     def summarize(self, verbose: bool = False) -> list[str]:
-        """What was mapped, in lines for a reader."""
+        """Return the lines of the summary."""
         count = len(self.sites)
-        placed = f"; {self.pipelines} pipeline{'s were' if self.pipelines != 1 else ' was'} placed"
-        places = f"in {count} place{'s' if count != 1 else ''}"
-        lines = [f"{self.foreign!r} meant {self.title} {places}{placed if self.pipelines else ''}"]
+        placed = f"; {self.pipelines} pipeline{'s' if self.pipelines != 1 else ''} placed"
+        lines_used = f"on {count} line{'s' if count != 1 else ''}"
+        lines = [f"mapped {self.source_type!r} to {self.title} {lines_used}{placed if self.pipelines else ''}"]
         if verbose:
-            lines += [f"{site}: {', '.join(asked)}" for site, asked in sorted(self.sites.items())]
-        lines += [f"{site}: {words}" if site else words for words, site in self.notes.items()]
+            lines += [f"{site}: {', '.join(calls)}" for site, calls in sorted(self.sites.items())]
+        lines += [f"{site}: {text}" if site else text for text, site in self.notes.items()]
         return lines

@@ -1,8 +1,8 @@
-"""Running a script that was written for CUDA on the device that is here.
+"""`anyaccel run`: runs an unmodified CUDA script on any device.
 
-    anyaccel run → open the device → make a Migration → change torch, and libraries as they come → run the script
+    open the device → create a Migration → patch torch, and libraries at import → run the script
 
-The script is not edited, and is run as `python SCRIPT` would run it. The changes stay until the process ends.
+The script runs as with `python SCRIPT`. The patches stay until the process ends.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from anyaccel.errors import AnyaccelError, UsageError
 __all__ = ["run_script", "start_migration"]
 
 _FOR_CUDA_ONLY = {
-    "apex": "NVIDIA's kernels",
-    "bitsandbytes": "kernels for CUDA",
+    "apex": "a library of CUDA kernels",
+    "bitsandbytes": "a library of CUDA kernels",
     "cupy": "NumPy for CUDA",
-    "flash_attn": "attention kernels for CUDA",
-    "pycuda": "NVIDIA's driver",
-    "sageattention": "attention kernels for CUDA",
+    "flash_attn": "a library of CUDA attention kernels",
+    "pycuda": "an interface to NVIDIA's driver",
+    "sageattention": "a library of CUDA attention kernels",
     "tensorrt": "NVIDIA's compiler",
     "torch_tensorrt": "NVIDIA's compiler",
-    "triton": "kernels that are compiled for CUDA",
-    "xformers": "attention kernels for CUDA",
+    "triton": "a compiler for CUDA kernels",
+    "xformers": "a library of CUDA attention kernels",
 }
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 def start_migration(device: str) -> Any:
-    """Open the device, and let `cuda` mean it in this process from now on; gives the migration."""
+    """Open the device, map `cuda` to it in this process, and return the migration."""
     from anyaccel.planning.options import PlacementOptions
     from anyaccel.runtime.placement.place import resolve_device
 
-    # A vendor's own switch of this kind would map the same calls a second time.
+    # Gaudi's own migration (PT_HPU_GPU_MIGRATION) would map the same calls a second time.
     opened = resolve_device(device, PlacementOptions(hpu_migration=False))
 
+    # After the device is open: these modules import torch, and some devices need settings before that.
     from anyaccel.cuda_scripts.cuda_module_proxy import install_cuda_proxy
     from anyaccel.cuda_scripts.library_patches import install_library_patches
     from anyaccel.cuda_scripts.migration import Migration
@@ -59,20 +60,21 @@ def start_migration(device: str) -> Any:
 
 
 def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbose: bool = False) -> int:
-    """Run a script to its end and give its exit status; a SystemExit of the script's is left to the caller."""
+    """Run a script and return its exit status. SystemExit passes through to the caller."""
     code = _read_code(path)
     migration = start_migration(device)
     sys.argv = [path, *arguments]
+    # Like `python SCRIPT`: modules next to the script can be imported.
     sys.path[:1] = [str(Path(path).resolve().parent)]
     try:
         _execute(code, path)
         status = 0
     except KeyboardInterrupt as error:
-        _show(error, path)
+        _print_traceback(error, path)
         status = _INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever a script raises ends it, as Python would
-        _show(error, path)
-        _explain(error, migration)
+        _print_traceback(error, path)
+        _note_cause(error, migration)
         status = 1
     finally:
         _wait_for_threads()
@@ -83,17 +85,17 @@ def run_script(path: str, arguments: Sequence[str], device: str = "auto", verbos
 
 def _read_code(path: str) -> bytes:
     if os.path.isdir(path) or not os.path.exists(path):
-        reason = "is a folder" if os.path.isdir(path) else "is not there"
+        reason = "is a folder" if os.path.isdir(path) else "does not exist"
         raise UsageError(f"{path} {reason}", hint="anyaccel run [--device NAME] SCRIPT.py [ARGUMENT]…")
     try:
         with io.open_code(str(Path(path).absolute())) as file:
             return file.read()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", hint="look at its permissions") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint="check the permissions") from error
 
 
 def _execute(source: bytes, path: str) -> None:
-    """Run the script as the main module, which it stays: threads, pickles and what runs at exit look for it there."""
+    """Run the script as `__main__`. It stays there: threads, pickle and atexit functions look it up."""
     module = ModuleType("__main__")
     file = os.path.abspath(path)
     vars(module).update({"__file__": file, "__builtins__": __builtins__, "__cached__": None})
@@ -101,8 +103,8 @@ def _execute(source: bytes, path: str) -> None:
     exec(compile(source, file, "exec", dont_inherit=True), vars(module))
 
 
-def _show(error: BaseException, path: str) -> None:
-    """The traceback that `python SCRIPT` would print: from the script's own first line on."""
+def _print_traceback(error: BaseException, path: str) -> None:
+    """Print the traceback as `python SCRIPT` would, without the frames of anyaccel."""
     file = os.path.abspath(path)
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
@@ -111,45 +113,45 @@ def _show(error: BaseException, path: str) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Python waits for a script's threads before it ends; what they ask for belongs to the summary."""
+    """Wait for the script's threads, as Python does at exit: the summary includes their calls."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
 
 
-def _explain(error: Exception, migration: Any) -> None:
-    """Name the line where a script reached what cannot be mapped, and say why."""
-    reason = _find_reason(error, migration.foreign)
+def _note_cause(error: Exception, migration: Any) -> None:
+    """Add a note with the line and the reason if the error comes from something that cannot be mapped."""
+    reason = _find_reason(error, migration.source_type)
     if reason and not isinstance(error, AnyaccelError):
-        line = _find_line(error.__traceback__)
+        line = _find_script_line(error.__traceback__)
         migration.notes[f"cannot be mapped to {migration.title}: {reason}"] = line
 
 
-def _find_reason(error: Exception, foreign: str) -> str:
+def _find_reason(error: Exception, source_type: str) -> str:
     root = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ImportError) and root in _FOR_CUDA_ONLY:
         return f"{root} is {_FOR_CUDA_ONLY[root]}"
-    for frame in _frames(error.__traceback__):
+    for frame in _list_frames(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith("torch.utils.cpp_extension"):
-            return "an extension is built from kernels that are written for CUDA"
+            return "it builds an extension from CUDA kernels"
         if module.partition(".")[0] in _FOR_CUDA_ONLY:
             return f"{module.partition('.')[0]} is {_FOR_CUDA_ONLY[module.partition('.')[0]]}"
-    if foreign in str(error).lower() or "nvidia" in str(error).lower():
-        return "a call reached CUDA by a way that is not mapped; please open an issue with this line"
+    if source_type in str(error).lower() or "nvidia" in str(error).lower():
+        return "this call uses CUDA and is not mapped; please open an issue with this line"
     return ""
 
 
-def _frames(trace: TracebackType | None) -> list[Any]:
-    found = []
+def _list_frames(trace: TracebackType | None) -> list[Any]:
+    frames = []
     while trace is not None:
-        found.append(trace.tb_frame)
+        frames.append(trace.tb_frame)
         trace = trace.tb_next
-    return found
+    return frames
 
 
-def _find_line(trace: TracebackType | None) -> Any:
-    """The last line on the way to an error that is the script's."""
+def _find_script_line(trace: TracebackType | None) -> Any:
+    """Return the innermost line of the script in a traceback."""
     from anyaccel.cuda_scripts.migration import ScriptLine, is_device_aware_library
 
     site = None

@@ -1,7 +1,7 @@
-"""Translation: torch's own function seam over a whole script, with the device's name mapped in every call.
+"""The `__torch_function__` mode of a whole script: it maps the device in every torch call.
 
-A pipeline that is placed has a seam of its own while it runs. This one is for everything around it: factories, moves,
-and denoising loops that are written by hand.
+A placed pipeline has its own mode while it runs. This mode is for the code around it: factories, moves and
+hand-written denoising loops.
 """
 
 from __future__ import annotations
@@ -24,94 +24,98 @@ from anyaccel.upstream.torch_internals import find_property
 __all__ = ["ScriptFunctionMode", "install_function_mode"]
 
 Tensor = torch.Tensor
-Named = dict[str, Any]
+Kwargs = dict[str, Any]
 _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 
 class ScriptFunctionMode(PipelineFunctionMode):
-    """What a script calls of torch's: the device is mapped first, then it is repaired as in any pipeline."""
+    """Maps the device of a torch call, then applies the workarounds of a pipeline."""
 
-    def __init__(self, migration: Migration, seam: PipelineFunctionMode) -> None:
+    def __init__(self, migration: Migration, mode: PipelineFunctionMode) -> None:
         draws = noise.make_handlers(migration.device, {})
-        behind = {func: _draw_there(handler) for func, handler in seam.handlers.items() if func in draws}
-        super().__init__({**seam.handlers, **behind}, seam.meeting)
+        on_device = {func: _draw_on_device(handler) for func, handler in mode.handlers.items() if func in draws}
+        super().__init__({**mode.handlers, **on_device}, mode.host_transfer)
         self.migration = migration
-        self.spellings: dict[Any, Callable[[Any, tuple[Any, ...], Named], tuple[Any, tuple[Any, ...], Named]]] = {
-            Tensor.to: self._move,
-            getattr(Tensor, migration.foreign): self._move_there,
-            Tensor.new_tensor: self._make,
+        self.translators: dict[Any, Callable[[Any, tuple[Any, ...], Kwargs], tuple[Any, tuple[Any, ...], Kwargs]]] = {
+            Tensor.to: self._translate_to,
+            getattr(Tensor, migration.source_type): self._translate_cuda,
+            Tensor.new_tensor: self._translate_keyword,
         }
-        self.answers: dict[Any, Callable[[Any, tuple[Any, ...], Named], Any]] = {
+        self.replacements: dict[Any, Callable[[Any, tuple[Any, ...], Kwargs], Any]] = {
             Tensor.pin_memory: self._pin,
         }
-        self.question = find_property(f"is_{migration.foreign}")
+        self.is_cuda_getter = find_property(f"is_{migration.source_type}")
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One call of torch's."""
-        spelling = self.spellings.get(func)
-        if spelling is not None:
-            func, args, kwargs = spelling(func, args, kwargs or {})
+        """Run one torch call."""
+        # Before the handlers of the pipeline mode, which expect the actual device.
+        translator = self.translators.get(func)
+        if translator is not None:
+            func, args, kwargs = translator(func, args, kwargs or {})
         elif kwargs and kwargs.get("device") is not None:
-            func, args, kwargs = self._make(func, args, kwargs)
-        elif func == self.question:
-            return self._is_there(args[0], sys._getframe(1))
-        elif func in self.answers:
-            return self.answers[func](func, args, kwargs or {})
+            func, args, kwargs = self._translate_keyword(func, args, kwargs)
+        elif func == self.is_cuda_getter:
+            return self._is_on_accelerator(args[0], sys._getframe(1))
+        elif func in self.replacements:
+            return self.replacements[func](func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _make(self, func: Any, args: tuple[Any, ...], kwargs: Named) -> tuple[Any, tuple[Any, ...], Named]:
-        """`torch.zeros(…, device=…)`, and whatever else names a device by keyword."""
-        place = self.migration.translate(kwargs.get("device"), getattr(func, "__name__", "device="))
-        return func, args, {**kwargs, "device": place}
+    def _translate_keyword(
+        self, func: Any, args: tuple[Any, ...], kwargs: Kwargs
+    ) -> tuple[Any, tuple[Any, ...], Kwargs]:
+        """Translate a `device` keyword: `torch.zeros(…, device=…)`."""
+        device = self.migration.translate(kwargs.get("device"), getattr(func, "__name__", "device="))
+        return func, args, {**kwargs, "device": device}
 
-    def _move(self, func: Any, args: tuple[Any, ...], kwargs: Named) -> tuple[Any, tuple[Any, ...], Named]:
-        """`tensor.to(…)`: the device comes first, if it is not named."""
+    def _translate_to(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], Kwargs]:
+        """Translate `tensor.to(…)`: the device is the first argument or a keyword."""
         if len(args) > 1:
             args = (args[0], self.migration.translate(args[1], "to"), *args[2:])
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self.migration.translate(kwargs["device"], "to")}
         return func, args, kwargs
 
-    def _move_there(self, func: Any, args: tuple[Any, ...], kwargs: Named) -> tuple[Any, tuple[Any, ...], Named]:
-        """The method that is named after the device."""
+    def _translate_cuda(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], Kwargs]:
+        """Translate `tensor.cuda(…)` to `tensor.to(…)`."""
         kwargs = dict(kwargs)
-        asked = args[1] if len(args) > 1 else kwargs.pop("device", None)
-        name = f"{self.migration.foreign}()"
-        place = self.migration.translate(self.migration.foreign if asked is None else asked, name)
+        requested = args[1] if len(args) > 1 else kwargs.pop("device", None)
+        name = f"{self.migration.source_type}()"
+        device = self.migration.translate(self.migration.source_type if requested is None else requested, name)
         kwargs.pop("device", None)
         if len(args) > 2:
-            kwargs["non_blocking"] = args[2]
-        return Tensor.to, (args[0], place), kwargs
+            kwargs["non_blocking"] = args[2]  # a second positional argument of Tensor.to would be the dtype
+        return Tensor.to, (args[0], device), kwargs
 
-    def _is_there(self, tensor: Any, frame: Any) -> bool:
-        """Whether a tensor lies on the accelerator, which a script asks by the name that it knows."""
+    def _is_on_accelerator(self, tensor: Any, frame: Any) -> bool:
+        """Return `tensor.is_cuda` for a script: whether the tensor is on the accelerator. Libraries get False."""
         return not is_device_aware_library(frame) and is_on(tensor.device, self.migration.device.type)
 
-    def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Named) -> Any:
-        """Memory that is pinned is copied sooner; where a device has none, the tensor itself does."""
+    def _pin(self, func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        """Pin the tensor's memory, or return the tensor if the device does not support it."""
         try:
             return func(*args[:1])
         except (RuntimeError, NotImplementedError):
-            self.migration.note("memory of the host is not pinned here")
+            self.migration.note("pin_memory is ignored: the device does not support pinned memory")
             return args[0]
 
 
 def install_function_mode(migration: Migration) -> ScriptFunctionMode:
-    """Enter the seam for this thread, and for every thread that is started from now on."""
-    seam = make_pipeline_function_mode(migration.make_plan(), migration.device)
+    """Enter the mode in this thread, and in every thread that is started from now on."""
+    mode = make_pipeline_function_mode(migration.make_plan(), migration.device)
     for name in _BUILDERS:
-        apply_patch(f"torch.{name}", lambda build: _build(build, migration), "scripts")
-    apply_patch("torch.Tensor.record_stream", replace_by(_stay_on_stream), "scripts")
+        apply_patch(f"torch.{name}", lambda build: _translate_builder(build, migration), "scripts")
+    apply_patch("torch.Tensor.record_stream", replace_by(_ignore_stream), "scripts")
 
-    def start_with_seam(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    # Function modes are thread-local: https://github.com/pytorch/pytorch/issues/115917.
+    def enter_in_thread(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
         @functools.wraps(start)
         def start_inside(self: threading.Thread) -> None:
             run = self.run
 
             def run_inside() -> None:
-                with ScriptFunctionMode(migration, seam):
+                with ScriptFunctionMode(migration, mode):
                     run()
 
             self.run = run_inside  # type: ignore[method-assign]
@@ -119,34 +123,34 @@ def install_function_mode(migration: Migration) -> ScriptFunctionMode:
 
         return start_inside
 
-    apply_patch("threading.Thread.start", start_with_seam, "scripts")
-    entered = ScriptFunctionMode(migration, seam)
+    apply_patch("threading.Thread.start", enter_in_thread, "scripts")
+    entered = ScriptFunctionMode(migration, mode)
     entered.__enter__()
     return entered
 
 
-def _draw_there(handler: Handler) -> Handler:
-    """A draw for the device is made as the seam makes it; one for the host may be a pipeline's own, and stays whole."""
+def _draw_on_device(handler: Handler) -> Handler:
+    """Use the handler for draws on the device only. A draw on the CPU may be a pipeline's own and stays unchanged."""
 
-    def draw(func: Any, args: tuple[Any, ...], kwargs: Named) -> Any:
-        place = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
-        on_host = is_host(torch.device(place or torch.get_default_device()))
-        return func(*args, **kwargs) if on_host else handler(func, args, kwargs)
+    def draw(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        device = kwargs.get("device") or next((value.device for value in args if isinstance(value, Tensor)), None)
+        on_cpu = is_host(torch.device(device or torch.get_default_device()))
+        return func(*args, **kwargs) if on_cpu else handler(func, args, kwargs)
 
     return draw
 
 
-def _stay_on_stream(self: Tensor, stream: Any) -> None:
-    """There is one stream, and no memory is given away before its work is done; torch would look at its type first."""
+def _ignore_stream(self: Tensor, stream: Any) -> None:
+    """Ignore the stream: there is only one, so memory is never reused too early."""
 
 
-def _build(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """`torch.tensor([1], device=…)`: a virtual device answers it before any seam does."""
+def _translate_builder(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
+    """Translate the device of `torch.tensor([1], device=…)`, which a virtual device handles before any mode."""
 
     @functools.wraps(build)
-    def build_there(*args: Any, **kwargs: Any) -> Any:
+    def build_on_device(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs["device"] = migration.translate(kwargs["device"], build.__name__)
         return build(*args, **kwargs)
 
-    return build_there
+    return build_on_device

@@ -1,4 +1,4 @@
-"""Spellings that torch's function seam does not see: generators, autocast, default devices, files, compilers."""
+"""Patches for torch calls that bypass `__torch_function__`: generators, autocast, default devices, load, compile."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from anyaccel.emulator.torch_patches import apply_patch, replace_class
 
 __all__ = ["install_torch_patches"]
 
-_FOR_ANY_DEVICE = ("inductor", "cudagraphs", None)
-"""Compilers that a script names, or leaves to torch, without a device of its own in mind."""
+# Backends that a script uses without a specific device in mind; they are replaced by the device's own.
+_GENERIC_BACKENDS = ("inductor", "cudagraphs", None)
 
 
 def install_torch_patches(migration: Migration) -> None:
-    """Apply the patches of these; they stay until the process ends."""
-    apply_patch("torch.Generator", lambda original: _draw_on_host(original, migration), "scripts")
-    _change_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
-    _change_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)
-    _change_first_argument("torch.utils._device.DeviceContext", "device", migration, whole=True)
-    apply_patch("torch.load", lambda load: _change_loading(load, migration), "scripts")
-    apply_patch("torch.compile", lambda compile_there: _change_compiling(compile_there, migration), "scripts")
+    """Apply the patches; they stay until the process ends."""
+    apply_patch("torch.Generator", lambda original: _use_cpu_generator(original, migration), "scripts")
+    _translate_first_argument("torch.amp.autocast_mode.autocast", "device_type", migration)
+    _translate_first_argument("torch.amp.grad_scaler.GradScaler", "device", migration)
+    # DeviceContext implements `with torch.device(...)` and torch.set_default_device.
+    _translate_first_argument("torch.utils._device.DeviceContext", "device", migration, with_index=True)
+    apply_patch("torch.load", lambda load: _translate_map_location(load, migration), "scripts")
+    apply_patch("torch.compile", lambda original: _choose_backend(original, migration), "scripts")
 
 
-def _draw_on_host(original: Any, migration: Migration) -> Any:
-    """`torch.Generator("cuda")` is a generator of the host: one seed gives one noise on every device."""
+def _use_cpu_generator(original: Any, migration: Migration) -> Any:
+    """Make `torch.Generator("cuda")` a CPU generator: a seed gives the same noise on every device."""
 
     def build(device: Any = "cpu") -> Any:
         migration.translate(device, "Generator")
@@ -38,65 +39,67 @@ def _draw_on_host(original: Any, migration: Migration) -> Any:
     return replace_class(original, build)
 
 
-def _change_first_argument(kind: str, name: str, migration: Migration, whole: bool = False) -> None:
-    """A class whose first argument is a device, or the kind of one, and perhaps a number type."""
-    asked = kind.rpartition(".")[2]
+def _translate_first_argument(class_name: str, name: str, migration: Migration, with_index: bool = False) -> None:
+    """Translate the first argument of a constructor, a device or device type, and adjust its `dtype` argument."""
+    call = class_name.rpartition(".")[2]
 
-    def change(make: Any) -> Any:
-        @functools.wraps(make)
-        def make_here(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = args[0] if args else kwargs.pop(name, migration.foreign)
-            meant = migration.translate(given, asked)
-            if meant is not given and isinstance(kwargs.get("dtype"), torch.dtype):
-                kwargs["dtype"] = adjust_dtype(kwargs["dtype"], str(meant))
-            make(self, meant.type if isinstance(meant, torch.device) and not whole else meant, *args[1:], **kwargs)
+    def change(initialize: Any) -> Any:
+        @functools.wraps(initialize)
+        def initialize_mapped(self: Any, *args: Any, **kwargs: Any) -> None:
+            device = args[0] if args else kwargs.pop(name, migration.source_type)
+            mapped = migration.translate(device, call)
+            if mapped is not device and isinstance(kwargs.get("dtype"), torch.dtype):
+                kwargs["dtype"] = adjust_dtype(kwargs["dtype"], str(mapped))
+            type_only = isinstance(mapped, torch.device) and not with_index
+            initialize(self, mapped.type if type_only else mapped, *args[1:], **kwargs)
 
-        return make_here
+        return initialize_mapped
 
-    apply_patch(f"{kind}.__init__", change, "scripts")
+    apply_patch(f"{class_name}.__init__", change, "scripts")
 
 
-def _change_loading(load: Any, migration: Migration) -> Any:
-    """`torch.load(…, map_location=…)`; what was saved on CUDA and says nothing goes to the device too."""
+def _translate_map_location(load: Any, migration: Migration) -> Any:
+    """Translate the `map_location` of `torch.load`."""
 
     @functools.wraps(load)
-    def load_here(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_mapped(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(map_location, dict):
             map_location = {source: str(migration.translate(target, "load")) for source, target in map_location.items()}
         elif map_location is not None:
             map_location = migration.translate(map_location, "load")
         return load(f, map_location, *args, **kwargs)
 
-    return load_here
+    return load_mapped
 
 
-def _change_compiling(compile_there: Any, migration: Migration) -> Any:
-    """`torch.compile`: with the device's own compiler, as its sheet says."""
+def _choose_backend(original: Any, migration: Migration) -> Any:
+    """Make `torch.compile` use the device's own compiler, according to its sheet."""
     rule = migration.make_plan().compiler.value
 
-    @functools.wraps(compile_there)
-    def compile_here(model: Any = None, **options: Any) -> Any:
-        if options.get("backend") not in _FOR_ANY_DEVICE:
-            return compile_there(model, **options)
-        if model is None:
-            return lambda function: compile_here(function, **options)
-        refusal = _refuse_compiling(rule.backend, migration)
-        if refusal:
-            migration.note(refusal)
+    @functools.wraps(original)
+    def compile_mapped(model: Any = None, **options: Any) -> Any:
+        if options.get("backend") not in _GENERIC_BACKENDS:
+            return original(model, **options)
+        if model is None:  # used as a decorator with arguments
+            return lambda function: compile_mapped(function, **options)
+        reason = _find_skip_reason(rule.backend, migration)
+        if reason:
+            migration.note(reason)
             return model
+        # `mode` and `options` are inductor's.
         changed = {name: value for name, value in options.items() if name not in ("mode", "options", "backend")}
         if rule.static:
             changed["dynamic"] = False
-        migration.record(f"compile, by {rule.backend}")
-        return compile_there(model, backend=rule.backend, **changed)
+        migration.record(f"compile with {rule.backend}")
+        return original(model, backend=rule.backend, **changed)
 
-    return compile_here
+    return compile_mapped
 
 
-def _refuse_compiling(backend: str, migration: Migration) -> str:
-    """Why nothing is compiled here; empty where it is."""
+def _find_skip_reason(backend: str, migration: Migration) -> str:
+    """Return why the model is not compiled; an empty string if it is."""
     if not backend:
-        return "compile is left out: no compiler is known for this device"
-    if backend in _FOR_ANY_DEVICE and find_device(migration.opened.sheet.name).virtual:
-        return "compile is left out: torch's own compiler makes no code for a virtual device"
+        return "torch.compile is ignored: the device has no known compiler"
+    if backend in _GENERIC_BACKENDS and find_device(migration.opened.sheet.name).virtual:
+        return "torch.compile is ignored: inductor generates no code for a virtual device"
     return ""

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-__all__ = ["BACKGROUNDS", "Judge", "Verdict", "open_judge"]
+__all__ = ["BACKGROUNDS", "Judge", "Verdict", "load_judge"]
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
+# RGB values of the background colors, by name.
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
     "black": (16, 16, 16),
@@ -44,7 +45,6 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "pink": (250, 170, 200),
     "brown": (115, 72, 42),
 }
-"""RGB values of the background colors, by name."""
 
 _FOLDER = Path(__file__).parent
 _TILE = 48  # pixels of a glyph in glyphs.webp
@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Judge:
-    """Recognizes objects: `open_judge().look(image).names[0]`."""
+    """Recognizes objects: `load_judge().look(image).names[0]`."""
 
     def __init__(self, glyphs: Array, names: list[str], groups: list[int]) -> None:
         self.glyphs, self.names, self.groups = glyphs, names, groups
@@ -80,7 +80,7 @@ class Judge:
         color = _border_color(_as_array(image)) * 255
         return min(BACKGROUNDS, key=lambda name: float(((np.asarray(BACKGROUNDS[name]) - color) ** 2).sum()))
 
-    def look(self, image: Image.Image, side: str = "whole", best: int = 5) -> Verdict:
+    def classify(self, image: Image.Image, side: str = "whole", best: int = 5) -> Verdict:
         """Return the `best` nearest objects for the `whole` image, its `left` or its `right` half."""
         pixels = _as_array(image)
         references = self._reference_descriptors(self.background(image))
@@ -123,7 +123,7 @@ class Judge:
 
 
 @functools.cache
-def open_judge() -> Judge:
+def load_judge() -> Judge:
     """Return the judge with the glyphs of the embedded model."""
     things = json.loads((_FOLDER / "things.json").read_text(encoding="utf-8"))["things"]
     with Image.open(_FOLDER / "glyphs.webp") as sheet:

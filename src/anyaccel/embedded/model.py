@@ -9,12 +9,12 @@ from anyaccel.errors import ModelError
 
 __all__ = ["CALL_DEFAULTS", "NAME", "find_embedded_model"]
 
+# Name of the model for `--model` and in image metadata.
 NAME = "embedded"
-"""Name of the model for `--model` and in image metadata."""
 
 # The defaults of StableDiffusionPipeline (50 steps, guidance 7.5) are meant for models a hundred times larger.
+# Arguments that its published quality was measured with.
 CALL_DEFAULTS = MappingProxyType({"num_inference_steps": 8, "guidance_scale": 2.0})
-"""Arguments that its published quality was measured with."""
 
 _FOLDER = Path(__file__).parent / "weights"
 

@@ -1,1 +1,1 @@
-"""Virtual accelerators: any CPU, enforcing what a device's sheet says it cannot do."""
+"""Virtual accelerators: the limits of a device's sheet, enforced on a CPU."""

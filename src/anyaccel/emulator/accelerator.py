@@ -1,4 +1,4 @@
-"""The virtual accelerator of this process: its sheet, its devices, its ledger and its memory."""
+"""State of this process's virtual accelerator: sheet, devices, ledger and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["VirtualAccelerator"]
 
 @dataclass
 class VirtualAccelerator:
-    """What a program sees as the device, and what it left behind."""
+    """A virtual accelerator and the record of what a program did with it."""
 
     sheet: Sheet
     count: int = 1
@@ -32,15 +32,16 @@ class VirtualAccelerator:
 
     def __post_init__(self) -> None:
         self.limits = LimitIndex(self.sheet)
-        self.book = MemoryTracker(self.count, self.capacity_bytes)
+        self.memory = MemoryTracker(self.count, self.capacity_bytes)
         self.generators = [torch.Generator().manual_seed(0) for _ in range(self.count)]
         self.round_trips = 0
 
     def restart(self, sheet: Sheet, capacity_bytes: int | None, strict: bool) -> None:
-        """Enforce again, with new options and an empty ledger; tensors that live on keep counting."""
+        """Enforce limits again with new options and an empty ledger. Tensors still alive keep counting."""
         self.sheet, self.strict, self.capacity_bytes = sheet, strict, capacity_bytes
         self.limits = LimitIndex(sheet)
-        self.book.capacity_bytes = capacity_bytes
+        # Not a new tracker: tensors of the previous run still use memory.
+        self.memory.capacity_bytes = capacity_bytes
         self.ledger.clear()
         self.compiler.graphs.clear()
         self.compiler.breaks.clear()
@@ -49,34 +50,36 @@ class VirtualAccelerator:
 
     @property
     def name(self) -> str:
-        """Torch's name of the device."""
+        """The torch device type."""
         return self.sheet.torch_name
 
     def device(self, index: int | None = None) -> torch.device:
-        """One of the devices, the current one without an index."""
+        """Return the device with this index, or the current device."""
         return torch.device(self.name, self.current_index if index is None else index)
 
     def check_index(self, index: int) -> int:
-        """The index, if there is such a device; torch's own kind of error otherwise."""
+        """Return the index, or raise the error torch raises for an index out of range."""
         if not 0 <= index < self.count:
-            raise RuntimeError(f"{self.name}:{index}: invalid device ordinal; there are {self.count} of them")
+            raise RuntimeError(f"{self.name}:{index}: invalid device ordinal; the device count is {self.count}")
         return index
 
-    def meet(self, name: str, limit: Limit, operation: str) -> None:
-        """A program met a limit: write it down, and in strict mode raise what the device would raise."""
+    def hit_limit(self, name: str, limit: Limit, operation: str) -> None:
+        """Record that an operation hit a limit; in strict mode, raise the device's error."""
         if not self.enforcing:
             return
         file, line = self.ledger.record(name, limit.effect, operation)
         if self.strict and limit.effect == "error":
-            kind = LimitTypeError if limit.raises == "TypeError" else LimitError
-            raise kind(
-                f"{self.sheet.title} (virtual) cannot do this: {operation} at {file}:{line} meets the limit {name}. "
+            # The class matches the real device (MPS raises TypeError for float64), so `except` clauses still work.
+            error_class = LimitTypeError if limit.raises == "TypeError" else LimitError
+            raise error_class(
+                f"{self.sheet.title} (virtual) cannot do this: {operation} at {file}:{line} hits the limit {name}. "
                 f"{limit.says} ({limit.evidence}: {limit.source})",
                 hint=limit.hint,
             )
 
-    def read_on_host(self, operation: str) -> None:
-        """The host read a value back: count it, and write it down where the sheet says that it costs."""
+    def record_host_read(self, operation: str) -> None:
+        """Count a read from the device to the CPU; record it if the sheet lists it as a limit."""
+        # Unlike the ledger, this counter also covers devices without the limit.
         self.round_trips += 1
         if self.limits.round_trip is not None:
-            self.meet("host_round_trip", self.limits.round_trip, operation)
+            self.hit_limit("host_round_trip", self.limits.round_trip, operation)

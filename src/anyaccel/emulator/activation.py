@@ -1,4 +1,4 @@
-"""Turning a virtual accelerator on: `with anyaccel.virtual("neuron") as v:`."""
+"""Activation of a virtual accelerator: `with anyaccel.virtual("neuron") as v:`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _STARTED: list[VirtualAccelerator] = []
 def virtual(
     name: str, count: int = 1, memory: str | int | None = None, strict: bool = False
 ) -> Iterator[VirtualAccelerator]:
-    """Give this process a virtual accelerator: `with anyaccel.virtual("hpu", memory="gaudi2") as v: print(v.ledger)`.
+    """Run a block with a virtual accelerator: `with anyaccel.virtual("hpu", memory="gaudi2") as v: print(v.ledger)`.
 
-    `memory` is a size (`"16GiB"`, bytes) or a product of the sheet. Leaving ends the enforcement; the device's name
-    stays until the process ends. In `strict`, a limit whose effect is an error raises.
+    `memory` is a size (`"16GiB"`, bytes) or a product of the sheet. Enforcement stops at the end of the block; the
+    device type stays registered until the process ends. With `strict`, limits with the effect "error" raise.
     """
     accelerator = start(name, count=count, memory=memory, strict=strict)
     try:
@@ -47,16 +47,17 @@ def virtual(
 
 
 def start(name: str, count: int = 1, memory: str | int | None = None, strict: bool = False) -> VirtualAccelerator:
-    """The same without an end."""
+    """Start a virtual accelerator that lasts until the process ends."""
     spec = DeviceSpec.parse(name, load_registry())
     name = (replace(spec, product=None) if memory is None else spec).require_name()
     memory = spec.product if memory is None else memory
     _check_count(count)
     if not isinstance(memory, str | int | None):
-        raise UsageError(f"{memory!r} is no size of a memory", hint="write it as 16GiB, 96GB or a number of bytes")
+        raise UsageError(f"{memory!r} is not a valid memory size", hint="use 16GiB, 96GB or a number of bytes")
     sheet, capacity = _read_product(find_sheet(name), memory)
     if not sheet.can_be_virtual:
-        raise UsageError(f"there is no virtual {name}", hint=f"take one of {', '.join(_offer())}")
+        raise UsageError(f"{name} has no virtual device", hint=f"use one of {', '.join(_list_virtual_names())}")
+    # torch cannot unregister a device type, so there is one accelerator per process and it is reused.
     if not _STARTED:
         _STARTED.append(_install(VirtualAccelerator(sheet, count, capacity, strict)))
         return _STARTED[0]
@@ -64,17 +65,19 @@ def start(name: str, count: int = 1, memory: str | int | None = None, strict: bo
 
 
 def start_spec(spec: DeviceSpec) -> DeviceSpec:
-    """Start the virtual devices of a spec unless this process has some of that name; return the one to open."""
+    """Start the virtual devices of a spec unless this process has them; return the spec of the device to open."""
     if not find_device(spec.name).virtual:
         start(spec.name, count=spec.require_count(), memory=spec.product or spec.memory, strict=spec.strict)
     return DeviceSpec(name=spec.name, index=spec.index, given_by=spec.given_by)
 
 
 def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
-    load_dynamo()
+    load_dynamo()  # before the patches: at import, Dynamo compares torch.Tensor.__new__ with its own copy
     module = make_device_module(accelerator)
-    whole = [name for name in accelerator.limits.operations if "." not in name]
-    register_device(accelerator.name, module, whole)
+    # An operation with a limit must reach dispatch as called, or the limit would never be seen.
+    undecomposed = [name for name in accelerator.limits.operations if "." not in name]
+    register_device(accelerator.name, module, undecomposed)
+    # Before the patches, which use the functions of the device module.
     activate(accelerator, dispatch)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)
@@ -89,28 +92,29 @@ def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
 def _restart(
     running: VirtualAccelerator, sheet: Sheet, count: int, capacity: int | None, strict: bool
 ) -> VirtualAccelerator:
-    """One a process: the same name may be asked for again, with new options and an empty ledger."""
+    """Restart the process's only virtual accelerator with new options and an empty ledger."""
     if running.name != sheet.torch_name:
         raise VirtualDeviceError(
-            f"this process has a virtual {running.name} already, and a second name cannot be added",
-            hint=f"run {sheet.torch_name} in a process of its own",
+            f"this process already has a virtual {running.name}; torch cannot unregister a device type",
+            hint=f"run {sheet.torch_name} in a separate process",
         )
     if running.enforcing:
         raise VirtualDeviceError(
-            f"a virtual {running.name} is running already", hint="leave its context before you enter another"
+            f"a virtual {running.name} is already active", hint="leave its `with` block before you enter another"
         )
     if count > running.count:
         raise VirtualDeviceError(
-            f"this process began with {running.count} virtual devices, and {count} are asked for",
-            hint="ask for the larger number first",
+            f"this process started with count={running.count}; count={count} is not possible any more",
+            hint="start with the larger count",
         )
+    # The sheet may be narrowed to another product, so the registered device changes with it.
     running.restart(sheet, capacity, strict)
     register_virtual(sheet, running.count)
     return running
 
 
 def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | None]:
-    """The sheet as it reads for the product that `memory` may name, and the capacity in bytes."""
+    """Return the sheet, narrowed to the product if `memory` names one, and the capacity in bytes."""
     versions = this_machine().versions
     if memory is None:
         return sheet.on(versions=versions), None
@@ -124,8 +128,8 @@ def _read_product(sheet: Sheet, memory: str | int | None) -> tuple[Sheet, int | 
 
 def _check_count(count: int) -> None:
     if not isinstance(count, int) or count < 1:
-        raise UsageError(f"a virtual accelerator has at least one device, not {count!r}", hint="count=1")
+        raise UsageError(f"count={count!r} is not a positive integer", hint="use count=1 or more")
 
 
-def _offer() -> list[str]:
+def _list_virtual_names() -> list[str]:
     return [backend.name for backend in load_registry().backends.values() if backend.sheet.can_be_virtual]

@@ -1,4 +1,7 @@
-"""The kernels of `torch_npu` that diffusers calls by name, in plain operations of torch."""
+"""The `torch_npu` kernels that diffusers calls by name, written with torch operations.
+
+Documentation: https://hiascend.com/document/detail/zh/Pytorch/60RC3/apiref/apilist/ptaoplist_000445.html
+"""
 
 from __future__ import annotations
 
@@ -13,44 +16,47 @@ __all__ = ["ASCEND_KERNELS"]
 def npu_fusion_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Attention in the layouts that diffusers uses; a mask says what to leave out."""
-    hidden = options.get("atten_mask")
-    keep = None if hidden is None else ~hidden.bool()
-    mixed = functional.scaled_dot_product_attention(
+    """Compute attention in the layouts that diffusers uses (BSH, BSND, BNSD)."""
+    # True in `atten_mask` excludes a position; in torch's `attn_mask` it includes one.
+    excluded = options.get("atten_mask")
+    mask = None if excluded is None else ~excluded.bool()
+    output = functional.scaled_dot_product_attention(
         _split_heads(query, head_num, input_layout),
         _split_heads(key, head_num, input_layout),
         _split_heads(value, head_num, input_layout),
-        attn_mask=keep,
+        attn_mask=mask,
         scale=options.get("scale"),
     )
-    return (_join_heads(mixed, input_layout),)
+    return (_join_heads(output, input_layout),)
 
 
 def npu_geglu(hidden: torch.Tensor, dim: int = -1, approximate: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first half times the GELU of the second; `approximate=1` is the one with tanh."""
-    kept, gate = hidden.chunk(2, dim=dim)
-    opened = functional.gelu(gate, approximate="tanh" if approximate else "none")
-    return kept * opened, opened
+    """Return the first half times the GELU of the second half, and that GELU; `approximate=1` selects tanh."""
+    value, gate = hidden.chunk(2, dim=dim)
+    activated = functional.gelu(gate, approximate="tanh" if approximate else "none")
+    return value * activated, activated
 
 
 def npu_rms_norm(
     hidden: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Root mean square normalisation, and the factor it used."""
+    """Apply root mean square normalization; return the result and the factor."""
+    # Computed in float32 and rounded before the weight is applied.
     factor = torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + epsilon)
     return (hidden.float() * factor).to(hidden.dtype) * weight, factor
 
 
-def _split_heads(part: torch.Tensor, heads: int, layout: str) -> torch.Tensor:
+def _split_heads(tensor: torch.Tensor, heads: int, layout: str) -> torch.Tensor:
+    """Return the tensor as (batch, heads, sequence, dimension), the layout torch expects."""
     if layout == "BSH":
-        return part.reshape(*part.shape[:-1], heads, -1).transpose(1, 2)
-    return part.transpose(1, 2) if layout == "BSND" else part
+        return tensor.reshape(*tensor.shape[:-1], heads, -1).transpose(1, 2)
+    return tensor.transpose(1, 2) if layout == "BSND" else tensor
 
 
-def _join_heads(mixed: torch.Tensor, layout: str) -> torch.Tensor:
+def _join_heads(output: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "BSH":
-        return mixed.transpose(1, 2).flatten(-2)
-    return mixed.transpose(1, 2) if layout == "BSND" else mixed
+        return output.transpose(1, 2).flatten(-2)
+    return output.transpose(1, 2) if layout == "BSND" else output
 
 
 ASCEND_KERNELS = {

@@ -1,7 +1,8 @@
-"""What torch calls when it is imported: with `ANYACCEL_VIRTUAL` set, any program gets a virtual accelerator.
+"""Entry point for torch's device autoloading: `ANYACCEL_VIRTUAL` gives any program a virtual accelerator.
 
-Without the variable nothing but the standard library is loaded. An error here would make `import torch` fail with a
-page of traceback, so that it is one line of ours instead.
+Torch calls it at import (https://docs.pytorch.org/docs/stable/accelerator/autoload.html). Without the
+variable, only the standard library is imported. Errors are printed as one line: an exception would make
+`import torch` fail with a long traceback.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ LEDGER_VARIABLE = "ANYACCEL_VIRTUAL_LEDGER"
 
 
 def autoload() -> None:
-    """Start the virtual accelerator that the environment asks for, if it asks for one."""
+    """Start the virtual accelerator that the environment variable names, if it is set."""
     request = os.environ.get(VARIABLE)
     if not request:
         return
-    from anyaccel.errors import AnyaccelError, RealDeviceError
+    from anyaccel.errors import AnyaccelError, RealDeviceError  # here: every `import torch` runs this file
 
     try:
         _start(request)
     except RealDeviceError as error:
-        sys.stderr.write(f"anyaccel: the real device is used: {error.message}\n")
+        sys.stderr.write(f"anyaccel: using the real device: {error.message}\n")
     except AnyaccelError as error:
         sys.stderr.write(f"anyaccel: {error.message}; hint: {error.hint}\n")
         sys.stderr.flush()
@@ -43,8 +44,8 @@ def _start(request: str) -> None:
     spec = DeviceSpec.parse(VIRTUAL_PREFIX + request, load_registry(), f" (from {VARIABLE})")
     if spec.index is not None:
         raise UsageError(
-            f"{VARIABLE}={request!r} names a device by its index, and the variable starts all of them",
-            hint=f"write {VARIABLE}={spec.name},count={spec.index or 2}; elsewhere, {spec.count_hint()}",
+            f"{VARIABLE}={request!r} contains a device index, but the variable starts all devices",
+            hint=f"use {VARIABLE}={spec.name},count={spec.index or 2}; elsewhere, {spec.count_hint()}",
         )
     path = _find_ledger_path()
     accelerator = start(spec.name, spec.count or 1, spec.product or spec.memory, spec.strict)
@@ -53,15 +54,16 @@ def _start(request: str) -> None:
 
 
 def _find_ledger_path() -> str:
-    """Where the ledger goes, wherever the program goes; what the program starts writes beside it, by its number."""
-    named = os.environ.get(LEDGER_VARIABLE, "")
-    if not named:
+    """Return the absolute path of the ledger file. Child processes write next to it, with their process ID."""
+    value = os.environ.get(LEDGER_VARIABLE, "")
+    if not value:
         return ""
     from anyaccel.errors import UsageError
 
-    path = os.path.abspath(named)
+    path = os.path.abspath(value)  # now, because the program may change its working directory
     if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)):
-        raise UsageError(f"{LEDGER_VARIABLE}={named!r} is no file that can be written", hint="name a file in a folder")
+        raise UsageError(f"{LEDGER_VARIABLE}={value!r} cannot be written", hint="use a file in an existing folder")
+    # Children inherit the environment: the first process that sets the owner gets the plain file name.
     owner = os.environ.setdefault(f"{LEDGER_VARIABLE}_OWNER", str(os.getpid()))
     stem, ending = os.path.splitext(path)
     return path if owner == str(os.getpid()) else f"{stem}.{os.getpid()}{ending}"

@@ -1,7 +1,7 @@
-"""Several processes, each with a virtual device: the vendor's backend of `torch.distributed` is gloo on the host.
+"""The vendor's `torch.distributed` backend on virtual devices, implemented with gloo.
 
-A collective on virtual tensors arrives in dispatch as every operation does, and runs on the CPU tensors inside: gloo
-carries them from process to process. The vendor's name for its backend is made known, so that programs need no change.
+A collective on virtual tensors reaches dispatch like any operation and runs on the inner CPU tensors, which gloo can
+send. The backend is registered under the vendor's name (for example `hccl`), so programs need no change.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ __all__ = ["install_collectives"]
 
 
 def install_collectives(accelerator: VirtualAccelerator) -> None:
-    """Let `init_process_group` take the backend that the sheet names, and import what brings it."""
-    known = accelerator.sheet.distributed
-    if not isinstance(known, Distributed) or not torch.distributed.is_available():
+    """Register the backend that the sheet names with `init_process_group`, and the package it comes from."""
+    distributed = accelerator.sheet.distributed
+    if not isinstance(distributed, Distributed) or not torch.distributed.is_available():
         return
-    if known.module:
-        install_package(known.module)
-    if hasattr(torch.distributed.Backend, known.backend.upper()):
-        _stand_in(known.backend)
+    if distributed.module:
+        install_package(distributed.module)
+    # register_backend rejects names that torch already has (nccl, xccl).
+    if hasattr(torch.distributed.Backend, distributed.backend.upper()):
+        _replace_builtin_backend(distributed.backend)
     else:
-        torch.distributed.Backend.register_backend(known.backend, _make_gloo, devices=["cpu", accelerator.name])
+        torch.distributed.Backend.register_backend(distributed.backend, _make_gloo, devices=["cpu", accelerator.name])
 
 
-def _stand_in(name: str) -> None:
-    """Torch knows some vendors' backends by name, and asks whether it was built with one before it makes it."""
+def _replace_builtin_backend(name: str) -> None:
+    """Replace a backend that torch knows by name but was built without."""
     module = torch.distributed.distributed_c10d
+    # A torch built with the backend would use the real one; only a missing backend is replaced.
     if not getattr(module, f"is_{name}_available", lambda: True)():
         apply_patch(f"{module.__name__}.is_{name}_available", replace_by(lambda: True), "emulator")
-        apply_patch(f"{module.__name__}.ProcessGroup{name.upper()}", replace_by(_BuiltIn), "emulator")
+        apply_patch(f"{module.__name__}.ProcessGroup{name.upper()}", replace_by(_GlooBackend), "emulator")
 
 
-class _BuiltIn:
-    """A backend that torch makes with options of its own."""
+class _GlooBackend:
+    """A gloo backend with the constructor of a built-in vendor backend."""
 
     Options = SimpleNamespace
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
-        """A gloo backend in its place."""
+        """Return a gloo process group; only the timeout of the options applies."""
         return _make_gloo(store, rank, size, read_timeout(options))
 
 

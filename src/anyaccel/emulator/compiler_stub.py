@@ -1,8 +1,8 @@
-"""A stand-in for the vendor's compiler: `torch.compile(backend="neuron")` on a virtual device.
+"""Stub of the vendor's compiler: `torch.compile(backend="neuron")` on a virtual device.
 
-It compiles nothing: a graph runs operation by operation, held against the limits as ever. It does what a vendor's
-compiler does around that: one graph a shape, counted with the shapes that caused it; whole graphs or the line where
-one breaks; an artefact a graph in the folder that the vendor's variable names, found again by the next process.
+The stub compiles nothing: a graph runs operation by operation, and each operation is checked against the limits. It
+records what a vendor's compiler would do: one graph per set of input shapes, the line of each graph break, and one
+artifact file per graph in the cache folder of the vendor, where later processes load it.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ if TYPE_CHECKING:
 
 __all__ = ["CompileLog", "Graph", "GraphBreak", "install_compiler"]
 
+# Version in the artifacts; vendors' compilers reject artifacts of another version.
 COMPILER_VERSION = "1"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph that the compiler was given."""
+    """A graph that torch.compile passed to the compiler."""
 
     digest: str
     inputs: tuple[str, ...]
-    """`float32[1, 4, 8, 8]` for each tensor."""
+    """One string per input: `float32[1, 4, 8, 8]` for a tensor."""
     from_cache: bool
-    """Whether an earlier process left its artefact, so that nothing was compiled."""
+    """Whether the cache folder had its artifact."""
     recompiles: bool
-    """Whether the same code had been compiled for other inputs before."""
+    """Whether the same code was compiled before for other inputs."""
 
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """A line at which a graph ended and the interpreter went on."""
+    """A line at which a graph ended and Python took over."""
 
     file: str
     line: int
@@ -65,7 +66,7 @@ class GraphBreak:
 
 @dataclass
 class CompileLog:
-    """What the compiler's stand-in was asked for in this process."""
+    """Graphs and graph breaks of this process."""
 
     graphs: list[Graph] = field(default_factory=list)
     breaks: list[GraphBreak] = field(default_factory=list)
@@ -73,34 +74,34 @@ class CompileLog:
 
     @property
     def compiled(self) -> int:
-        """Graphs that were compiled here, and not found in the cache."""
+        """Number of graphs that were not in the cache."""
         return sum(not graph.from_cache for graph in self.graphs)
 
     @property
     def recompilations(self) -> list[Graph]:
-        """The graphs that were needed since the inputs changed, with those inputs."""
+        """Graphs compiled because the inputs of already compiled code changed."""
         return [graph for graph in self.graphs if graph.recompiles]
 
 
 def install_compiler(accelerator: VirtualAccelerator) -> None:
-    """Register the vendor's backend with torch.compile, where the sheet names one that torch does not have."""
-    skip_in_graphs(__package__)  # what runs an operation here is never part of a program's graph
+    """Register the vendor's backend with torch.compile, if the sheet names one that torch does not have."""
+    skip_in_graphs(__package__)  # dynamo must not trace the emulator into a program's graph
     compiler = accelerator.sheet.compiler
     if not isinstance(compiler, Compiler) or compiler.backend == "inductor":
         return
 
     def compile_graph(module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        _take_graph(accelerator, compiler, module, example_inputs)
+        _record_graph(accelerator, compiler, module, example_inputs)
         forward: Callable[..., Any] = module.forward
         return forward
 
     register_compiler(compile_graph, compiler.backend)
-    apply_patch("torch.compile", lambda compile_any: _hold_to_sheet(compile_any, accelerator, compiler), "emulator")
-    _listen_for_breaks(accelerator.compiler)
+    apply_patch("torch.compile", lambda original: _enforce_static_shapes(original, accelerator, compiler), "emulator")
+    _record_graph_breaks(accelerator.compiler)
 
 
-def _hold_to_sheet(compile_any: Any, accelerator: VirtualAccelerator, compiler: Compiler) -> Any:
-    """torch.compile for the vendor's backend: shapes stay static where the sheet says so, and asking is refused."""
+def _enforce_static_shapes(original: Any, accelerator: VirtualAccelerator, compiler: Compiler) -> Any:
+    """Return a torch.compile that enforces `dynamic=False` if the backend requires static shapes."""
 
     def compile_for_device(model: Any = None, **options: Any) -> Any:
         if options.get("backend") == compiler.backend and not compiler.dynamic:
@@ -108,55 +109,59 @@ def _hold_to_sheet(compile_any: Any, accelerator: VirtualAccelerator, compiler: 
                 raise LimitError(
                     f"{accelerator.sheet.title} (virtual) rejects torch.compile(dynamic=True). {compiler.says} "
                     f"({compiler.evidence}: {compiler.source})",
-                    hint="leave dynamic out, and keep to a few sizes",
+                    hint="omit dynamic=True and use few image sizes",
                 )
+            # The default None switches to dynamic shapes at the first recompilation.
             options["dynamic"] = False
-        return compile_any(model, **options)
+        return original(model, **options)
 
-    compile_for_device.__doc__ = compile_any.__doc__
+    compile_for_device.__doc__ = original.__doc__
     compile_for_device.__name__ = "compile"
     return compile_for_device
 
 
-def _take_graph(
+def _record_graph(
     accelerator: VirtualAccelerator, compiler: Compiler, module: torch.fx.GraphModule, example_inputs: list[Any]
 ) -> None:
-    inputs = tuple(_describe(value) for value in example_inputs)
+    inputs = tuple(_format_input(value) for value in example_inputs)
+    # The code alone is not a key: the same code is compiled again for other input shapes.
     digest = hashlib.sha256("\n".join([module.code, *inputs]).encode()).hexdigest()[:32]
     recompiles = is_recompiling()
-    graph = Graph(digest, inputs, _find_or_keep(compiler, digest, inputs), recompiles)
+    graph = Graph(digest, inputs, _load_or_write_artifact(compiler, digest, inputs), recompiles)
+    # Several threads can compile at the same time.
     with accelerator.compiler.lock:
         accelerator.compiler.graphs.append(graph)
     if recompiles and isinstance(accelerator.sheet.new_shapes, Limit):
-        accelerator.meet("new_shapes", accelerator.sheet.new_shapes, "torch.compile")
+        accelerator.hit_limit("new_shapes", accelerator.sheet.new_shapes, "torch.compile")
 
 
-def _describe(value: Any) -> str:
-    """`float32[1, 4]`: the type and shape, without the device's index, so that every device shares an artefact."""
+def _format_input(value: Any) -> str:
+    """Return dtype and shape (`float32[1, 4]`), without the device index: all devices share an artifact."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"{type(value).__name__}:{value}"
 
 
-def find_cache_folder(compiler: Compiler) -> Path | None:
-    """The folder that the vendor's variable names; some put further settings behind a comma."""
-    named = os.environ.get(compiler.cache_variable, "").split(",")[0] if compiler.cache_variable else ""
-    return Path(named) if named else None
+def find_artifact_folder(compiler: Compiler) -> Path | None:
+    """Return the cache folder that the vendor's environment variable names, if it is set."""
+    # Gaudi's PT_HPU_RECIPE_CACHE_CONFIG is "folder,delete,size".
+    folder = os.environ.get(compiler.cache_variable, "").split(",")[0] if compiler.cache_variable else ""
+    return Path(folder) if folder else None
 
 
-def _find_or_keep(compiler: Compiler, digest: str, inputs: tuple[str, ...]) -> bool:
-    """Whether an artefact of this graph is there; makes one where it is not, or is damaged."""
-    folder = find_cache_folder(compiler)
+def _load_or_write_artifact(compiler: Compiler, digest: str, inputs: tuple[str, ...]) -> bool:
+    """Return whether the graph's artifact exists; write it if it is missing or damaged."""
+    folder = find_artifact_folder(compiler)
     if folder is None:
         return False
     path = folder / f"{digest}.json"
-    artefact = _read_artefact(path, digest)
-    if artefact is not None:
-        if artefact["compiler"] != COMPILER_VERSION:
+    artifact = _read_artifact(path, digest)
+    if artifact is not None:
+        if artifact["compiler"] != COMPILER_VERSION:
             raise VirtualDeviceError(
-                f"the artefact {path} was made by version {artefact['compiler']} of the compiler, and this is "
+                f"{path} was compiled with version {artifact['compiler']} of the compiler; this is version "
                 f"{COMPILER_VERSION}",
-                hint=f"remove it, or point {compiler.cache_variable} to another folder",
+                hint=f"delete it, or set {compiler.cache_variable} to another folder",
             )
         return True
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,27 +170,27 @@ def _find_or_keep(compiler: Compiler, digest: str, inputs: tuple[str, ...]) -> b
     return False
 
 
-def _read_artefact(path: Path, digest: str) -> dict[str, Any] | None:
-    """What an artefact says; None if there is none that can be read."""
+def _read_artifact(path: Path, digest: str) -> dict[str, Any] | None:
+    """Return the content of an artifact; None if it is missing or damaged."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    whole = isinstance(content, dict) and content.get("graph") == digest and "compiler" in content
-    return content if whole else None
+    complete = isinstance(content, dict) and content.get("graph") == digest and "compiler" in content
+    return content if complete else None
 
 
-def _listen_for_breaks(book: CompileLog) -> None:
-    """Torch tells of graph breaks in its log alone: listen there, and keep the log as quiet as it was."""
+def _record_graph_breaks(log: CompileLog) -> None:
+    """Record graph breaks from torch's debug log, the only place that reports them."""
 
-    class Listener(logging.Handler):
+    class GraphBreakHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found = parse_graph_break(record.getMessage())
-            if found is not None:
-                with book.lock:
-                    book.breaks.append(GraphBreak(*found))
+            graph_break = parse_graph_break(record.getMessage())
+            if graph_break is not None:
+                with log.lock:
+                    log.breaks.append(GraphBreak(*graph_break))
 
     logger = logging.getLogger(GRAPH_BREAK_LOGGER)
-    logger.addHandler(Listener())
+    logger.addHandler(GraphBreakHandler())
     logger.setLevel(logging.DEBUG)
-    logger.propagate = False
+    logger.propagate = False  # the debug records must not reach the program's log

@@ -1,4 +1,4 @@
-"""`torch.device(0)`: a number alone means the accelerator, and C++ would look for one that it was built for."""
+"""`torch.device(0)` on a virtual accelerator; torch's C++ accepts only an accelerator that it was built for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["install_ordinal_devices"]
 
 
 def install_ordinal_devices(accelerator: VirtualAccelerator) -> None:
-    """Let `torch.device(0)` be the virtual device's; every other call gives what it gave before."""
+    """Make `torch.device(0)` return the virtual device; other calls are unchanged."""
 
     def replace(original: Any) -> Any:
         def build(*args: Any, **kwargs: Any) -> torch.device:
+            # Not isinstance, because torch rejects torch.device(True).
             if len(args) == 1 and type(args[0]) is int and not kwargs:
                 return original(accelerator.name, args[0])  # type: ignore[no-any-return]
             return original(*args, **kwargs)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What reaches a device before torch dispatches, answered in Python: each is one function of torch's or a library's."""
+"""Patches of torch and safetensors functions that access a device before they reach the dispatcher."""
 
 from __future__ import annotations
 
@@ -27,85 +27,87 @@ __all__ = ["install_device_patches"]
 
 
 def install_device_patches(accelerator: VirtualAccelerator) -> None:
-    """Apply the emulator's patches; they leave other devices alone."""
-    refresh_factories()  # before some of them are replaced here
+    """Apply the emulator's patches; calls for other devices are unchanged."""
+    refresh_factories()  # before the patches: torch caches its factory functions by identity
     for name in ("tensor", "as_tensor", "asarray", "kaiser_window"):
-        apply_patch(f"torch.{name}", lambda build: _build_on_host(build, accelerator), "emulator")
-    apply_patch("torch.random.manual_seed", lambda seed: _seed_too(seed, accelerator), "emulator")
-    apply_patch("torch.Tensor.__new__", _build_from_device_numbers, "emulator")
-    apply_patch("torch.nn.Module._apply", _move_modules, "emulator")
+        apply_patch(f"torch.{name}", lambda build: _build_on_cpu(build, accelerator), "emulator")
+    apply_patch("torch.random.manual_seed", lambda seed: _seed_all_devices(seed, accelerator), "emulator")
+    apply_patch("torch.Tensor.__new__", _build_from_device_scalars, "emulator")
+    apply_patch("torch.nn.Module._apply", _swap_parameters, "emulator")
     apply_patch("torch.Tensor.data", _replace_data, "emulator")
     apply_patch("torch.load", lambda load: _load_to_device(load, accelerator), "emulator")
     apply_patch("safetensors.safe_open", lambda safe_open: _load_safetensors(safe_open, accelerator), "emulator")
-    for name, answer in _answer_for_accelerator(accelerator).items():
-        apply_patch(f"torch.accelerator.{name}", replace_by(answer), "emulator")
+    for name, function in _make_accelerator_functions(accelerator).items():
+        apply_patch(f"torch.accelerator.{name}", replace_by(function), "emulator")
+    # Pinning is only recorded: CPU memory behaves the same, but programs check is_pinned().
     pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
     apply_patch("torch.Tensor.pin_memory", lambda plain: _pin_memory(pinned), "emulator")
     apply_patch("torch.Tensor.is_pinned", lambda plain: _is_pinned(pinned), "emulator")
 
 
-def _is_ours(device: Any, accelerator: VirtualAccelerator) -> bool:
+def _is_virtual(device: Any, accelerator: VirtualAccelerator) -> bool:
     return isinstance(device, str | torch.device) and is_on(device, accelerator.name)
 
 
-def _build_on_host(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
-    """`torch.tensor([1], device=…)` writes the data before it dispatches: build it here and move it."""
+def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccelerator) -> Callable[..., torch.Tensor]:
+    """Build the tensor on the CPU and move it: `torch.tensor([1], device=…)` writes the data before it dispatches."""
 
     @functools.wraps(build)
     def build_and_move(*args: Any, **kwargs: Any) -> torch.Tensor:
         data = args[0] if args else kwargs.get("data")
         device = kwargs.get("device")
         if isinstance(data, VirtualTensor):
+            # torch.tensor copies its argument; as_tensor and asarray do not.
             copied = data if build.__name__ != "tensor" else data.detach().clone()
             return copied.to(device=device or data.device, dtype=kwargs.get("dtype") or data.dtype)
         if args and isinstance(data, list | tuple):
-            args = (_read_numbers(data), *args[1:])
+            args = (_read_scalars(data), *args[1:])
         if device is None:
             device = find_default_device()
-        if not _is_ours(device, accelerator):
+        if not _is_virtual(device, accelerator):
             return build(*args, **kwargs)
-        wants_gradient = kwargs.pop("requires_grad", False)
+        requires_grad = kwargs.pop("requires_grad", False)
         kwargs["device"] = torch.device("cpu")
-        host = build(*args, **kwargs)
-        if isinstance(host, FakeTensor):  # while a graph is traced its values do not matter
-            return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-        moved = host.to(device)
-        return moved.requires_grad_() if wants_gradient else moved
+        cpu_tensor = build(*args, **kwargs)
+        if isinstance(cpu_tensor, FakeTensor):  # dynamo is tracing: only shapes matter
+            return torch.empty_strided(cpu_tensor.shape, cpu_tensor.stride(), dtype=cpu_tensor.dtype, device=device)
+        moved = cpu_tensor.to(device)
+        # After the move: a moved tensor would not be a leaf.
+        return moved.requires_grad_() if requires_grad else moved
 
     return build_and_move
 
 
-def _read_numbers(data: Any) -> Any:
-    """A list with single numbers of the device in it: each is read by the host, as on hardware."""
+def _read_scalars(data: Any) -> Any:
+    """Replace device tensors in nested lists by their values; each is a host read, as on hardware."""
     if isinstance(data, VirtualTensor):
         return data.item() if data.numel() == 1 else data.tolist()
-    return [_read_numbers(item) for item in data] if isinstance(data, list | tuple) else data
+    return [_read_scalars(item) for item in data] if isinstance(data, list | tuple) else data
 
 
-def _build_from_device_numbers(build: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.Tensor([x, y])` with numbers of the device in the list: each is read by the host, as on hardware."""
+def _build_from_device_scalars(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Support device scalars in `torch.Tensor([x, y])`; each is a host read, as on hardware."""
 
-    def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        if kind is torch.Tensor and args and isinstance(args[0], list | tuple):
-            args = (_read_numbers(args[0]), *args[1:])
-        return build(kind, *args, **kwargs)
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.Tensor and args and isinstance(args[0], list | tuple):
+            args = (_read_scalars(args[0]), *args[1:])
+        return build(cls, *args, **kwargs)
 
     return new
 
 
-def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Let modules come and go: a parameter keeps its identity, so that tied weights stay tied.
+def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Swap parameters when a module moves to or from the device; identity is preserved, so tied weights stay tied.
 
-    torch would put the data of a host tensor into the wrapper of a device's, where it takes the two for alike; they
-    are swapped instead. A weight that `weight_norm` computed holds its sources in a graph, and lets go of them first.
+    By default torch assigns `.data`, which would put CPU data into the wrapper of a device tensor.
     """
 
     @functools.wraps(apply)
     def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _drop_computed_weights(self)
+        _detach_computed_weights(self)  # swap_tensors rejects parameters that an autograd graph references
         before = torch.__future__.get_swap_module_params_on_conversion()
-        ours = any(isinstance(parameter, VirtualTensor) for parameter in read_parameter_table(self).values())
-        torch.__future__.set_swap_module_params_on_conversion(before or ours)
+        on_device = any(isinstance(parameter, VirtualTensor) for parameter in read_parameter_table(self).values())
+        torch.__future__.set_swap_module_params_on_conversion(before or on_device)
         try:
             return apply(self, *args, **kwargs)
         finally:
@@ -114,38 +116,38 @@ def _move_modules(apply: Callable[..., Any]) -> Callable[..., Any]:
     return apply_to_all
 
 
-def _drop_computed_weights(module: torch.nn.Module) -> None:
+def _detach_computed_weights(module: torch.nn.Module) -> None:
+    """Detach the weights that `weight_norm` and `spectral_norm` compute from parameters."""
     for name in list_computed_weights(module):
         computed = getattr(module, name, None)
         if isinstance(computed, torch.Tensor):
             setattr(module, name, computed.detach())
 
 
-def _seed_too(seed_host: Callable[[Any], Any], accelerator: VirtualAccelerator) -> Callable[[Any], Any]:
-    """`torch.manual_seed` seeds the host and every device; of some it learns from the vendor's package alone."""
+def _seed_all_devices(seed_cpu: Callable[[Any], Any], accelerator: VirtualAccelerator) -> Callable[[Any], Any]:
+    """Make `torch.manual_seed` seed the virtual devices; torch itself seeds only registered vendor modules."""
 
-    @functools.wraps(seed_host)
+    @functools.wraps(seed_cpu)
     def seed_all(seed: Any) -> Any:
         for generator in accelerator.generators:
             generator.manual_seed(int(seed))
-        return seed_host(seed)
+        return seed_cpu(seed)
 
     return seed_all
 
 
 def _replace_data(plain: Any) -> property:
-    """`parameter.data = …` gives a virtual tensor other data inside, and takes a tensor of the host to the device."""
+    """Make `parameter.data = …` replace the inner tensor, or swap tensors if only one is on the device."""
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
-        here, there = isinstance(self, VirtualTensor), isinstance(value, VirtualTensor)
         if isinstance(self, VirtualTensor) and isinstance(value, VirtualTensor):
             plain.__set__(self, value)
             self._inner = value._inner.detach()
-        elif here or there:
-            fresh = value.detach()
+        elif isinstance(self, VirtualTensor) or isinstance(value, VirtualTensor):
+            replacement = value.detach()
             if isinstance(self, torch.nn.Parameter):
-                fresh = torch.nn.Parameter(fresh, self.requires_grad)
-            torch.utils.swap_tensors(self, fresh)
+                replacement = torch.nn.Parameter(replacement, self.requires_grad)
+            torch.utils.swap_tensors(self, replacement)
         else:
             plain.__set__(self, value)
 
@@ -153,7 +155,7 @@ def _replace_data(plain: Any) -> property:
 
 
 def _pin_memory(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., torch.Tensor]:
-    """`tensor.pin_memory()`: torch's own requires a driver that is not there."""
+    """Return a `Tensor.pin_memory` that copies and records the storage; torch's requires a driver."""
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         if has_torch_function_unary(self):
@@ -178,19 +180,19 @@ def _is_pinned(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., b
 
 
 def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerator) -> Callable[..., Any]:
-    """`torch.load(…, map_location=device)`: there is no storage on such a device, so read to the host and move."""
+    """Make `torch.load(…, map_location=device)` load to the CPU and move: the device has no storages."""
 
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(map_location, str | torch.device) or not _is_ours(map_location, accelerator):
+        if not isinstance(map_location, str | torch.device) or not _is_virtual(map_location, accelerator):
             return original(f, map_location, *args, **kwargs)
-        moved: dict[int, Any] = {}
+        moved: dict[int, Any] = {}  # by identity: tensors that occur twice in the file stay shared
 
         def move(value: Any) -> Any:
             if id(value) not in moved:
-                there = value.to(map_location)
+                result = value.to(map_location)
                 moved[id(value)] = (
-                    torch.nn.Parameter(there, value.requires_grad) if isinstance(value, torch.nn.Parameter) else there
+                    torch.nn.Parameter(result, value.requires_grad) if isinstance(value, torch.nn.Parameter) else result
                 )
             return moved[id(value)]
 
@@ -200,8 +202,8 @@ def _load_to_device(original: Callable[..., Any], accelerator: VirtualAccelerato
     return load
 
 
-def _answer_for_accelerator(accelerator: VirtualAccelerator) -> dict[str, Any]:
-    """`torch.accelerator` speaks of the virtual device."""
+def _make_accelerator_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
+    """Return the functions of `torch.accelerator` for the virtual device."""
     module = torch.get_device_module(accelerator.name)
     return {
         "current_accelerator": lambda check_available=False: torch.device(accelerator.name),
@@ -224,13 +226,13 @@ def _answer_for_accelerator(accelerator: VirtualAccelerator) -> dict[str, Any]:
 
 
 def _load_safetensors(original: Any, accelerator: VirtualAccelerator) -> type:
-    """The library safetensors knows a fixed list of devices: read to the host, then move."""
+    """Return a `safe_open` that reads to the CPU and moves; safetensors accepts a fixed list of devices."""
 
     class SafeOpen:
-        """safetensors.safe_open, which reads to the host where the device is virtual."""
+        """`safetensors.safe_open` with support for the virtual device."""
 
         def __init__(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> None:
-            self._target = device if _is_ours(device, accelerator) else None
+            self._target = device if _is_virtual(device, accelerator) else None
             self._file = original(filename, framework=framework, device="cpu" if self._target else device, **options)
 
         def __enter__(self) -> SafeOpen:
@@ -245,7 +247,7 @@ def _load_safetensors(original: Any, accelerator: VirtualAccelerator) -> type:
             return tensor.to(self._target) if self._target else tensor
 
         def get_tensors(self) -> dict[str, Any]:
-            return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: self.get_tensor(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)

@@ -1,4 +1,4 @@
-"""One operation on virtual tensors: unwrap, run it on the CPU, hold it against the limits, wrap again."""
+"""Dispatch of an operation on virtual tensors: unwrap, run on the CPU, check the limits, wrap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from anyaccel.backends.claim import Limit
 from anyaccel.backends.torch_device import is_host
 from anyaccel.emulator.accelerator import VirtualAccelerator
-from anyaccel.emulator.generator import place_of
+from anyaccel.emulator.generator import find_generator_device
 from anyaccel.emulator.limit_index import LimitIndex, OperationFacts, read_operation
 from anyaccel.emulator.recurrent_cells import SUBSTITUTES
 from anyaccel.emulator.tensor import VirtualTensor, active, wrap
@@ -20,29 +20,29 @@ from anyaccel.upstream.torch_internals import FakeTensor, can_decompose
 __all__ = ["dispatch"]
 
 _FACTS: dict[Any, OperationFacts] = {}
-_HOST = torch.device("cpu")
-_LENDING = threading.Lock()
-# Operations that may take tensors of the host beside those of the device.
+_CPU = torch.device("cpu")
+_CPU_GENERATOR_LOCK = threading.Lock()
 _MOVES = {"copy_", "_to_copy"}
+# Operations that accept CPU tensors next to device tensors.
 _MAY_MIX = {*_MOVES, "index"}
-_PUTS = {"index_put", "index_put_", "_index_put_impl_"}
-"""Operations whose indices may lie on the host, and whose values may not."""
+# Operations that accept indices on the CPU, but not values.
+_INDEX_PUT = {"index_put", "index_put_", "_index_put_impl_"}
 _ATTENTION = "scaled_dot_product_attention"
-_SCORES = {"bmm", "baddbmm"}
+_SCORE_OPERATIONS = {"bmm", "baddbmm"}
 _ARITHMETIC = {"add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_"}
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class _Call:
-    """The arguments of one operation without their wrappers, and what was learned on the way."""
+    """State of one call: its device, its wrappers by inner tensor, and the CPU tensors among its arguments."""
 
-    def __init__(self, name: str, first_is_ours: bool) -> None:
+    def __init__(self, name: str, first_is_virtual: bool) -> None:
         self.name = name
-        self.first_is_ours = first_is_ours
+        self.first_is_virtual = first_is_virtual
         self.values: Any = None
         self.device: torch.device | None = None
         self.wrappers: dict[int, VirtualTensor] = {}
-        self.host_tensors: list[torch.Tensor] = []
+        self.cpu_tensors: list[torch.Tensor] = []
 
     def unwrap(self, value: Any) -> Any:
         if isinstance(value, VirtualTensor):
@@ -50,23 +50,23 @@ class _Call:
             if self.device is None:
                 self.device = value.device
             elif self.device != value.device and self.name not in _MOVES:
-                raise _mixed(self.device, value.device, self.name)
+                raise _make_device_error(self.device, value.device, self.name)
             self.wrappers[id(inner)] = value
             return inner
         if isinstance(value, torch.Tensor):
             if isinstance(value, FakeTensor) and value.device.type == active().name:
-                return self._take_traced(value)
-            self.host_tensors.append(value)
+                return self._to_cpu_fake(value)
+            self.cpu_tensors.append(value)
             return value
         if isinstance(value, list | tuple):
             return type(value)([self.unwrap(item) for item in value])
         return value
 
-    def _take_traced(self, value: FakeTensor) -> torch.Tensor:
-        """A tensor that a factory made while a graph is traced is a plain fake one on the device: one on the host."""
+    def _to_cpu_fake(self, value: FakeTensor) -> torch.Tensor:
+        """Return a fake CPU tensor for a fake device tensor, which factories create while a graph is traced."""
         self.device = self.device or value.device
         with value.fake_mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_HOST)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_CPU)
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -76,25 +76,28 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if facts is None:
         facts = _FACTS[func] = read_operation(func)
     if torch.is_inference_mode_enabled() and facts.name != _ATTENTION and can_decompose(func):
-        # In inference mode an operation that is made of others arrives whole: `to` with a device by position, for one.
+        # Autograd decomposes composite operations, but inference mode skips it: `to` with a positional device, for
+        # example, arrives undecomposed and has no `device` keyword.
         return func.decompose(*args, **kwargs)
     call = _Call(facts.name, bool(args) and isinstance(args[0], VirtualTensor))
-    call.values = args[2] if facts.name in _PUTS else None
+    call.values = args[2] if facts.name in _INDEX_PUT else None
     plain_args = [call.unwrap(value) for value in args]
     plain_kwargs = {name: call.unwrap(value) for name, value in kwargs.items()}
+    # The original kwargs: in plain_kwargs the device becomes the CPU, where the operation runs.
     target = _choose_target(accelerator, call, kwargs)
-    _refuse_mixture(call, facts)
+    _check_devices(call, facts)
     if "device" in plain_kwargs:
-        plain_kwargs["device"] = _HOST
+        plain_kwargs["device"] = _CPU
     draws = facts.is_random and not is_host(target)
     if draws and facts.takes_generator:
         _use_own_generator(accelerator, func, plain_kwargs, target)
     traced = any(isinstance(inner, FakeTensor) for inner in plain_args)
     if facts.name == _ATTENTION and accelerator.enforcing and not traced and not is_host(target):
+        # Before the call: with too little memory, the operation must fail and not run.
         _enforce_on_scores(accelerator, facts, plain_args)
-        _hold_scores(accelerator, plain_args, target)
+        _count_scores(accelerator, plain_args, target)
     if draws and not facts.takes_generator:
-        result = _draw_apart(accelerator, func, plain_args, plain_kwargs, target)
+        result = _draw_with_device_state(accelerator, func, plain_args, plain_kwargs, target)
     else:
         result = SUBSTITUTES.get(facts.name, func)(*plain_args, **plain_kwargs)
     if accelerator.enforcing and not traced and not _is_fake(result):
@@ -103,31 +106,33 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _choose_target(accelerator: VirtualAccelerator, call: _Call, kwargs: dict[str, Any]) -> torch.device:
-    """Where the result lies: where `device=` says, else where the arguments are."""
-    asked: torch.device | None = kwargs.get("device")
-    if asked is not None:
-        if asked.type == accelerator.name:
-            return accelerator.device(None if asked.index is None else accelerator.check_index(asked.index))
-        return asked
+    """Return the device of the result: the `device` argument, or the device of the arguments."""
+    requested: torch.device | None = kwargs.get("device")
+    if requested is not None:
+        if requested.type == accelerator.name:
+            return accelerator.device(None if requested.index is None else accelerator.check_index(requested.index))
+        return requested
     return call.device or accelerator.device()
 
 
-def _refuse_mixture(call: _Call, facts: OperationFacts) -> None:
-    """A tensor of the host in an operation of the device is an error on every device; a number is not."""
+def _check_devices(call: _Call, facts: OperationFacts) -> None:
+    """Raise torch's error for CPU tensors in an operation on the device. Zero-dimensional tensors are allowed."""
     if call.device is None:
         return
-    if facts.name == "index" and not call.first_is_ours:
-        raise _mixed(_HOST, call.device, facts.name)
+    # A CPU tensor cannot be indexed by device tensors; the reverse works.
+    if facts.name == "index" and not call.first_is_virtual:
+        raise _make_device_error(_CPU, call.device, facts.name)
     if facts.name in _MAY_MIX:
         return
-    if facts.name in _PUTS:
-        call.host_tensors = [tensor for tensor in call.host_tensors if tensor is call.values]
-    for tensor in call.host_tensors:
+    if facts.name in _INDEX_PUT:
+        call.cpu_tensors = [tensor for tensor in call.cpu_tensors if tensor is call.values]
+    for tensor in call.cpu_tensors:
         if tensor.dim() > 0 and is_host(tensor.device):
-            raise _mixed(call.device, tensor.device, facts.name)
+            raise _make_device_error(call.device, tensor.device, facts.name)
 
 
-def _mixed(first: torch.device, second: torch.device, name: str) -> RuntimeError:
+def _make_device_error(first: torch.device, second: torch.device, name: str) -> RuntimeError:
+    # torch's own text: programs search for it.
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}! "
         f"(when checking the arguments of {name})"
@@ -137,27 +142,33 @@ def _mixed(first: torch.device, second: torch.device, name: str) -> RuntimeError
 def _use_own_generator(
     accelerator: VirtualAccelerator, func: Any, kwargs: dict[str, Any], target: torch.device
 ) -> None:
-    """A draw on the device comes from the device's generator, and leaves the host's alone."""
-    given = kwargs.get("generator")
-    if given is None:
+    """Draw from the device's generator by default; reject a generator of another device."""
+    generator = kwargs.get("generator")
+    if generator is None:
         kwargs["generator"] = accelerator.generators[target.index or 0]
-    elif place_of(given).type != target.type:
+    elif find_generator_device(generator).type != target.type:
+        generator_type = find_generator_device(generator).type
         raise RuntimeError(
-            f"Expected a '{target.type}' device type for generator but found '{place_of(given).type}' (in {func})"
+            f"Expected a '{target.type}' device type for generator but found '{generator_type}' (in {func})"
         )
 
 
-def _draw_apart(accelerator: VirtualAccelerator, func: Any, args: Any, kwargs: Any, target: torch.device) -> Any:
-    """An operation that takes no generator draws from the host's: lend it the device's state, and put it back."""
-    own, host = accelerator.generators[target.index or 0], torch.default_generator
-    with _LENDING:
-        kept = host.get_state()
-        host.set_state(own.get_state())
+def _draw_with_device_state(
+    accelerator: VirtualAccelerator, func: Any, args: Any, kwargs: Any, target: torch.device
+) -> Any:
+    """Run an operation without a generator argument (dropout): it draws from the CPU's default generator.
+
+    That generator gets the device's state for the call, and its own state back afterward.
+    """
+    device_generator, cpu_generator = accelerator.generators[target.index or 0], torch.default_generator
+    with _CPU_GENERATOR_LOCK:
+        saved_state = cpu_generator.get_state()
+        cpu_generator.set_state(device_generator.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            own.set_state(host.get_state())
-            host.set_state(kept)
+            device_generator.set_state(cpu_generator.get_state())
+            cpu_generator.set_state(saved_state)
 
 
 def _enforce(
@@ -169,17 +180,17 @@ def _enforce(
     target: torch.device,
     call: _Call,
 ) -> Any:
-    """Hold one operation against the sheet; gives the result as the device would, NaN and narrowing included."""
-    if facts.reads_on_host or _goes_to_host(facts, call, target, args):
-        accelerator.read_on_host(facts.label)
+    """Check an operation against the sheet; return the device's result, with its NaNs and narrowed dtypes."""
+    if facts.reads_to_host or _copies_to_cpu(facts, call, target, args):
+        accelerator.record_host_read(facts.label)
     if is_host(target):
         return result
     _enforce_on_call(accelerator, facts, args, result, call)
     if facts.name in accelerator.limits.operations:
         result = _read_ignored_input(accelerator, facts, args, kwargs, result)
     if not facts.is_view:
-        for tensor in _tensors(result):
-            if not facts.mutates:  # what is written in place was held against the limits when it was made
+        for tensor in _list_tensors(result):
+            if not facts.mutates:  # an in-place result was checked when it was created
                 _enforce_on_result(accelerator, facts, tensor)
             _narrow(accelerator.limits, tensor)
     return result
@@ -190,68 +201,69 @@ def _enforce_on_call(
 ) -> None:
     limits = accelerator.limits
     if facts.is_random and limits.random is not None:
-        accelerator.meet("random_numbers", limits.random, facts.label)
+        accelerator.hit_limit("random_numbers", limits.random, facts.label)
     if limits.shapes is not None and (facts.has_data_dependent_shape or _indexes_by_mask(facts, args)):
-        accelerator.meet("data_dependent_shapes", limits.shapes, facts.label)
-    if limits.host_number is not None and facts.name in _ARITHMETIC and _has_offset_number(call):
-        accelerator.meet(*limits.host_number, facts.label)
+        accelerator.hit_limit("data_dependent_shapes", limits.shapes, facts.label)
+    if limits.host_scalar is not None and facts.name in _ARITHMETIC and _has_offset_scalar(call):
+        accelerator.hit_limit(*limits.host_scalar, facts.label)
     if facts.name in limits.operations or facts.overload in limits.operations:
-        for name, limit in limits.met_by_operation(facts, args, result):
-            accelerator.meet(name, limit, facts.label)
+        for name, limit in limits.match_operation(facts, args, result):
+            accelerator.hit_limit(name, limit, facts.label)
 
 
-def _has_offset_number(call: _Call) -> bool:
-    """Whether a number of the host, such as sigmas[3], lies inside a larger tensor."""
-    return any(tensor.dim() == 0 and tensor.storage_offset() for tensor in call.host_tensors)
+def _has_offset_scalar(call: _Call) -> bool:
+    """Return whether a CPU scalar is an element of a larger tensor, such as `sigmas[3]`."""
+    return any(tensor.dim() == 0 and tensor.storage_offset() for tensor in call.cpu_tensors)
 
 
 def _enforce_on_result(accelerator: VirtualAccelerator, facts: OperationFacts, tensor: torch.Tensor) -> None:
     limits = accelerator.limits
-    met = limits.dtypes.get(tensor.dtype)
-    if met is not None:
-        name, limit = met
-        accelerator.meet(name, limit, facts.label)
+    dtype_limit = limits.dtypes.get(tensor.dtype)
+    if dtype_limit is not None:
+        name, limit = dtype_limit
+        accelerator.hit_limit(name, limit, facts.label)
     if limits.tensor_sizes or limits.score_sizes:
-        for name, size in limits.met_by_size(tensor.numel(), tensor.element_size(), facts.name in _SCORES):
-            accelerator.meet(name, size, facts.label)
+        for name, size in limits.match_size(tensor.numel(), tensor.element_size(), facts.name in _SCORE_OPERATIONS):
+            accelerator.hit_limit(name, size, facts.label)
+    # NaN is the worst content that uninitialized memory can have. One-byte dtypes (float8) are skipped.
     if limits.nan_in_empty and facts.name in _EMPTY and tensor.is_floating_point() and tensor.itemsize > 1:
         tensor.fill_(float("nan"))
 
 
 def _narrow(limits: LimitIndex, tensor: torch.Tensor) -> None:
-    """A type that the device keeps as a smaller one loses its digits, while torch still sees the larger."""
-    met = limits.dtypes.get(tensor.dtype)
-    if met is not None and met[1].effect == "narrowed" and met[1].becomes and not met[1].contradicted_by:
-        tensor.copy_(tensor.to(getattr(torch, met[1].becomes)))
+    """Round to the dtype that the device stores, while torch still reports the wider dtype."""
+    entry = limits.dtypes.get(tensor.dtype)
+    if entry is not None and entry[1].effect == "narrowed" and entry[1].becomes and not entry[1].contradicted_by:
+        tensor.copy_(tensor.to(getattr(torch, entry[1].becomes)))
 
 
 def _enforce_on_scores(accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any]) -> None:
-    """The scores that attention would hold, by the shapes of query and key alone: they are never made here."""
+    """Check the size of the attention scores, computed from the shapes: the CPU kernel does not materialize them."""
     query, key = args[0], args[1]
     elements = math.prod(query.shape[:-1]) * key.shape[-2]
-    for name, limit in accelerator.limits.met_by_size(elements, query.element_size(), scores=True):
-        accelerator.meet(name, limit, facts.label)
+    for name, limit in accelerator.limits.match_size(elements, query.element_size(), scores=True):
+        accelerator.hit_limit(name, limit, facts.label)
 
 
-def _hold_scores(accelerator: VirtualAccelerator, args: list[Any], target: torch.device) -> None:
-    """Where attention is known to hold all its scores, in float32 and twice, there must be room for them."""
+def _count_scores(accelerator: VirtualAccelerator, args: list[Any], target: torch.device) -> None:
+    """Count the memory of the scores on devices without fused attention: two float32 copies."""
     if isinstance(accelerator.sheet.fused_attention, Limit):
         query, key = args[0], args[1]
-        accelerator.book.pass_by(2 * 4 * math.prod(query.shape[:-1]) * key.shape[-2], target.index or 0)
+        accelerator.memory.count_transient(2 * 4 * math.prod(query.shape[:-1]) * key.shape[-2], target.index or 0)
 
 
 def _read_ignored_input(
     accelerator: VirtualAccelerator, facts: OperationFacts, args: list[Any], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """Where the device reads an argument that a factor of 0 should silence, its NaN goes into the result."""
+    """Propagate NaN from an input that `beta=0` should ignore, on devices that read it anyway."""
     for name, limit in accelerator.limits.operations.get(facts.name, ()):
         if limit.reads_ignored_input and kwargs.get("beta", 1) == 0 and not torch.isfinite(args[0]).all():
-            accelerator.meet(name, limit, facts.label)
+            accelerator.hit_limit(name, limit, facts.label)
             result = result + args[0] * 0
     return result
 
 
-def _goes_to_host(facts: OperationFacts, call: _Call, target: torch.device, args: list[Any]) -> bool:
+def _copies_to_cpu(facts: OperationFacts, call: _Call, target: torch.device, args: list[Any]) -> bool:
     if facts.name == "_to_copy":
         return is_host(target) and call.device is not None
     return facts.name == "copy_" and id(args[0]) not in call.wrappers and call.device is not None
@@ -268,32 +280,32 @@ def _wrap_result(result: Any, target: torch.device, call: _Call, facts: Operatio
         if facts.mutates:
             written = call.wrappers.get(id(result))
             if written is not None:
-                return _keep_shape(written)
-            if is_host(target) or any(result is host for host in call.host_tensors):
+                return _sync_shape(written)
+            if is_host(target) or any(result is tensor for tensor in call.cpu_tensors):
                 return result
-        if target.type == "meta":  # shapes alone are nobody's memory
+        if target.type == "meta":  # meta tensors use no device memory
             return result.to(target)
         return result if is_host(target) else wrap(result, target)
     if isinstance(result, list | tuple):
         return type(result)([_wrap_result(item, target, call, facts) for item in result])
     if facts.mutates and result is None:
         for written in call.wrappers.values():
-            _keep_shape(written)
+            _sync_shape(written)
     return result
 
 
-def _keep_shape(written: VirtualTensor) -> VirtualTensor:
-    """After an operation in place: the wrapper takes on the shape that the data inside has now."""
+def _sync_shape(written: VirtualTensor) -> VirtualTensor:
+    """Give a wrapper the current shape of its inner tensor after an in-place operation (`resize_`, `squeeze_`)."""
     inner = written._inner
-    moved = written.stride() != inner.stride() or written.storage_offset() != inner.storage_offset()
-    if written.shape != inner.shape or moved:
-        active().book.add(inner, written.device.index or 0)
+    layout_changed = written.stride() != inner.stride() or written.storage_offset() != inner.storage_offset()
+    if written.shape != inner.shape or layout_changed:
+        active().memory.add(inner, written.device.index or 0)
         with torch.no_grad():
             written.data = VirtualTensor(inner, written.device)
     return written
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
+def _list_tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, list | tuple):
@@ -302,4 +314,4 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _is_fake(result: Any) -> bool:
-    return any(isinstance(tensor, FakeTensor) for tensor in _tensors(result))
+    return any(isinstance(tensor, FakeTensor) for tensor in _list_tensors(result))

@@ -1,4 +1,4 @@
-"""Generators of a virtual device: CPU generators that say where they belong."""
+"""Generators of a virtual device: CPU generators that report the virtual device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.torch_patches import apply_patch, replace_class
 from anyaccel.upstream.torch_internals import PlainGenerator, read_address
 
-__all__ = ["install_generator", "place_of"]
+__all__ = ["find_generator_device", "install_generator"]
 
-_PLACES: dict[int, torch.device] = {}
-"""Where each generator of the device belongs, by its address in C++: past the dispatcher its Python class is lost."""
+# Device of each virtual generator by its C++ address; the dispatcher passes a plain generator, not the subclass.
+_DEVICES: dict[int, torch.device] = {}
 
 
 class VirtualGenerator(PlainGenerator):
@@ -23,49 +23,51 @@ class VirtualGenerator(PlainGenerator):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The virtual device."""
-        return _PLACES[read_address(self)]
+        return _DEVICES[read_address(self)]
 
     def __reduce__(self) -> Any:
         return _rebuild_generator, (str(self.device), self.get_state())
 
     def clone_state(self) -> VirtualGenerator:
-        """A generator of the same device in the same state."""
+        """Return a generator of the same device in the same state."""
         return _make_generator(self.device, self.get_state())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualGenerator:
         return _make_generator(self.device, self.get_state())
 
 
-def place_of(generator: torch.Generator) -> torch.device:
-    """The device that a generator draws on."""
-    return _PLACES.get(read_address(generator)) or generator.device
+def find_generator_device(generator: torch.Generator) -> torch.device:
+    """Return the device of a generator, virtual or not."""
+    return _DEVICES.get(read_address(generator)) or generator.device
 
 
-def _make_generator(place: torch.device, state: torch.Tensor | None = None) -> VirtualGenerator:
+def _make_generator(device: torch.device, state: torch.Tensor | None = None) -> VirtualGenerator:
     generator = VirtualGenerator()
-    _PLACES[read_address(generator)] = place
-    weakref.finalize(generator, _PLACES.pop, read_address(generator), None)
+    _DEVICES[read_address(generator)] = device
+    # C++ reuses addresses: a stale entry would give a later CPU generator the wrong device.
+    weakref.finalize(generator, _DEVICES.pop, read_address(generator), None)
     if state is not None:
         generator.set_state(state)
     return generator
 
 
-def _rebuild_generator(place: str, state: torch.Tensor) -> torch.Generator:
-    """A generator that was pickled, with the state that it had."""
-    return _make_generator(torch.device(place), state)
+def _rebuild_generator(device: str, state: torch.Tensor) -> torch.Generator:
+    """Unpickle a generator."""
+    return _make_generator(torch.device(device), state)
 
 
 def install_generator(accelerator: VirtualAccelerator) -> None:
-    """Let `torch.Generator("hpu")` give a generator of the virtual device; every other call is as before."""
+    """Make `torch.Generator("hpu")` return a generator of the virtual device; other calls are unchanged."""
 
     def replace(original: Any) -> Any:
         def build(device: Any = "cpu") -> Any:
-            place = torch.device(device)
-            if place.type != accelerator.name:
-                return original(place)
+            parsed = torch.device(device)
+            if parsed.type != accelerator.name:
+                return original(parsed)
+            # Devices without random numbers fail here, before the first draw.
             if accelerator.enforcing and accelerator.limits.random is not None:
-                accelerator.meet("random_numbers", accelerator.limits.random, "torch.Generator")
-            return _make_generator(place if place.index is not None else accelerator.device())
+                accelerator.hit_limit("random_numbers", accelerator.limits.random, "torch.Generator")
+            return _make_generator(parsed if parsed.index is not None else accelerator.device())
 
         return replace_class(original, build)
 

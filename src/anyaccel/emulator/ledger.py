@@ -1,6 +1,6 @@
-"""The ledger: what a program asked of a virtual accelerator that the real one cannot do, and where.
+"""The ledger of a virtual accelerator: which limits of the device a program hit, and where.
 
-One row a site: the limit, its effect, the operation, the line of the pipeline's or model's own code, how often.
+One row per limit and source line: the limit, its effect, the operation, the line of the pipeline or model, the count.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from anyaccel.upstream.diffusers_internals import find_denoising_step
 
 __all__ = ["Ledger", "LedgerRow"]
 
-_TYPED_IN = ("<stdin>", "<string>")
-"""What Python calls a program that was typed in or given by `-c`."""
-_MACHINERY = ("cuda_scripts", "emulator", "generation", "runtime", "upstream")
-_OURS = tuple(str(Path(__file__).parents[1] / folder) + os.sep for folder in _MACHINERY)
+# File names of code from standard input or `python -c`.
+_INTERACTIVE_FILES = ("<stdin>", "<string>")
+# Packages of anyaccel that run between a program and the device. The others are treated as user code.
+_RUNTIME_PACKAGES = ("cuda_scripts", "emulator", "generation", "runtime", "upstream")
+_RUNTIME_FOLDERS = tuple(str(Path(__file__).parents[1] / package) + os.sep for package in _RUNTIME_PACKAGES)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = sysconfig.get_paths()["purelib"] + os.sep
 
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One site that met one limit."""
+    """A source line that hit a limit."""
 
     limit: str
     """The name on the sheet: `dtypes.float64`."""
     effect: Effect
     operation: str
-    """As torch names it: `aten::arange`."""
+    """The operator: `aten::arange`."""
     file: str
     line: int
     count: int
     step: int | None
-    """The denoising step at which it was first seen; None outside the loop."""
+    """The denoising step of the first hit; None outside the loop."""
 
 
 class Ledger:
-    """The rows of one virtual accelerator; safe to write from several threads."""
+    """The rows of one virtual accelerator. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +58,8 @@ class Ledger:
         self._round_trips: Counter[int | None] = Counter()
 
     def record(self, limit: str, effect: Effect, operation: str) -> tuple[str, int]:
-        """Add one event at the line of code that caused it; gives that file and line."""
+        """Count a hit at the source line that caused it; return its file and line."""
+        # Outside the lock: walking the stack is the slow part.
         file, line, step = _find_site(sys._getframe(1))
         key = (limit, effect, operation, file, line)
         with self._lock:
@@ -68,26 +70,26 @@ class Ledger:
         return file, line
 
     def rows(self, effect: Effect | None = None) -> list[LedgerRow]:
-        """All rows, or those of one effect, the worst effect first and the most frequent within it."""
+        """Return all rows, or those of one effect, sorted by severity and then by count."""
         order: dict[Effect, int] = {"error": 0, "wrong": 1, "narrowed": 2, "slow": 3}
         with self._lock:
             rows = [LedgerRow(*key, count=count, step=self._first_steps[key]) for key, count in self._counts.items()]
-        chosen = [row for row in rows if effect is None or row.effect == effect]
-        return sorted(chosen, key=lambda row: (order[row.effect], -row.count, row.file, row.line))
+        selected = [row for row in rows if effect is None or row.effect == effect]
+        return sorted(selected, key=lambda row: (order[row.effect], -row.count, row.file, row.line))
 
     def assert_clean(self, *effects: Effect) -> None:
-        """Raise AssertionError with the rows of these effects if there are any; `error` without a name."""
-        found = [row for effect in effects or ("error",) for row in self.rows(effect)]
-        if found:
-            raise AssertionError("the device cannot do this:\n" + "\n".join(_describe(row) for row in found))
+        """Raise AssertionError if the ledger has rows of these effects (default: "error")."""
+        rows = [row for effect in effects or ("error",) for row in self.rows(effect)]
+        if rows:
+            raise AssertionError("the device cannot do this:\n" + "\n".join(_format_row(row) for row in rows))
 
     def round_trips(self) -> dict[int | None, int]:
-        """How often the host read from the device, by denoising step; None stands for outside the loop."""
+        """Return the number of reads from the device to the CPU per denoising step (None: outside the loop)."""
         with self._lock:
             return dict(self._round_trips)
 
     def absorb(self, rows: Iterable[LedgerRow]) -> None:
-        """Add the rows of another ledger; round trips by step are not kept in rows, and stay as they are."""
+        """Add the rows of another ledger. Rows do not contain round trips per step: those stay unchanged."""
         with self._lock:
             for row in rows:
                 key = (row.limit, row.effect, row.operation, row.file, row.line)
@@ -95,38 +97,39 @@ class Ledger:
                 self._first_steps.setdefault(key, row.step)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all rows."""
         with self._lock:
             self._counts.clear()
             self._first_steps.clear()
             self._round_trips.clear()
 
     def to_json(self) -> str:
-        """The rows as a JSON list of objects."""
+        """Return the rows as a JSON list of objects."""
         return json.dumps([asdict(row) for row in self.rows()], indent=2)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as JSON, whole or not at all."""
+        """Write the rows as JSON, atomically."""
         atomic_write(Path(path), self.to_json() + "\n")
 
     def __str__(self) -> str:
         rows = self.rows()
         if not rows:
-            return "the ledger is empty: no limit was met"
-        return "\n".join(_describe(row) for row in rows)
+            return "the ledger is empty: no limit was hit"
+        return "\n".join(_format_row(row) for row in rows)
 
 
-def _describe(row: LedgerRow) -> str:
+def _format_row(row: LedgerRow) -> str:
     return f"{row.effect:9}{row.count:6} × {row.limit:28} {row.operation:32} {row.file}:{row.line}"
 
 
 def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
-    """The innermost line that is nobody's but the pipeline's or the model's, and the denoising step around it."""
+    """Return file and line of the innermost frame outside torch and anyaccel, and the denoising step."""
     site: tuple[str, int] | None = None
     while frame is not None:
         code = frame.f_code
-        if site is None and not _is_machinery(code.co_filename):
+        if site is None and not _is_internal(code.co_filename):
             site = (_shorten(code.co_filename), frame.f_lineno)
+        # The step counter is a local of the pipeline's __call__, further out than the line itself.
         if code.co_name == "__call__":
             step = find_denoising_step(frame)
             if step is not None:
@@ -135,12 +138,13 @@ def _find_site(frame: FrameType | None) -> tuple[str, int, int | None]:
     return (*(site or ("", 0)), None)
 
 
+# Cached: every hit walks the whole stack, and a run has millions of hits in a few hundred files.
 @lru_cache(maxsize=4096)
-def _is_machinery(filename: str) -> bool:
-    """Whether a file is torch's, ours or the interpreter's, and so never where a fault lies."""
-    if filename in _TYPED_IN:
+def _is_internal(filename: str) -> bool:
+    """Return whether a file belongs to torch, accelerate, anyaccel or Python, and so never to the user's code."""
+    if filename in _INTERACTIVE_FILES:
         return False
-    if filename.startswith(("<", *_OURS)):
+    if filename.startswith(("<", *_RUNTIME_FOLDERS)):
         return True
     if filename.startswith(_SITE_PACKAGES):
         return filename[len(_SITE_PACKAGES) :].startswith(("torch" + os.sep, "accelerate" + os.sep))
@@ -149,5 +153,5 @@ def _is_machinery(filename: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _shorten(filename: str) -> str:
-    """`diffusers/models/embeddings.py` rather than where the environment happens to lie."""
+    """Return a path relative to site-packages: `diffusers/models/embeddings.py`."""
     return filename[len(_SITE_PACKAGES) :] if filename.startswith(_SITE_PACKAGES) else filename

@@ -1,4 +1,4 @@
-"""Which limits of a sheet an operation meets: the sheet, made ready to be asked a million times."""
+"""Index of a sheet's limits by operation, dtype and size, for a fast check of each operation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _RANDOM = {
     "randperm", "uniform_",
 }  # fmt: skip
 _DATA_DEPENDENT = {"_unique2", "bincount", "masked_select", "nonzero", "repeat_interleave", "unique_dim"}
-_HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero"}
+_HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero"}  # _local_scalar_dense is Tensor.item()
 
 
 @dataclass(frozen=True)
 class OperationFacts:
-    """What must be known of an operation of torch's, read from its schema once."""
+    """Properties of a torch operation, read from its schema once."""
 
     name: str
     """`baddbmm`."""
     overload: str
-    """`baddbmm.out`; the plain name for the default one."""
+    """`baddbmm.out`; the plain name for the default overload."""
     label: str
     """`aten::baddbmm`."""
     mutates: bool
@@ -38,14 +38,15 @@ class OperationFacts:
     is_random: bool
     takes_generator: bool
     has_data_dependent_shape: bool
-    reads_on_host: bool
+    reads_to_host: bool
 
 
 def read_operation(func: Any) -> OperationFacts:
-    """The facts of one operation."""
+    """Return the properties of an operation."""
     schema = read_schema(func)
     name = schema.name.split("::")[-1]
-    by_counts = name != "repeat_interleave" or schema.overload_name == "Tensor"
+    # repeat_interleave with a scalar count has a static shape; only the overload with a tensor of counts does not.
+    is_data_dependent = name != "repeat_interleave" or schema.overload_name == "Tensor"
     return OperationFacts(
         name=name,
         overload=f"{name}.{schema.overload_name}" if schema.overload_name else name,
@@ -54,14 +55,14 @@ def read_operation(func: Any) -> OperationFacts:
         is_view=any(result.alias_info is not None for result in schema.returns) and not schema.is_mutable,
         is_random=name in _RANDOM,
         takes_generator=any(argument.name == "generator" for argument in schema.arguments),
-        has_data_dependent_shape=name in _DATA_DEPENDENT and by_counts,
-        reads_on_host=name in _HOST_READS,
+        has_data_dependent_shape=name in _DATA_DEPENDENT and is_data_dependent,
+        reads_to_host=name in _HOST_READS,
     )
 
 
 @dataclass
 class LimitIndex:
-    """A sheet's limits by what triggers them; what cannot be decided without a product or version is left out."""
+    """A sheet's limits by trigger. Limits that depend on an unspecified product or version are left out."""
 
     sheet: Sheet
     dtypes: dict[torch.dtype, tuple[str, DtypeLimit]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class LimitIndex:
     shapes: Limit | None = None
     round_trip: Limit | None = None
     nan_in_empty: bool = False
-    host_number: tuple[str, Limit] | None = None
+    host_scalar: tuple[str, Limit] | None = None
 
     def __post_init__(self) -> None:
         certain = {name: limit for name, limit in self.sheet.limits(Limit).items() if _is_certain(limit)}
@@ -88,11 +89,12 @@ class LimitIndex:
         self.shapes = certain.get("data_dependent_shapes")
         self.round_trip = certain.get("host_round_trip")
         self.nan_in_empty = f"quirks.{UNINITIALISED_MEMORY_IS_NAN}" in certain
-        offset = f"quirks.{HOST_NUMBER_OFFSET_IGNORED}"
-        self.host_number = (offset, certain[offset]) if offset in certain else None
+        quirk = f"quirks.{HOST_NUMBER_OFFSET_IGNORED}"
+        self.host_scalar = (quirk, certain[quirk]) if quirk in certain else None
 
-    def met_by_size(self, elements: int, element_bytes: int, scores: bool) -> list[tuple[str, Limit]]:
-        """The size limits that a tensor, or an attention call's scores, would pass."""
+    def match_size(self, elements: int, element_bytes: int, scores: bool) -> list[tuple[str, Limit]]:
+        """Return the size limits that a tensor, or the attention scores, would exceed."""
+        # Materialized scores are a tensor too, so both kinds of limit apply to them.
         limits = [*self.tensor_sizes, *self.score_sizes] if scores else self.tensor_sizes
         return [
             (name, limit)
@@ -100,25 +102,25 @@ class LimitIndex:
             if (elements if limit.unit == "elements" else elements * element_bytes) > limit.amount
         ]
 
-    def met_by_operation(self, facts: OperationFacts, args: Any, result: Any) -> list[tuple[str, Limit]]:
-        """The limits on this operation that this call meets."""
+    def match_operation(self, facts: OperationFacts, args: Any, result: Any) -> list[tuple[str, Limit]]:
+        """Return the limits of the operation that a call hits."""
         return [
             (name, limit)
             for operation in {facts.name, facts.overload}
             for name, limit in self.operations.get(operation, ())
-            if _is_met(limit, args, result)
+            if _applies(limit, args, result)
         ]
 
 
 def _is_certain(limit: Limit) -> bool:
-    """Whether a limit is enforced: not while its condition is open, nor if it is inferred and contradicted as well."""
+    """Return whether to enforce a limit: not if its condition is undecided, or if it is inferred and contradicted."""
     return not limit.conditional and not (limit.evidence == "inferred" and limit.contradicted_by)
 
 
-def _is_met(limit: OperationLimit, args: Any, result: Any) -> bool:
+def _applies(limit: OperationLimit, args: Any, result: Any) -> bool:
     tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
     if limit.dtypes and not any(str(tensor.dtype).removeprefix("torch.") in limit.dtypes for tensor in tensors):
         return False
     if limit.past_elements is not None and not any(tensor.numel() > limit.past_elements for tensor in tensors):
         return False
-    return not limit.reads_ignored_input
+    return not limit.reads_ignored_input  # depends on the values: dispatch checks it

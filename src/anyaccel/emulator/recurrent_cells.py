@@ -1,4 +1,4 @@
-"""Recurrent cells in plain operations: torch picks fused ones by the device's type, and the CPU has none."""
+"""Recurrent cells written with torch operations: torch selects fused cells by device type, and the CPU has none."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ __all__ = ["SUBSTITUTES"]
 
 
 def run_lstm_cell(gates: Any, hidden_gates: Any, cell: Any, bias: Any = None, hidden_bias: Any = None) -> Any:
-    """One step of a long short-term memory."""
+    """Run one LSTM step."""
     gates = gates + hidden_gates if bias is None else gates + bias + hidden_gates + hidden_bias
-    enter, forget, new, leave = gates.chunk(4, 1)
-    cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
-    return leave.sigmoid() * cell.tanh(), cell, gates
+    # Gate order of torch.nn.LSTM.
+    input_gate, forget_gate, cell_gate, output_gate = gates.chunk(4, 1)
+    cell = forget_gate.sigmoid() * cell + input_gate.sigmoid() * cell_gate.tanh()
+    return output_gate.sigmoid() * cell.tanh(), cell, gates
 
 
 def run_gru_cell(gates: Any, hidden_gates: Any, hidden: Any, bias: Any = None, hidden_bias: Any = None) -> Any:
-    """One step of a gated recurrent unit."""
+    """Run one GRU step."""
     if bias is not None:
         gates, hidden_gates = gates + bias, hidden_gates + hidden_bias
     reset, update, new = gates.chunk(3, 1)

@@ -1,7 +1,8 @@
-"""Make a device's name real to torch, to Python and to C++ alike, on a machine that has no such device.
+"""Registration of a device type with torch, in Python and C++, on a machine without that device.
 
-A name that torch does not know becomes its `PrivateUse1`. A name that it knows (mps, hpu, xpu) has no device guard in
-a build without it: a guard written in Python is put in its slot of libc10's table. Both last until the process ends.
+A name that torch does not know is registered as `PrivateUse1`. A name that torch knows (mps, hpu, xpu) has no device
+guard in a build without the device: a guard written in Python is put into its slot of libc10's table. Both last until
+the process ends.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ from anyaccel.upstream.torch_internals import (
     has_fallback,
     is_decomposed,
     make_guard,
-    read_device_kind,
+    read_device_type,
     read_private_use_name,
     register_device_module,
 )
 
 __all__ = ["register_device"]
 
-_FREE = "privateuseone"
-_BY_DEVICE = ("scaled_dot_product_attention", "group_norm")
-"""Operations that torch prepares by device before it dispatches: attention picks a kernel, group_norm a layout."""
-_KEPT: list[object] = []
-"""What C++ holds no reference to and must live as long as the process."""
+# Name of the `PrivateUse1` device type before a package renames it.
+_UNCLAIMED = "privateuseone"
+# Operations with device-specific code before dispatch: attention selects a kernel, group_norm a layout.
+_DEVICE_SPECIFIC = ("scaled_dot_product_attention", "group_norm")
+# Objects that C++ uses without a reference; they must live as long as the process.
+_KEEP_ALIVE: list[object] = []
 
 
-def register_device(name: str, module: ModuleType, whole: Iterable[str] = ()) -> None:
-    """Teach torch a device: its guard, its module `torch.NAME`, and what to do with an operation on it.
+def register_device(name: str, module: ModuleType, undecomposed: Iterable[str] = ()) -> None:
+    """Register a device type with torch: its guard, its module `torch.NAME` and its kernels.
 
-    Operations in `whole` arrive as they were called, where torch would take them apart before.
+    Operations in `undecomposed` reach dispatch as called, even if torch would decompose them.
     """
     if read_private_use_name() == name:
         raise RealDeviceError(
-            f"the software of real {name} devices is loaded already", hint=f"use {name}, or an environment without it"
+            f"the software of the real {name} device is already loaded",
+            hint=f"use {name}, or an environment without that software",
         )
-    if _is_known(name):
+    if _is_builtin(name):
         key = name.upper()
         _fill_guard_slot(name)
         _attach_module(name, module)
@@ -56,46 +59,48 @@ def register_device(name: str, module: ModuleType, whole: Iterable[str] = ()) ->
         key = "PrivateUse1"
         _claim_private_use(name, module)
     library = torch.library.Library("_", "IMPL")
-    library.fallback(_run_factory, key)
-    _KEPT.extend([library, _keep_whole(key, {*_BY_DEVICE, *whole}), *_pass_autocast(key)])
+    library.fallback(_run_operation, key)
+    kernels = _register_undecomposed(key, {*_DEVICE_SPECIFIC, *undecomposed})
+    _KEEP_ALIVE.extend([library, kernels, *_register_autocast(key)])
 
 
-def _run_factory(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
+    # Only calls without a virtual tensor arrive here (factories); the others go through __torch_dispatch__.
     return dispatch(func, args, kwargs)
 
 
-def _keep_whole(key: str, names: set[str]) -> torch.library.Library:
-    """Give operations that torch takes apart a kernel here, so that they arrive as they were called."""
+def _register_undecomposed(key: str, names: set[str]) -> torch.library.Library:
+    """Register a kernel for operations that torch would decompose, so they reach dispatch as called."""
     library = torch.library.Library("aten", "IMPL")
     for name in sorted(names):
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
             func = getattr(packet, overload)
             if is_decomposed(func):
-                library.impl(func, functools.partial(_run_factory, func), key)
+                library.impl(func, functools.partial(_run_operation, func), key)
     return library
 
 
-_LOWERED = (
+# Operations that autocast runs in lower precision on other devices.
+_LOW_PRECISION = (
     "mm.default", "bmm.default", "addmm.default", "baddbmm.default", "matmul.default", "linear.default",
     "conv1d.default", "conv2d.default", "conv3d.default", "conv_transpose1d.default", "conv_transpose2d.input",
     "conv_transpose3d.input", "scaled_dot_product_attention.default",
 )  # fmt: skip
-"""The operations that autocast runs in the lower type, as on other devices."""
 
 
-def _pass_autocast(key: str) -> list[torch.library.Library]:
-    """`torch.autocast` on the device: products are cast, everything else goes through."""
+def _register_autocast(key: str) -> list[torch.library.Library]:
+    """Register `torch.autocast` kernels: matrix products and convolutions are cast, other operations fall through."""
     if has_fallback(f"Autocast{key}"):
         return []
-    through = torch.library.Library("_", "IMPL")
-    through.fallback(torch.library.fallthrough_kernel, f"Autocast{key}")
+    fallthrough = torch.library.Library("_", "IMPL")
+    fallthrough.fallback(torch.library.fallthrough_kernel, f"Autocast{key}")
     casting = torch.library.Library("aten", "IMPL")
-    for name in _LOWERED:
+    for name in _LOW_PRECISION:
         packet, overload = name.split(".")
         func = getattr(getattr(torch.ops.aten, packet), overload)
         casting.impl(func, _make_cast(func, f"Autocast{key}"), f"Autocast{key}")
-    return [through, casting]
+    return [fallthrough, casting]
 
 
 def _make_cast(func: Any, key: str) -> Any:
@@ -105,37 +110,37 @@ def _make_cast(func: Any, key: str) -> Any:
         return value
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with exclude_dispatch_key(key):
+        with exclude_dispatch_key(key):  # or this kernel would call itself
             return func(*[cast(value) for value in args], **{name: cast(value) for name, value in kwargs.items()})
 
     return run
 
 
-def _is_known(name: str) -> bool:
-    """Whether this torch has the name of its own, as a device type that is not the free one."""
-    return read_device_kind(name.upper()) is not None
+def _is_builtin(name: str) -> bool:
+    """Return whether this torch has a built-in device type of this name."""
+    return read_device_type(name.upper()) is not None
 
 
 def _claim_private_use(name: str, module: ModuleType) -> None:
-    taken = read_private_use_name()
-    if taken != _FREE:
+    current = read_private_use_name()
+    if current != _UNCLAIMED:
         raise VirtualDeviceError(
-            f"torch has one free slot for a device's name, and {taken!r} holds it already",
-            hint=f"use an environment without the package that brings {taken!r}, or a process of its own",
+            f"torch supports one custom device type per process, and {current!r} is already registered",
+            hint=f"use an environment without the package that registers {current!r}, or a separate process",
         )
     claim_private_use(name, module)
     _make_importable(name, module)
 
 
 def _attach_module(name: str, module: ModuleType) -> None:
-    """Put the stand-in's functions into `torch.NAME`, which torch may have already."""
+    """Install the module as `torch.NAME`, or copy its functions into torch's own module of that name."""
     existing = getattr(torch, name, None)
     if existing is None:
         register_device_module(name, module)
         _make_importable(name, module)
         return
     for attribute, value in vars(module).items():
-        # A module of torch's own knows whether it was compiled, and what else in torch was left out if it was not.
+        # torch reads its own `_is_compiled` to decide which C++ bindings exist: it must stay False.
         if not attribute.startswith("__") and attribute != "_is_compiled":
             apply_patch(f"torch.{name}.{attribute}", replace_by(value), "emulator")
 
@@ -145,17 +150,18 @@ def _make_importable(name: str, module: ModuleType) -> None:
 
 
 def _fill_guard_slot(name: str) -> None:
-    """Copy a guard written in Python to the device's slot: C++ asks that table before it touches a device."""
-    kind = read_device_kind(name.upper())
-    slot, private_use = int(kind), int(read_device_kind("PrivateUse1"))
+    """Put a guard written in Python into the device's slot: C++ reads that table before it accesses a device."""
+    kind = read_device_type(name.upper())
+    slot, private_use = int(kind), int(read_device_type("PrivateUse1"))
     table = find_guard_table(private_use + 1)
     if table[slot] is not None:
         raise RealDeviceError(
-            f"this torch drives real {name} devices, and a virtual one cannot stand beside them",
-            hint=f"use {name} itself, or a build of torch without it",
+            f"this torch build supports real {name} devices; a virtual one cannot be added",
+            hint=f"use {name}, or a torch build without it",
         )
+    # torch.acc registers Python guards only for PrivateUse1: register there, copy the entry, restore the slot.
     before = table[private_use]
     guard = make_guard(kind)
     table[slot] = table[private_use]
     table[private_use] = before
-    _KEPT.append(guard)
+    _KEEP_ALIVE.append(guard)

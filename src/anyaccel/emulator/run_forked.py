@@ -1,6 +1,7 @@
-"""A process for each virtual accelerator: there is one a process, and importing torch anew takes seconds.
+"""Virtual accelerators in forked processes.
 
-The caller imports what it needs once and stays without a virtual device; each call forks from there.
+A process can have only one virtual accelerator, and a new interpreter needs seconds to import torch. The caller
+imports what it needs once and never starts a virtual device itself; each call forks from it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ def run_forked(
     strict: bool = False,
     timeout_s: float = 600.0,
 ) -> T:
-    """Call `function(accelerator)` in a process of its own that has the virtual device, and give its result."""
+    """Call `function(accelerator)` in a forked process with the virtual device, and return its result."""
 
-    def use() -> T:
+    def call() -> T:
         with virtual(device, count=count, memory=memory, strict=strict) as accelerator:
             return function(accelerator)
 
+    # A fork instead of a new interpreter: torch and diffusers are already imported.
     try:
-        return call_in_fork(use, name=f"a virtual {device}", timeout_s=timeout_s)
-    except ProcessDiedError as death:
-        hint = "run the same with ANYACCEL_VIRTUAL set to see what it printed"
-        raise VirtualDeviceError(death.message, hint=hint) from None
+        return call_in_fork(call, name=f"a virtual {device}", timeout_s=timeout_s)
+    except ProcessDiedError as error:
+        hint = "run the same code with ANYACCEL_VIRTUAL set to see its output"
+        raise VirtualDeviceError(error.message, hint=hint) from None

@@ -1,4 +1,4 @@
-"""Streams and events of a device whose work is complete when the call that requested it returns."""
+"""Streams and events of a synchronous device: work is complete when the call that enqueues it returns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["Event", "Stream", "make_stream_classes"]
 
 
 class Stream:
-    """A stream with nothing to order."""
+    """A stream of a synchronous device."""
 
     event: type[Event]
 
+    # Vendors' constructors take further arguments (priority, stream_id), which have no effect here.
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
         self.device = device
 
@@ -28,7 +29,7 @@ class Stream:
         """Return: the event is complete."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event, a new one unless it is given, and return it."""
+        """Record an event, by default a new one, and return it."""
         event = event or self.event()
         event.record(self)
         return event
@@ -44,7 +45,7 @@ class Stream:
 
 
 class Event:
-    """A time on the CPU's clock, read when the device has completed its work."""
+    """A time of the CPU's clock, read when the device has completed its work."""
 
     wait_for_device: Callable[[], None]
 
@@ -73,5 +74,6 @@ class Event:
 
 def make_stream_classes(wait_for_device: Callable[[], None]) -> tuple[type[Stream], type[Event]]:
     """Return the classes `Stream` and `Event` of a device."""
+    # torch.NAME.Event() takes no device: the class itself must know how to wait.
     event = type("Event", (Event,), {"wait_for_device": staticmethod(wait_for_device)})
     return type("Stream", (Stream,), {"event": event}), event

@@ -1,4 +1,4 @@
-"""Tensors of a virtual accelerator: their data lies in a CPU tensor inside, their device is the virtual one."""
+"""Tensors of a virtual accelerator: wrappers on the virtual device around a CPU tensor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DISPATCH: list[Callable[[Any, Any, dict[str, Any]], Any]] = []
 
 
 def active() -> VirtualAccelerator:
-    """The virtual accelerator of this process; there is one as soon as there is a tensor of its."""
+    """Return the virtual accelerator of this process."""
     return _ACTIVE[0]
 
 
 def activate(accelerator: VirtualAccelerator, dispatch: Callable[[Any, Any, dict[str, Any]], Any]) -> None:
-    """Set the virtual accelerator of this process, and the function that runs an operation on its tensors."""
+    """Set the virtual accelerator of this process and the function that runs operations on its tensors."""
     _ACTIVE[:] = [accelerator]
     _DISPATCH[:] = [dispatch]
 
@@ -33,18 +33,16 @@ class VirtualTensor(torch.Tensor):
     """A tensor on a virtual device."""
 
     _inner: torch.Tensor
-    # What a real device's tensor does before dispatch, by type alone, is answered below; the rest needs no seam.
+    # Methods that access the data before dispatch are overridden below; everything else goes through dispatch.
     __torch_function__ = disable_torch_function
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
-        """Wrap a CPU tensor; its storage is shared, so that views alias.
-
-        Without a device it is somebody who makes a parameter of the class of another one, as accelerate's offload does.
-        """
+        """Wrap a CPU tensor and share its storage, so views alias."""
+        # accelerate's offload calls `type(parameter)(data, requires_grad=…)`, without a device.
         if device is None:
             return torch.nn.Parameter(inner, requires_grad)
-        # A view that is made in inference mode of a tensor from outside is a tensor like that one, and counts versions.
+        # A view created in inference mode of a normal tensor is a normal tensor, and has a version counter.
         outlives = torch.is_inference_mode_enabled() and not inner.is_inference()
         with torch.inference_mode(False) if outlives else nullcontext():
             wrapper: VirtualTensor = make_wrapper_subclass(
@@ -77,7 +75,7 @@ class VirtualTensor(torch.Tensor):
         return rebuilt
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused, as on hardware: the data is not where NumPy could read it."""
+        """Raise TypeError, as on hardware: NumPy cannot read device memory."""
         if force:
             return self.detach().cpu().numpy()
         raise TypeError(
@@ -89,12 +87,12 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def tolist(self) -> Any:
-        """The values, by way of the host."""
-        active().read_on_host("aten::tolist")
+        """Return the values as a list; this reads from the device."""
+        active().record_host_read("aten::tolist")
         return self._inner.tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        active().read_on_host("aten::print")
+        active().record_host_read("aten::print")
         shown = repr(self._inner.detach())
         return f"{shown[:-1]}, device='{self.device}')"
 
@@ -102,28 +100,28 @@ class VirtualTensor(torch.Tensor):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        """A tensor from data, by default of this one's type and on its device."""
-        chosen: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        return torch.tensor(data, **chosen | {name: value for name, value in options.items() if value is not None})
+        """Return a tensor with this data, by default with the dtype and device of this tensor."""
+        defaults: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return torch.tensor(data, **defaults | {name: value for name, value in options.items() if value is not None})
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(_index_on_host(key))
+        return super().__getitem__(_convert_list_indices(key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(_index_on_host(key), value)
+        super().__setitem__(_convert_list_indices(key), value)
 
     def data_ptr(self) -> int:
-        """The address of the data; only good for telling tensors apart."""
+        """Return the address of the data, useful only to tell tensors apart."""
         return self._inner.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage; tensors that share memory share it. A tracer gets the wrapper's own, which is empty."""
-        if is_tracing():
+        """Return the storage of the inner tensor; tensors that share memory share it."""
+        if is_tracing():  # a tracer expects the wrapper's own storage, which is empty
             return super().untyped_storage()
         return self._inner.untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as torch pickles other devices' tensors: the data on the host, and where it belongs."""
+        """Pickle like torch pickles other devices' tensors: CPU data and the device."""
         values = (self._inner.detach(), self.dtype, str(self.device), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             plain = VirtualTensor(self._inner.detach(), self.device)
@@ -142,23 +140,21 @@ class VirtualTensor(torch.Tensor):
         return memo[id(self)]
 
 
-def _index_on_host(key: Any) -> Any:
-    """`x[[0, 2]]` makes an index tensor before it dispatches: make it on the host, which every device takes."""
+def _convert_list_indices(key: Any) -> Any:
+    """Convert list indices to CPU tensors: `x[[0, 2]]` would create the index on the device before dispatch."""
     if isinstance(key, list | range):
         return torch.tensor(list(key)) if len(key) else list(key)
-    if isinstance(key, tuple) and any(isinstance(part, list | range) for part in key):
-        return tuple(_index_on_host(part) if isinstance(part, list | range) else part for part in key)
+    if isinstance(key, tuple) and any(isinstance(item, list | range) for item in key):
+        return tuple(_convert_list_indices(item) if isinstance(item, list | range) else item for item in key)
     return key
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> VirtualTensor:
-    """A CPU tensor's data as a tensor of the device, its memory counted.
-
-    A wrapper cannot carry the bits that say "conjugate me later" and "negate me later": it is done now.
-    """
+    """Wrap a CPU tensor as a tensor of the device and count its memory."""
+    # A wrapper cannot have the lazy conjugate and negative bits.
     if inner.is_conj() or inner.is_neg():
         inner = inner.resolve_conj().resolve_neg()
     if inner.layout is torch.strided and type(inner) is torch.Tensor:
-        active().book.add(inner, device.index or 0)
+        active().memory.add(inner, device.index or 0)
     wrapper: VirtualTensor = VirtualTensor(inner, device)
     return wrapper

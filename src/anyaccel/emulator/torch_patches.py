@@ -1,10 +1,10 @@
-"""Patches of torch: the table of what is replaced, and the only functions that apply and remove a replacement.
+"""Patches of torch: the table of all patched attributes, and the only functions that apply and remove patches.
 
-Virtual accelerators, `anyaccel run` and the benchmark each replace parts of torch. A user of this module registers a
-layer, `wrap(original) -> replacement`, for a name of the table. All layers of a name make one replacement, the layer
-that was registered last on the outside; the original object returns when the last layer is removed, in any order.
+Virtual accelerators, `anyaccel run` and the benchmark patch torch. Each registers a layer,
+`wrap(original) -> replacement`, for a name in the table. The layers of a name are nested, the last registered
+outermost. They can be removed in any order; after the last one, the attribute is the original object again.
 
-Known limitation: what `from torch import load` bound before a patch was applied stays the original.
+Known limitation: a name bound by `from torch import load` before the patch keeps the original.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from anyaccel.errors import UpstreamError
 __all__ = ["PATCHES", "Patch", "apply_patch", "find_patch", "patched", "remove_patches", "replace_by", "replace_class"]
 
 Wrap = Callable[[Any], Any]
+# The torch releases with which every entry was tested.
 KNOWN_GOOD = ("2.13",)
-"""The torch releases in which every entry was tested."""
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Patch:
-    """An attribute that is replaced."""
+    """A patched attribute."""
 
     name: str
-    """The dotted name. `*` is the part that depends on the device."""
+    """The dotted name. `*` matches the part that depends on the device."""
     why: str
+    """Why the attribute must be patched."""
     link: str = ""
-    """The upstream issue or document, where there is one."""
+    """The upstream issue, pull request or documentation page, if any."""
     aliases: tuple[str, ...] = ()
-    """Other names of the same function, which get the same replacement."""
+    """Other names of the same object; they get the same replacement."""
     optional: bool = False
-    """Whether a supported torch may lack it: there it is added, and deleted again."""
+    """Whether a supported torch may lack the attribute. It is then added, and deleted with the patch."""
     known_good: tuple[str, ...] = KNOWN_GOOD
 
 
@@ -48,54 +49,68 @@ def _list_patches(owner: str, names: str, why: str, link: str = "", optional: bo
 
 _PYTORCH = "https://github.com/pytorch/pytorch"
 _PYTORCH_DOCS = "https://docs.pytorch.org/docs/stable"
-_ACCELERATOR = "torch.accelerator reports the device that torch was built for, and not one registered from Python."
-_FIRST_ARGUMENT = "The device is an argument of a class, which no __torch_function__ mode sees."
+_ACCELERATOR = "torch.accelerator reports the device that torch was built for, not one registered from Python."
+_FIRST_ARGUMENT = "The device is an argument of a constructor, which __torch_function__ modes do not intercept."
+
+_NOT_COMPILED = "The functions of this module raise or return defaults in a torch built without the device."
 
 PATCHES: tuple[Patch, ...] = (
     *_list_patches(
         "torch",
         "tensor as_tensor asarray from_dlpack kaiser_window",
-        "The data is written before dispatch: build on the CPU and move. A mode sees the device too late.",
+        "The data is written before dispatch: build on the CPU and move. A __torch_function__ mode runs too late.",
         "https://github.com/albanD/subclass_zoo/pull/36",
     ),
     Patch(
         "torch.random.manual_seed",
-        "It seeds only the devices that torch was built for or that a vendor's package registered.",
+        "It seeds only devices that torch was built for or that a vendor package registered.",
         f"{_PYTORCH}/pull/97420",
         aliases=("torch.manual_seed",),
     ),
-    Patch("torch.Tensor.__new__", "torch.Tensor([x, y]) reads elements that are tensors in C++, by their address."),
+    Patch(
+        "torch.Tensor.__new__",
+        "torch.Tensor([x, y]) reads tensor elements in C++ by address; the address of a wrapper tensor is null.",
+        f"{_PYTORCH}/pull/65340",
+    ),
     Patch(
         "torch.Tensor.data",
-        "The setter exchanges the storage of a wrapper tensor, and not that of the tensor inside.",
+        "The setter replaces the storage of a wrapper tensor, not that of its inner tensor.",
         f"{_PYTORCH}/pull/111162",
     ),
-    Patch("torch.Tensor.pin_memory", "Pinning requires the driver of a device that is not there."),
-    Patch("torch.Tensor.is_pinned", "Which memory is pinned is known to the driver, which is not there."),
+    Patch(
+        "torch.Tensor.pin_memory",
+        "Pinning requires the driver of a real accelerator.",
+        f"{_PYTORCH}/issues/159740",
+    ),
+    Patch(
+        "torch.Tensor.is_pinned",
+        "Only the driver of a real accelerator knows which memory is pinned.",
+        f"{_PYTORCH}/pull/129460",
+    ),
     Patch(
         "torch.nn.Module._apply",
-        "It assigns `.data` where it takes two tensors to be alike; wrapper tensors have to be swapped.",
-        f"{_PYTORCH}/issues/115792",
+        "It assigns `.data` if it considers two tensors compatible; wrapper tensors must be swapped.",
+        f"{_PYTORCH}/pull/122755",
     ),
     Patch(
         "torch.load",
-        "A virtual device has no storage to load to, and a device name in `map_location` is read before any mode.",
+        "A virtual device has no storages, and `map_location` is parsed before any __torch_function__ mode runs.",
         f"{_PYTORCH}/pull/98920",
         aliases=("torch.serialization.load",),
     ),
     Patch(
         "torch.Generator",
-        "The constructor, in C++, accepts only the devices that torch was built for.",
+        "The C++ constructor accepts only devices that torch was built for.",
         f"{_PYTORCH}/issues/92202",
     ),
     Patch(
         "torch.device",
-        "torch.device(0) is a device of the accelerator that torch was built for.",
+        "torch.device(0) means the accelerator that torch was built for.",
         f"{_PYTORCH_DOCS}/tensor_attributes.html",
     ),
     Patch(
         "torch.compile",
-        "The backend and the options depend on the device, and torch.compile has no default per device.",
+        "The backend and its options depend on the device; torch.compile has no per-device defaults.",
         f"{_PYTORCH_DOCS}/generated/torch.compile.html",
     ),
     *_list_patches(
@@ -113,16 +128,16 @@ PATCHES: tuple[Patch, ...] = (
         f"{_PYTORCH_DOCS}/accelerator.html",
         optional=True,
     ),
-    Patch("torch.mps.*", "This torch was built without the device, and its module has to answer.", optional=True),
-    Patch("torch.xpu.*", "This torch was built without the device, and its module has to answer.", optional=True),
+    Patch("torch.mps.*", _NOT_COMPILED, f"{_PYTORCH_DOCS}/mps.html", optional=True),
+    Patch("torch.xpu.*", _NOT_COMPILED, f"{_PYTORCH_DOCS}/xpu.html", optional=True),
     Patch(
         "torch.distributed.distributed_c10d.is_*_available",
-        "init_process_group refuses a backend that torch was built without.",
+        "init_process_group rejects a backend that torch was built without.",
         f"{_PYTORCH_DOCS}/distributed.html",
     ),
     Patch(
         "torch.distributed.distributed_c10d.ProcessGroup*",
-        "torch makes the backend from this class, which a build without it lacks.",
+        "torch instantiates this class for the backend; a build without the backend lacks it.",
         f"{_PYTORCH_DOCS}/distributed.html",
         optional=True,
     ),
@@ -132,48 +147,57 @@ PATCHES: tuple[Patch, ...] = (
         "https://github.com/safetensors/safetensors/pull/804",
         aliases=("safetensors.torch.safe_open",),
     ),
-    Patch("safetensors.torch.load_file", "The device is read in Rust, where no mode sees it."),
+    Patch(
+        "safetensors.torch.load_file",
+        "The device is parsed in Rust, which __torch_function__ modes do not intercept.",
+        "https://github.com/safetensors/safetensors/issues/674",
+    ),
     Patch("torch.amp.autocast_mode.autocast.__init__", _FIRST_ARGUMENT, f"{_PYTORCH_DOCS}/amp.html"),
     Patch("torch.amp.grad_scaler.GradScaler.__init__", _FIRST_ARGUMENT, f"{_PYTORCH_DOCS}/amp.html"),
-    Patch("torch.utils._device.DeviceContext.__init__", _FIRST_ARGUMENT),
+    Patch("torch.utils._device.DeviceContext.__init__", _FIRST_ARGUMENT, f"{_PYTORCH}/pull/91525"),
     Patch(
         "torch.Tensor.record_stream",
-        "It checks the type of the stream before any mode sees the call, and CUDA's streams do not exist here.",
+        "It checks the class of the stream before any __torch_function__ mode runs, and there are no CUDA streams.",
         f"{_PYTORCH}/pull/44301",
     ),
-    Patch("torch.cuda.__class__", "Scripts ask the module of CUDA for the device; a class is the only way to answer."),
+    Patch(
+        "torch.cuda.__class__",
+        "Scripts query torch.cuda. Only a module class can answer attribute reads and assignments.",
+        "https://docs.python.org/3/reference/datamodel.html#customizing-module-attribute-access",
+    ),
     Patch(
         "threading.Thread.start",
-        "A __torch_function__ mode belongs to the thread that entered it.",
+        "A __torch_function__ mode is active only in the thread that entered it.",
         f"{_PYTORCH}/issues/115917",
     ),
     Patch(
         "torch.randn",
-        "In half precision torch draws different numbers from the same seed.",
+        "The same seed gives different values in half precision.",
         "https://github.com/huggingface/diffusers/issues/11056",
     ),
 )
 
 
 def find_patch(name: str) -> Patch:
-    """Return the entry for an attribute; an attribute that is not listed may not be replaced."""
+    """Return the entry for an attribute; raise UpstreamError for one that is not in the table."""
     for patch in PATCHES:
         if fnmatchcase(name, patch.name):
             return patch
-    raise UpstreamError(f"{name} is not in the table of patches", hint="add an entry to PATCHES with the reason")
+    raise UpstreamError(f"{name} is not in the table of patches", hint="add an entry with the reason to PATCHES")
 
 
 @dataclass
 class _Replacement:
-    """The one replacement of an attribute, made of every user's layer."""
+    """The replacement of an attribute, composed of the layers of all users."""
 
     original: Any
     owners: list[tuple[Any, str, Any]]
-    """For each name: the owner, the attribute, and what the owner's own namespace held."""
+    """For each name: the owner, the attribute, and the value in the owner's own namespace."""
     layers: dict[str, Wrap] = field(default_factory=dict)
 
     def write(self) -> None:
         value = self.original
+        # From the original each time: a layer in the middle can be removed.
         for wrap in self.layers.values():
             value = wrap(value)
         for owner, attribute, _ in self.owners:
@@ -181,6 +205,7 @@ class _Replacement:
 
     def restore(self) -> None:
         for owner, attribute, own in self.owners:
+            # An inherited attribute must not become an own attribute: it is deleted instead.
             if own is not _ABSENT:
                 setattr(owner, attribute, own)
             elif attribute == "__class__":
@@ -193,16 +218,17 @@ _REPLACEMENTS: dict[str, _Replacement] = {}
 
 
 def apply_patch(name: str, wrap: Wrap, user: str) -> None:
-    """Replace a listed attribute by `wrap(original)`; a second layer of the same user replaces its first."""
+    """Replace an attribute of the table by `wrap(original)`. A second layer of a user replaces the first."""
     if name not in _REPLACEMENTS:
-        _REPLACEMENTS[name] = _read(name, find_patch(name))
+        _REPLACEMENTS[name] = _read_original(name, find_patch(name))
+    # A dict keeps the position of an existing key: a replaced layer stays where it was.
     replacement = _REPLACEMENTS[name]
     replacement.layers[user] = wrap
     replacement.write()
 
 
 def remove_patches(user: str) -> None:
-    """Remove every layer of a user; an attribute without layers becomes the original object again."""
+    """Remove all layers of a user; attributes without layers become the original objects again."""
     for name, replacement in list(_REPLACEMENTS.items()):
         if replacement.layers.pop(user, None) is None:
             continue
@@ -224,11 +250,11 @@ def patched(name: str, wrap: Wrap, user: str) -> Iterator[None]:
 
 
 def replace_by(value: Any) -> Wrap:
-    """Return a layer that does not call what it replaces."""
+    """Return a layer that ignores the original."""
     return lambda _: value
 
 
-def _read(name: str, patch: Patch) -> _Replacement:
+def _read_original(name: str, patch: Patch) -> _Replacement:
     owners, originals = [], []
     for dotted in (name, *patch.aliases):
         path, _, attribute = dotted.rpartition(".")
@@ -236,16 +262,17 @@ def _read(name: str, patch: Patch) -> _Replacement:
         original = getattr(owner, attribute, _ABSENT)
         if original is _ABSENT and not patch.optional:
             raise UpstreamError(
-                f"{dotted} does not exist in this installation; it has to be replaced: {patch.why}",
-                hint=f"use a torch release known to work: {', '.join(patch.known_good)}",
+                f"{dotted} does not exist in this installation and cannot be patched: {patch.why}",
+                hint=f"use a tested torch release: {', '.join(patch.known_good)}",
             )
+        # vars, not getattr: restore must not turn an inherited attribute into an own one.
         owners.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
         originals.append(original)
     return _Replacement(originals[0], owners)
 
 
 class _ReplacedClass(type):
-    """The class of a replaced class: instances are the original's, and a call goes to `build`."""
+    """Metaclass of a replaced class: its instances are those of the original, and a call goes to `build`."""
 
     original: Any
     build: Callable[..., Any]
@@ -253,8 +280,8 @@ class _ReplacedClass(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, cls.original)
 
-    def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, cls.original)
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.original)
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or bool(other == cls.original)
@@ -267,7 +294,7 @@ class _ReplacedClass(type):
 
 
 def replace_class(original: Any, build: Callable[..., Any]) -> Any:
-    """Return a class that is `original` to isinstance, == and pickle, and that calls `build` to make an instance."""
-    # pickle and torch.save look a class up by its name: instances are saved exactly as without the patch.
-    names = {"original": original, "build": staticmethod(build), "__module__": "torch", "__doc__": original.__doc__}
-    return _ReplacedClass(original.__name__, (), names)
+    """Return a class that is `original` to isinstance, == and pickle, and calls `build` to create an instance."""
+    # pickle and torch.save find a class by module and name: instances are saved exactly as without the patch.
+    namespace = {"original": original, "build": staticmethod(build), "__module__": "torch", "__doc__": original.__doc__}
+    return _ReplacedClass(original.__name__, (), namespace)

@@ -1,4 +1,4 @@
-"""What vendors' software looks like from Python: `torch.NAME` for every device, and the packages that bring it."""
+"""Vendors' Python software, emulated: the module `torch.NAME` of a device, and the packages that provide it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,35 @@ if TYPE_CHECKING:
 
 __all__ = ["install_package", "install_vendor_packages", "make_device_module"]
 
+# Functions of a vendor package that programs call by name.
 _KERNELS: dict[str, dict[str, Any]] = {"torch_npu": ASCEND_KERNELS}
-"""What a package has beside the device's module, where programs call it by name."""
+# Vendor-specific functions of the device module, by package.
 _FUNCTIONS: dict[str, dict[str, Any]] = {
-    # A graph runs operation by operation here, as it would without one.
+    # Graph capture has no effect on results: the module runs as is.
     "habana_frameworks.torch": {"wrap_in_hpu_graph": lambda module, *args, **kwargs: module}
 }
-"""What the device's module has besides, by the package that brings it."""
 
+# Reported capacity of a device without a configured one.
 UNLIMITED_BYTES = 64 * 2**30
-"""What a device without a named capacity says that it has."""
 
 
 def make_device_module(accelerator: VirtualAccelerator) -> ModuleType:
-    """`torch.NAME` as the vendor's package would bring it."""
-    module = ModuleType(f"torch.{accelerator.name}", "A virtual accelerator's own module.")
+    """Return the module `torch.NAME` as the vendor's package would provide it."""
+    module = ModuleType(f"torch.{accelerator.name}", "Functions of a virtual accelerator.")
+    # Libraries probe for packages with importlib.util.find_spec, which raises ValueError without a spec.
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    parts = [_presence(accelerator), _seeding(accelerator), _counting(accelerator)]
-    for functions in parts:
+    groups = [
+        _make_device_functions(accelerator),
+        _make_random_functions(accelerator),
+        _make_memory_functions(accelerator),
+    ]
+    for functions in groups:
         vars(module).update(functions)
     return module
 
 
 def _index_of(accelerator: VirtualAccelerator, device: Any = None) -> int:
-    """The number of a device as programs give it: a number, a name, a device, or nothing for the current one."""
+    """Return the index of a device given as an index, a name or a `torch.device`; None is the current device."""
     if device is None:
         return accelerator.current_index
     if isinstance(device, int):
@@ -52,7 +57,7 @@ def _index_of(accelerator: VirtualAccelerator, device: Any = None) -> int:
     return accelerator.current_index if index is None else index
 
 
-def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
+def _make_device_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
     def set_device(device: Any) -> None:
         accelerator.current_index = accelerator.check_index(_index_of(accelerator, device))
 
@@ -65,28 +70,31 @@ def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
         finally:
             accelerator.current_index = before
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        """Nothing to wait for, to start or to release."""
+    def do_nothing(*args: Any, **kwargs: Any) -> None:
+        """Return: the device is synchronous and has no cache."""
 
     name = f"virtual {accelerator.sheet.title}"
-    stream, event = make_stream_classes(nothing)
+    stream, event = make_stream_classes(do_nothing)
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "_is_compiled": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "_lazy_init": nothing,
-        "init": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
+        "_lazy_init": do_nothing,
+        "init": do_nothing,
+        "synchronize": do_nothing,
+        "empty_cache": do_nothing,
         "device_count": lambda: accelerator.count,
         "current_device": lambda: accelerator.current_index,
         "set_device": set_device,
         "device": on_device,
         "get_device_name": lambda device=None: name,
+        # With (0, 0), programs skip features that require a CUDA compute capability.
         "get_device_capability": lambda device=None: (0, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(name=name, total_memory=_capacity(accelerator)),
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name=name, total_memory=_find_capacity(accelerator)
+        ),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "Stream": stream,
         "Event": event,
@@ -96,7 +104,7 @@ def _presence(accelerator: VirtualAccelerator) -> dict[str, Any]:
     }
 
 
-def _seeding(accelerator: VirtualAccelerator) -> dict[str, Any]:
+def _make_random_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
     def manual_seed_all(seed: int) -> None:
         for generator in accelerator.generators:
             generator.manual_seed(seed)
@@ -122,51 +130,53 @@ def _seeding(accelerator: VirtualAccelerator) -> dict[str, Any]:
     }
 
 
-def _counting(accelerator: VirtualAccelerator) -> dict[str, Any]:
-    book = accelerator.book
+def _make_memory_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
+    memory = accelerator.memory
 
     def used(device: Any = None) -> int:
-        return book.used(_index_of(accelerator, device))
+        return memory.used(_index_of(accelerator, device))
 
     def peak(device: Any = None) -> int:
-        return book.peak(_index_of(accelerator, device))
+        return memory.peak(_index_of(accelerator, device))
 
     def info(device: Any = None) -> tuple[int, int]:
-        return _capacity(accelerator) - used(device), _capacity(accelerator)
+        return _find_capacity(accelerator) - used(device), _find_capacity(accelerator)
 
     return {
         "memory_allocated": used,
+        # There is no caching allocator, so reserved and allocated memory are the same.
         "memory_reserved": used,
         "current_allocated_memory": used,
         "driver_allocated_memory": used,
         "max_memory_allocated": peak,
         "max_memory_reserved": peak,
         "mem_get_info": info,
-        "recommended_max_memory": lambda: _capacity(accelerator),
-        "reset_peak_memory_stats": lambda device=None: book.reset_peak(_index_of(accelerator, device)),
-        "reset_max_memory_allocated": lambda device=None: book.reset_peak(_index_of(accelerator, device)),
+        "recommended_max_memory": lambda: _find_capacity(accelerator),
+        "reset_peak_memory_stats": lambda device=None: memory.reset_peak(_index_of(accelerator, device)),
+        "reset_max_memory_allocated": lambda device=None: memory.reset_peak(_index_of(accelerator, device)),
         "memory_stats": lambda device=None: {
             "allocated_bytes.all.current": used(device),
             "allocated_bytes.all.peak": peak(device),
             "InUse": used(device),
             "MaxInUse": peak(device),
-            "Limit": _capacity(accelerator),
+            "Limit": _find_capacity(accelerator),
         },
     }
 
 
-def _capacity(accelerator: VirtualAccelerator) -> int:
+def _find_capacity(accelerator: VirtualAccelerator) -> int:
     return accelerator.capacity_bytes or UNLIMITED_BYTES
 
 
 def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType) -> None:
-    """The packages that the sheet says bring the device, importable and empty but for what programs use of them."""
+    """Make the vendor packages of the sheet importable, with the functions that programs use."""
     for dotted in accelerator.sheet.modules:
         vars(module).update(_FUNCTIONS.get(dotted, {}))
         install_package(dotted)
         package = sys.modules[dotted]
         vars(package).update({accelerator.name: module, "__version__": "0.0.0+virtual"})
         for attribute, value in vars(module).items():
+            # Older releases have the functions on the package itself (torch_npu.empty_cache).
             if not attribute.startswith("__"):
                 setattr(package, attribute, value)
         vars(package).update(_KERNELS.get(dotted, {}))
@@ -174,17 +184,17 @@ def install_vendor_packages(accelerator: VirtualAccelerator, module: ModuleType)
 
 
 def install_package(dotted: str) -> None:
-    """An empty package where `import` finds it, and those that it lies in."""
+    """Make an empty package importable, and its parent packages."""
     parts = dotted.split(".")
     for depth in range(1, len(parts) + 1):
         _install(".".join(parts[:depth]))
 
 
 def _install(dotted: str, module: ModuleType | None = None) -> None:
-    """Put a module, or an empty package, where `import` finds it, its `__spec__` included."""
+    """Make a module, by default an empty package, importable."""
     if dotted in sys.modules:
         return
-    package = module or ModuleType(dotted, "A stand-in for a vendor's package, beside a virtual accelerator.")
+    package = module or ModuleType(dotted, "Emulated package of a vendor, for a virtual accelerator.")
     if module is None:
         package.__spec__ = importlib.machinery.ModuleSpec(dotted, None, is_package=True)
         package.__path__ = []

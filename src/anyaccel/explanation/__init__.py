@@ -1,1 +1,1 @@
-"""Explaining: will it fit, how and why this way, before a byte of weights is downloaded and without the device."""
+"""`anyaccel.explain`: the plan for a model and whether it fits, without its weights and without the device."""

@@ -1,4 +1,4 @@
-"""The device that is asked about: one that is here, a product by name, or a device with so much memory."""
+"""Device that `explain` plans for: a device of this machine, a named product, or a device with a given memory size."""
 
 from __future__ import annotations
 
@@ -16,78 +16,82 @@ __all__ = ["DeviceTarget", "find_device_target"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTarget:
-    """A device to explain a model on."""
+    """Device to explain a model on. It does not have to exist on this machine."""
 
     name: str
-    """As the plan names it: `gaudi2`, `mps with 16 GiB`, `cuda:0`."""
+    """Name shown in the plan: `gaudi2`, `mps with 16GiB`, `cuda:0`."""
     sheet: Sheet
-    """Settled for the product, where one is known."""
+    """Sheet of the device, resolved for `product` if it is set."""
     capacity_bytes: int
-    """What tensors can have."""
+    """Memory available for tensors."""
     product: str | None = None
-    """`gaudi2`; None where none is known."""
+    """Product name, for example `gaudi2`; None if it is unknown."""
     notes: tuple[str, ...] = ()
     virtual: bool = False
 
 
 def find_device_target(device: str) -> DeviceTarget:
-    """Read `auto`, `hpu`, `gaudi2`, `cuda:24GiB`, `mps:16GiB` or `cuda:0`."""
+    """Parse `auto`, `hpu`, `gaudi2`, `cuda:24GiB`, `mps:16GiB` or `cuda:0`."""
     spec = read_device(device)
     if spec.virtual:
-        words = "nothing is run, and so no virtual device is needed"
-        raise UsageError(words, hint=f"ask about the device itself: --device {spec.product or spec.name}")
+        raise UsageError(
+            "explain runs nothing, so it does not accept a virtual device",
+            hint=f"name the device itself: --device {spec.product or spec.name}",
+        )
     if spec.product is not None and spec.index is not None:
         raise UsageError(
-            f"{spec.product} is a product, with a memory of its own",
+            f"{spec.product} is a product with a fixed memory size",
             hint=f"write {spec.product}, or {spec.name}:{spec.index}GiB for a device with that much memory",
         )
     if spec.product is not None:
         sheet = find_sheet(spec)
-        return _of_product(sheet, sheet.product(spec.product))
+        return _from_product(sheet, sheet.product(spec.product))
     if spec.memory is not None:
-        return _of_size(spec.name, spec.memory)
+        return _from_size(spec.name, spec.memory)
     if spec.name == AUTO or is_available(spec):
-        return _of_this_machine(spec)
+        return _from_this_machine(spec)
     if spec.index is not None:
-        hint = f"did you mean {spec.name}:{spec.index or 16}GiB? {spec.name} alone is answered too"
-        raise UnknownDeviceError(f"there is no {spec} on this machine", hint=hint)
-    return _of_name(spec.name)
+        # `cuda:80` is far more often a forgotten unit than the 81st device.
+        hint = f"did you mean {spec.name}:{spec.index or 16}GiB? {spec.name} without an index works too"
+        raise UnknownDeviceError(f"{spec} is not available on this machine", hint=hint)
+    return _from_name(spec.name)
 
 
-def _of_product(sheet: Sheet, product: Product, *notes: str) -> DeviceTarget:
+def _from_product(sheet: Sheet, product: Product, *notes: str) -> DeviceTarget:
     if product.memory_bytes is None:
-        return _of_size(sheet.name, "16GiB", f"{product.title}: the memory varies, and 16 GiB are taken")
-    told = list(notes)
+        return _from_size(sheet.name, "16GiB", f"the memory of {product.title} varies; assuming 16 GiB")
+    all_notes = list(notes)
     if not product.native:
-        told.append(f"{product.title} cannot be used as a torch device: {product.software}")
+        all_notes.append(f"{product.title} cannot be used as a torch device: {product.software}")
     return DeviceTarget(
         name=product.name,
         sheet=sheet.on(product=product.name),
         capacity_bytes=sheet.usable_bytes(product.memory_bytes),
         product=product.name,
-        notes=tuple(told),
+        notes=tuple(all_notes),
     )
 
 
-def _of_size(name: str, size: str, *notes: str) -> DeviceTarget:
+def _from_size(name: str, size: str, *notes: str) -> DeviceTarget:
     sheet, total = find_sheet(name), parse_size(size)
+    # The driver, and on unified memory the operating system, keep a part for themselves.
     usable = sheet.usable_bytes(total)
     return DeviceTarget(
         name=f"{name} with {size}",
         sheet=sheet,
         capacity_bytes=usable,
-        notes=notes if usable == total else (*notes, f"of {size} tensors can have {usable / 2**30:.1f} GiB"),
+        notes=notes if usable == total else (*notes, f"{usable / 2**30:.1f} GiB of {size} are available for tensors"),
     )
 
 
-def _of_this_machine(spec: DeviceSpec) -> DeviceTarget:
+def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
     opened = open_device(spec)
     name = f"{opened.sheet.name}:{opened.index}"
     try:
         memory = opened.driver.memory(opened.index)
     except NotMeasurableError as error:
-        hint = f"say how much it has: --device {opened.sheet.name}:16GiB"
-        raise UsageError(f"{name} does not tell how much memory it has", hint=hint) from error
+        hint = f"name the memory size: --device {opened.sheet.name}:16GiB"
+        raise UsageError(f"{name} does not report its memory size", hint=hint) from error
     return DeviceTarget(
         name=name,
         sheet=opened.sheet,
@@ -97,13 +101,14 @@ def _of_this_machine(spec: DeviceSpec) -> DeviceTarget:
     )
 
 
-def _of_name(name: str) -> DeviceTarget:
-    """A device that is not here: the smallest of its products, so that what fits there fits on all."""
+def _from_name(name: str) -> DeviceTarget:
+    """Return the smallest product of a device that this machine does not have."""
     sheet = find_sheet(name)
-    known = [product for product in sheet.products if product.memory_bytes is not None and product.native]
-    if not known:
-        return _of_size(name, "16GiB", f"no product of {name} was named, and 16 GiB are taken")
-    smallest = min(known, key=lambda product: product.memory_bytes or 0)
-    names = ", ".join(product.name for product in known)
-    note = f"{name} is not on this machine: its smallest product is taken, {smallest.title}; others: {names}"
-    return _of_product(sheet, smallest, note)
+    products = [product for product in sheet.products if product.memory_bytes is not None and product.native]
+    if not products:
+        return _from_size(name, "16GiB", f"{name} has no product with a known memory size; assuming 16 GiB")
+    # A model that fits on the smallest product fits on all of them.
+    smallest = min(products, key=lambda product: product.memory_bytes or 0)
+    names = ", ".join(product.name for product in products)
+    note = f"{name} is not on this machine; assuming its smallest product, {smallest.title}. Products: {names}"
+    return _from_product(sheet, smallest, note)

@@ -1,4 +1,4 @@
-"""`anyaccel.explain`: the plan for a model on a device, and what it will hold, from the model's small files alone."""
+"""`anyaccel.explain`: the plan and the memory forecast for a model on a device, from its config files only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from anyaccel.planning.memory import (
 from anyaccel.planning.options import PlacementOptions, check_residence, read_options
 from anyaccel.planning.plan import Plan, make_plan, without_rank_local_choices
 from anyaccel.planning.speedups import choose_compile_policy
-from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_pipeline_rules
 from anyaccel.tracing.footprint_measurement import Measurement
@@ -46,9 +46,17 @@ from anyaccel.tracing.pipeline_trace import PipelineTrace
 
 __all__ = ["explain"]
 
+# Denoising steps of the traced call.
 _STEPS = 2
-_NOT_ASKED = ("generator", "num_inference_steps", "guidance_scale", "max_sequence_length", "output_type", "callback")
-"""Arguments of a recipe that are left to the pipeline's own defaults."""
+# Arguments of a recipe that the pipeline's own defaults replace, because a recipe sets them for speed.
+_LEFT_TO_DEFAULTS = (
+    "generator",
+    "num_inference_steps",
+    "guidance_scale",
+    "max_sequence_length",
+    "output_type",
+    "callback",
+)
 
 
 def explain(
@@ -62,30 +70,32 @@ def explain(
     revision: str | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan for a model on a device that need not be here, without its weights: `plan.forecast` has the memory.
+    """Return the plan for a model on a device, with the memory use in `plan.forecast`.
 
-    `device` is a name, a product or a name with a memory: `hpu`, `gaudi2`, `mps:16GiB`. Further keywords are the wishes
-    that `anyaccel.place` takes.
+    Neither the weights nor the device have to be on this machine. `device` is a name, a product, or a name with a
+    memory size: `hpu`, `gaudi2`, `mps:16GiB`. Further keyword arguments are the options of `anyaccel.place`.
     """
     batch = check_batch(batch)
     width, height = (
         side if side is None else check_side(name, side) for name, side in (("width", width), ("height", height))
     )
-    types = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}
-    wished = read_options({**options, **{name: dtype_name(one) for name, one in types.items() if one is not None}})
+    dtypes = {"dtype": dtype, "smallest_dtype": options.pop("smallest_dtype", None)}
+    dtype_options = {name: dtype_name(value) for name, value in dtypes.items() if value is not None}
+    requested = read_options({**options, **dtype_options})
     target = find_device_target(device)
-    check_residence(wished.memory, unified_memory=target.sheet.unified_memory)
+    check_residence(requested.memory, unified_memory=target.sheet.unified_memory)
     folder = find_model(model, revision)
-    plan = _answer(folder, target, wished, width, height, batch)
-    smaller = find_smaller_dtype(target.sheet, plan.dtype.value, wished)
+    plan = _explain_once(folder, target, requested, width, height, batch)
+    # A smaller dtype is used only if the default one does not fit and the caller allows it.
+    smaller = find_smaller_dtype(target.sheet, plan.dtype.value, requested)
     if smaller is None or plan.forecast is None or plan.forecast.fits:
         return plan
-    reason = f"smallest_dtype={smaller!r} allows it, and {plan.dtype.value} does not fit: {plan.memory.reason}"
-    other = _answer(folder, target, replace(wished, dtype=smaller), width, height, batch)
-    return replace(other, dtype=Decision(smaller, reason))
+    reason = f"allowed by smallest_dtype={smaller!r}; {plan.dtype.value} does not fit: {plan.memory.reason}"
+    smaller_plan = _explain_once(folder, target, replace(requested, dtype=smaller), width, height, batch)
+    return replace(smaller_plan, dtype=Decision(smaller, reason))
 
 
-def _answer(
+def _explain_once(
     folder: ModelFolder,
     target: DeviceTarget,
     options: PlacementOptions,
@@ -93,33 +103,33 @@ def _answer(
     height: int | None,
     batch: int,
 ) -> Plan:
-    plan = _plan(folder, target, options)
-    # Building models from their configs and running them once has advice for people who train them only.
+    plan = _plan_without_size(folder, target, options)
+    # Libraries log training advice when models are built from configs and run once.
     with quiet_libraries(everything=True):
-        return _MemoryEstimate(folder, target, plan, options, width, height).answer(batch)
+        return _MemoryEstimate(folder, target, plan, options, width, height).make_plan(batch)
 
 
-def _plan(folder: ModelFolder, target: DeviceTarget, options: PlacementOptions) -> Plan:
-    """Everything that does not depend on a size."""
+def _plan_without_size(folder: ModelFolder, target: DeviceTarget, options: PlacementOptions) -> Plan:
+    """Make the decisions that do not depend on the image size."""
     components = tuple(
-        ComponentFacts(name=one.name, kind=one.kind, dtype="float32", parameters=0, denoises=False)
-        for one in folder.components
-        if one.config is not None
+        ComponentFacts(name=component.name, kind=component.kind, dtype="float32", parameters=0, denoises=False)
+        for component in folder.components
+        if component.config is not None
     )
-    on_host = target.sheet.is_host
+    on_cpu = target.sheet.is_host
     return make_plan(
         target.sheet,
         PipelineFacts(pipeline=folder.pipeline, components=components),
-        replace(options, parallel=None),  # which depends on the models, and is decided once they are built
+        replace(options, parallel=None),  # decided once the models are built, because it depends on them
         device=target.name,
         virtual=target.virtual,
-        half_precision_cost=measure_half_precision() if on_host and options.dtype is None else None,
+        half_precision_cost=measure_half_precision() if on_cpu and options.dtype is None else None,
         environment=os.environ,
     )
 
 
 class _MemoryEstimate:
-    """One model on one device, built with shapes alone."""
+    """Memory estimate of one model on one device, from a pipeline of meta tensors (shapes without data)."""
 
     def __init__(
         self,
@@ -140,66 +150,68 @@ class _MemoryEstimate:
             parallel=choose_split(target, self.facts, options, plan.dtype.value),
         )
         self.plan = plan if plan.parallel.value is None else without_rank_local_choices(plan)
+        # Audio and some video pipelines have no image size.
         self.takes_size = {"height", "width"} <= set(inspect.signature(self.full.pipe.__call__).parameters)
         for name, side in (("width", width), ("height", height)):
             if self.takes_size and side is not None:
-                check_multiple(name, side, find_multiple(self.full.pipe) or 1)
+                check_multiple(name, side, find_size_multiple(self.full.pipe) or 1)
         side = find_default_side(self.full.pipe)
         self.size = (width or height or side, height or width or side)
         self._first = self._make_measurement()
+        # Measurements by size; the search for the largest size needs several.
         self._measured = {self.size: self._first}
 
-    def answer(self, batch: int) -> Plan:
-        """The plan with its forecast."""
+    def make_plan(self, batch: int) -> Plan:
+        """Return the plan with its forecast."""
         capacity, sheet = self.target.capacity_bytes, self.target.sheet
         measure = self.measure(self.size)
-        shared = self._share(measure)
+        sharded = self._shard(measure)
         rules = self.rules(batch)
         try:
-            decision, forecast = make_forecast(shared, batch, capacity, rules)
-            measure(PLAIN, 1)
+            decision, forecast = make_forecast(sharded, batch, capacity, rules)
+            measure(PLAIN, 1)  # fills `measure.seen`, which the limits below come from
         except AnyaccelError:
             raise
         except Exception as error:
             raise ModelError(
-                f"{self.folder.pipeline} cannot be run with shapes alone: {type(error).__name__}: {error}",
-                hint="ANYACCEL_TRACEBACK=1 shows where; `anyaccel check` runs it small",
+                f"cannot trace {self.folder.pipeline} with meta tensors: {type(error).__name__}: {error}",
+                hint="set ANYACCEL_TRACEBACK=1 to see where; `anyaccel check` runs a small version of the model",
             ) from error
         product, mode = self.target.product, self.plan.mode.value
-        limits = find_limit_hits(sheet, measure.seen, batch, product=product, mode=mode)
+        limits = find_limit_hits(sheet, measure.trace_facts, batch, product=product, mode=mode)
         rule = decision.value
         forecast = replace(
             forecast,
-            largest_batch=find_largest_batch(shared, rule, capacity) if rule else 0,
+            largest_batch=find_largest_batch(sharded, rule, capacity) if rule else 0,
             largest_size=self._find_largest_size(capacity, fits=rule is not None),
             limits=limits,
             offers=list_quantization_options(sheet, self.facts, forecast, self.plan.dtype.value),
-            notes=(*self.target.notes, *self._tell_gain(measure, rule)),
+            notes=(*self.target.notes, *self._describe_gain(measure, rule)),
         )
         memory: Decision[Any] = Decision(rule if rule else "does not fit", decision.reason)
         return replace(self.plan, memory=memory, forecast=forecast)
 
     def rules(self, batch: int) -> list[MemoryRule]:
-        """The ways to run so many images, the cheapest first."""
-        at_once, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
+        """Return the memory rules to try for a batch, fastest first."""
+        images_per_call, unified = self.plan.images_per_call.value, self.target.sheet.unified_memory
         split = self.plan.parallel.value
-        whole = split is not None and split.strategy == "tensor"  # what is split cannot come and go
-        options = replace(self.options, memory="resident") if whole else self.options
-        return list_pipeline_rules(self.full.pipe, batch, at_once, options, unified_memory=unified)
+        sharded = split is not None and split.strategy == "tensor"
+        options = replace(self.options, memory="resident") if sharded else self.options  # shards cannot be offloaded
+        return list_pipeline_rules(self.full.pipe, batch, images_per_call, options, unified_memory=unified)
 
     def measure(self, size: tuple[int, int]) -> Measurement:
-        """What measures calls of one size."""
+        """Return the measurement of calls at one size."""
         if size not in self._measured:
             self._measured[size] = self._first.of_another_call(lambda images: _make_call(self.full, size, images), size)
         return self._measured[size]
 
-    def _share(self, measure: Measure) -> Measure:
+    def _shard(self, measure: Measure) -> Measure:
         return split_memory(measure, self.facts, self.plan.parallel.value)
 
-    def _tell_gain(self, measure: Measurement, rule: MemoryRule | None) -> tuple[str, ...]:
-        resident, asked = rule is not None and rule.residence == "resident", self.options.parallel is not None
-        sequences = measure.seen.sequences
-        return describe_gain(self.target, self.facts, measure, sequences, resident=resident, asked=asked)
+    def _describe_gain(self, measure: Measurement, rule: MemoryRule | None) -> tuple[str, ...]:
+        resident, requested = rule is not None and rule.residence == "resident", self.options.parallel is not None
+        sequences = measure.trace_facts.sequences
+        return describe_gain(self.target, self.facts, measure, sequences, resident=resident, requested=requested)
 
     def _make_measurement(self) -> Measurement:
         size = self.size if self.takes_size else None
@@ -212,45 +224,46 @@ class _MemoryEstimate:
             attention=self.plan.attention.value,
             size=size,
             unified_memory=self.target.sheet.unified_memory,
-            fetches_ahead=load_registry().backend(self.target.sheet.name).driver.marks,
+            fetches_ahead=load_registry().backend(self.target.sheet.name).driver.has_events,
         )
 
     def _find_largest_size(self, capacity: int, *, fits: bool) -> tuple[int, int] | None:
-        """The largest single picture of the asked one's shape that fits by whatever rule: the last holds least."""
+        """Return the largest single image with the requested aspect ratio that fits with any memory rule."""
         if not self.takes_size:
             return None
-        rule = self.rules(1)[-1]
+        rule = self.rules(1)[-1]  # the last rule needs the least memory
 
         def need(size: tuple[int, int]) -> int | None:
             try:
-                return max(predict(self._share(self.measure(size))(rule.savings, 1), rule.residence).values())
-            except Exception:  # noqa: BLE001 - whatever a pipeline raises at a size: it is none that it makes
+                return max(predict(self._shard(self.measure(size))(rule.savings, 1), rule.residence).values())
+            except Exception:  # noqa: BLE001 - pipelines reject a size with many kinds of errors
                 return None
 
-        found = find_largest_size(need, self.size, capacity)
-        return max(found or self.size, self.size) if fits else found  # the asked one may lie between two steps
+        largest = find_largest_size(need, self.size, capacity)
+        # The requested size may lie between two steps of the search and still fit.
+        return max(largest or self.size, self.size) if fits else largest
 
 
 def _make_call(full: FullSizePipeline, size: tuple[int, int] | None, images: int) -> dict[str, Any]:
-    """One call of a pipeline: its recipe's, at the asked size, with the pipeline's own defaults for the rest."""
-    takes = inspect.signature(full.pipe.__call__).parameters
-    call = {name: value for name, value in full.recipe.call().items() if name not in _NOT_ASKED}
+    """Return the arguments of one call: those of the recipe at the given size, else the pipeline's defaults."""
+    parameters = inspect.signature(full.pipe.__call__).parameters
+    call = {name: value for name, value in full.recipe.call().items() if name not in _LEFT_TO_DEFAULTS}
     call = {name: _resize(value, size) for name, value in call.items()}
-    wanted: dict[str, Any] = {"num_inference_steps": _STEPS, "output_type": "pt"}
+    arguments: dict[str, Any] = {"num_inference_steps": _STEPS, "output_type": "pt"}
     if size is not None:
-        wanted |= {"width": size[0], "height": size[1]}
-    per_prompt = next((name for name in takes if name.startswith("num_") and name.endswith("_per_prompt")), None)
+        arguments |= {"width": size[0], "height": size[1]}
+    per_prompt = next((name for name in parameters if name.startswith("num_") and name.endswith("_per_prompt")), None)
     if per_prompt is not None:
-        wanted[per_prompt] = images
-    elif "batch_size" in takes:
-        wanted["batch_size"] = images
+        arguments[per_prompt] = images
+    elif "batch_size" in parameters:
+        arguments["batch_size"] = images
     elif isinstance(call.get("prompt"), str):
-        wanted["prompt"] = [call["prompt"]] * images
-    return call | {name: value for name, value in wanted.items() if name in takes}
+        arguments["prompt"] = [call["prompt"]] * images
+    return call | {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _resize(value: Any, size: tuple[int, int] | None) -> Any:
-    """A picture at the asked size."""
+    """Resize an image argument; return any other value unchanged."""
     if size is not None and hasattr(value, "resize") and hasattr(value, "mode"):
         return value.resize(size)
     return value

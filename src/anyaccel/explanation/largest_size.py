@@ -1,4 +1,4 @@
-"""The largest picture that fits: guessed from what other sizes need, and then measured."""
+"""Search for the largest image that fits: interpolation between measured sizes, with bisection as the fallback."""
 
 from __future__ import annotations
 
@@ -8,47 +8,54 @@ __all__ = ["find_largest_size"]
 
 Size = tuple[int, int]
 _STEP = 128
-_MOST_STEPS = 4096 // _STEP
-"""No larger picture is tried: few models make one."""
-_OFF = 0.1
-"""A guess whose need was foreseen no better than by this share is followed by the middle of what is left."""
+# Upper end of the search; few models generate larger images.
+_MAX_STEPS = 4096 // _STEP
+# Relative error of a prediction above which the next size comes from bisection.
+_GUESS_TOLERANCE = 0.1
 
 
-def find_largest_size(need: Callable[[Size], int | None], asked: Size, capacity_bytes: int) -> Size | None:
-    """The largest size of the asked one's shape, in steps of 128 pixels, that fits; None where none does.
+def find_largest_size(need: Callable[[Size], int | None], requested: Size, capacity_bytes: int) -> Size | None:
+    """Return the largest size with the aspect ratio of `requested`, in steps of 128 pixels, that fits, or None.
 
-    `need` gives the bytes that a size takes, and None for one that the model does not make. Which size was asked about
-    decides where the search begins, and not how it ends.
+    `need` returns the bytes that a size requires, or None if the model cannot generate it. `requested` determines where
+    the search starts but not its result.
     """
-    known: dict[int, int] = {}
-    fits, too_large = 0, _MOST_STEPS + 1
-    step, expected = min(max(1, max(asked) // _STEP), _MOST_STEPS), None
+    measured: dict[int, int] = {}
+    # Invariant: `fits` steps fit (0: nothing measured yet) and `too_large` steps do not.
+    fits, too_large = 0, _MAX_STEPS + 1
+    step, expected = min(max(1, max(requested) // _STEP), _MAX_STEPS), None
     while too_large - fits > 1:
-        found = need(_scale(asked, step))
-        fits, too_large = (step, too_large) if found is not None and found <= capacity_bytes else (fits, step)
-        off = found is None or (expected is not None and abs(found - expected) > found * _OFF)
-        if found is not None:
-            known[step] = found
+        size_bytes = need(_scale(requested, step))
+        if size_bytes is not None and size_bytes <= capacity_bytes:
+            fits = step
+        else:
+            too_large = step
+        bad_guess = size_bytes is None or (
+            expected is not None and abs(size_bytes - expected) > size_bytes * _GUESS_TOLERANCE
+        )
+        if size_bytes is not None:
+            measured[step] = size_bytes
         step, expected = (fits + too_large) // 2, None
-        if not off and too_large - fits > 1:
-            step, expected = _guess(known, capacity_bytes, range(fits + 1, too_large))
-    return _scale(asked, fits) if fits else None
+        if not bad_guess and too_large - fits > 1:
+            step, expected = _guess(measured, capacity_bytes, range(fits + 1, too_large))
+    return _scale(requested, fits) if fits else None
 
 
 def _scale(size: Size, steps: int) -> Size:
-    """The size of the same shape whose longer side has so many steps."""
+    """Return the size with the same aspect ratio and a longer side of `steps` steps."""
     width, height = (max(1, round(side * steps / max(size))) * _STEP for side in size)
     return width, height
 
 
-def _guess(known: Mapping[int, int], capacity_bytes: int, left: range) -> tuple[int, float]:
-    """The largest of what is left that seems to fit, or the smallest, and what it seems to need.
-
-    Near one size what is held grows with the pixels: a line through the two sizes that need most nearly what there is.
-    """
-    nearest = sorted(known.items(), key=lambda one: abs(one[1] - capacity_bytes))
-    (step, held), (other, held_there) = [*nearest, (0, 0)][:2]
-    a_pixel = (held - held_there) / (step**2 - other**2)
-    expected = {one: held + a_pixel * (one**2 - step**2) for one in left}
-    best = max((one for one in left if expected[one] <= capacity_bytes), default=left.start)
+def _guess(measured: Mapping[int, int], capacity_bytes: int, candidates: range) -> tuple[int, float]:
+    """Return the largest candidate that is expected to fit (else the smallest) and its expected bytes."""
+    # Memory grows about linearly with the pixels (the square of the step) near one size. The line goes through the two
+    # measurements closest to the capacity, or through the origin if there is only one.
+    nearest = sorted(measured.items(), key=lambda item: abs(item[1] - capacity_bytes))
+    (step, step_bytes), (other, other_bytes) = [*nearest, (0, 0)][:2]
+    slope = (step_bytes - other_bytes) / (step**2 - other**2)
+    expected = {candidate: step_bytes + slope * (candidate**2 - step**2) for candidate in candidates}
+    best = max(
+        (candidate for candidate in candidates if expected[candidate] <= capacity_bytes), default=candidates.start
+    )
     return best, expected[best]

@@ -1,4 +1,4 @@
-"""What several devices would buy: memory a rank where weights are split, sequence a rank where that is."""
+"""Benefit of several devices: weights per rank with tensor parallelism, tokens per rank with context parallelism."""
 
 from __future__ import annotations
 
@@ -12,49 +12,61 @@ from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.footprint import Footprint, Measure, MemorySavings, ModelSize
 from anyaccel.planning.memory import predict
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
-from anyaccel.planning.parallel import ALONE, Ranks, Split, SplitStrategy, choose_parallel, weigh_rank
+from anyaccel.planning.parallel import (
+    SINGLE_DEVICE,
+    Ranks,
+    Split,
+    SplitStrategy,
+    choose_parallel,
+    count_rank_parameters,
+)
 from anyaccel.units import readable
 from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 
 __all__ = ["choose_split", "describe_gain", "split_memory"]
 
-_MOST = 8
-_LONG = 16_384
-"""Tokens from which on attention takes most of a step: a picture of 1024 × 1024 has 4,096, a short video twice this."""
+_DEFAULT_DEVICES_PER_SERVER = 8
+# Tokens from which attention dominates a step. A 1024 x 1024 image has 4,096, a short video about 32,000.
+_LONG_SEQUENCE = 16_384
+# Share of the capacity that weights may use; activations need the rest.
 _FREE_SHARE = 0.8
 
 
 def choose_split(
     target: DeviceTarget, facts: PipelineFacts, options: PlacementOptions, dtype: str
 ) -> Decision[Split | None]:
-    """The split that was asked about; `auto` takes as many devices of a server as the model can be shared out to."""
+    """Return the requested split; `auto` uses as many devices of one server as the model can be split over."""
     if options.parallel is None:
-        return ALONE
-    weights = sum(one.parameters for one in facts.components) * FLOATING_BYTES[dtype]
+        return SINGLE_DEVICE
+    weights = sum(component.parameters for component in facts.components) * FLOATING_BYTES[dtype]
     fits = weights <= target.capacity_bytes * _FREE_SHARE
-    known = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_alone=fits)
+    ranks = Ranks(count=None, tensor_types=read_tensor_parallel_devices(), fits_one_device=fits)
     if options.parallel != "auto":
-        return choose_parallel(target.sheet, facts, options, known)
-    found = [
-        choose_parallel(target.sheet, facts, options, replace(known, count=count))
-        for count in reversed(_counts(target))
+        return choose_parallel(target.sheet, facts, options, ranks)
+    decisions = [
+        choose_parallel(target.sheet, facts, options, replace(ranks, count=count))
+        for count in reversed(_device_counts(target))
     ]
-    split = [one for one in found if one.value is not None and one.value.strategy != "cfg"]
-    return split[0] if split else found[-1]
+    # `cfg` always uses two devices, so it says nothing about how far the model itself can be split.
+    splits = [decision for decision in decisions if decision.value is not None and decision.value.strategy != "cfg"]
+    return splits[0] if splits else decisions[-1]
 
 
 def split_memory(measure: Measure, facts: PipelineFacts, split: Split | None) -> Measure:
-    """What one rank holds: its share of the weights; what models hold besides is counted as on one device."""
+    """Return a measure of one rank: its share of the weights, and activations as on a single device."""
     if split is None or split.strategy != "tensor":
         return measure
-    shares = {one.name: weigh_rank(one, split) / max(1, one.parameters) for one in facts.components}
+    shares = {
+        component.name: count_rank_parameters(component, split) / max(1, component.parameters)
+        for component in facts.components
+    }
 
-    def share(model: ModelSize) -> ModelSize:
+    def shard(model: ModelSize) -> ModelSize:
         return replace(model, weights_bytes=int(model.weights_bytes * shares.get(model.name, 1.0)))
 
-    def measure_rank(way: MemorySavings, images: int) -> Footprint:
-        whole = measure(way, images)
-        return replace(whole, models=tuple(share(model) for model in whole.models))
+    def measure_rank(savings: MemorySavings, images: int) -> Footprint:
+        footprint = measure(savings, images)
+        return replace(footprint, models=tuple(shard(model) for model in footprint.models))
 
     return measure_rank
 
@@ -66,52 +78,61 @@ def describe_gain(
     sequences: Mapping[str, int],
     *,
     resident: bool,
-    asked: bool,
+    requested: bool,
 ) -> tuple[str, ...]:
-    """What `parallel=` would buy, where weights do not stay on one device or a sequence is long, or somebody asks."""
-    models = [one for one in facts.components if one.denoises]
-    tokens = max((sequences.get(model.name, 0) for model in models), default=0)
-    if not models or (resident and tokens < _LONG and not asked) or max(_counts(target)) < 2:
+    """Return notes on what `parallel=` would change.
+
+    There are none if the weights stay on one device, the sequence is short and no split was requested.
+    """
+    denoisers = [component for component in facts.components if component.denoises]
+    tokens = max((sequences.get(model.name, 0) for model in denoisers), default=0)
+    if not denoisers or (resident and tokens < _LONG_SEQUENCE and not requested) or max(_device_counts(target)) < 2:
         return ()
-    said = [] if resident and not asked else [_tell_tensor(target, facts, measure)]
-    said.append(_tell_context(target, facts, measure, tokens))
-    return tuple(said)
+    notes = [] if resident and not requested else [_format_tensor_note(target, facts, measure)]
+    notes.append(_format_context_note(target, facts, measure, tokens))
+    return tuple(notes)
 
 
-def _tell_tensor(target: DeviceTarget, facts: PipelineFacts, measure: Measure) -> str:
-    counts = [count for count in _counts(target) if _refusal(target, facts, "tensor", count) is None]
+def _format_tensor_note(target: DeviceTarget, facts: PipelineFacts, measure: Measure) -> str:
+    counts = [count for count in _device_counts(target) if _find_obstacle(target, facts, "tensor", count) is None]
     if not counts:
-        return f"parallel='tensor' is not to be had here: {_refusal(target, facts, 'tensor', 2)}"
-    whole = measure(MemorySavings(), 1)
+        return f"parallel='tensor' is not available: {_find_obstacle(target, facts, 'tensor', 2)}"
+    total = measure(MemorySavings(), 1)
+    # The smallest count with resident weights is the cheapest; otherwise describe the largest one.
     for count in counts:
         rank = split_memory(measure, facts, Split("tensor", count))(MemorySavings(), 1)
-        stays = max(predict(rank, "resident").values()) <= target.capacity_bytes
-        if stays or count == counts[-1]:
+        resident = max(predict(rank, "resident").values()) <= target.capacity_bytes
+        if resident or count == counts[-1]:
             break
-    weights = f"of {readable(whole.weights_bytes)} of weights a rank holds {readable(rank.weights_bytes)}"
-    return f"parallel='tensor:{count}': {weights}, and {'all of it stays' if stays else 'not even that stays'} there"
+    weights = f"each rank holds {readable(rank.weights_bytes)} of {readable(total.weights_bytes)} of weights"
+    return f"parallel='tensor:{count}': {weights}, which {'fits' if resident else 'still does not fit'} resident"
 
 
-def _tell_context(target: DeviceTarget, facts: PipelineFacts, measure: Measure, tokens: int) -> str:
-    counts = [count for count in _counts(target) if _refusal(target, facts, "context", count) is None]
+def _format_context_note(target: DeviceTarget, facts: PipelineFacts, measure: Measure, tokens: int) -> str:
+    counts = [count for count in _device_counts(target) if _find_obstacle(target, facts, "context", count) is None]
     if not counts:
-        return f"parallel='context' is not to be had here: {_refusal(target, facts, 'context', 2)}"
-    most, weights = counts[-1], readable(measure(MemorySavings(), 1).weights_bytes)
-    share = f"of {tokens:,} tokens a rank takes {-(-tokens // most):,}" if tokens else "the sequence is shared out"
-    return f"parallel='context:{most}': {share}, for time and for what a step holds; each has all {weights} of weights"
+        return f"parallel='context' is not available: {_find_obstacle(target, facts, 'context', 2)}"
+    count, weights = counts[-1], readable(measure(MemorySavings(), 1).weights_bytes)
+    share = f"each rank processes {-(-tokens // count):,} of {tokens:,} tokens" if tokens else "the sequence is split"
+    return (
+        f"parallel='context:{count}': {share}, which reduces time and activation memory; "
+        f"each rank holds all {weights} of weights"
+    )
 
 
-def _counts(target: DeviceTarget) -> list[int]:
-    """How many devices may share the work: 2, 4, and so on to what a server has."""
+def _device_counts(target: DeviceTarget) -> list[int]:
+    """Return the device counts to try: powers of two up to the devices of one server."""
     product = target.sheet.product(target.product) if target.product else None
-    most = (product.per_server if product else None) or _MOST
-    return [count for count in (2, 4, 8, 16, 32, 64) if count <= most] or [1]
+    limit = (product.per_server if product else None) or _DEFAULT_DEVICES_PER_SERVER
+    return [count for count in (2, 4, 8, 16, 32, 64) if count <= limit] or [1]
 
 
-def _refusal(target: DeviceTarget, facts: PipelineFacts, way: SplitStrategy, count: int) -> str | None:
+def _find_obstacle(target: DeviceTarget, facts: PipelineFacts, strategy: SplitStrategy, count: int) -> str | None:
+    """Return why this split is rejected, or None if it is possible."""
     ranks = Ranks(count=count, tensor_types=read_tensor_parallel_devices())
     try:
-        choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{way}:{count}"), ranks)
+        choose_parallel(target.sheet, facts, PlacementOptions(parallel=f"{strategy}:{count}"), ranks)
     except UsageError as error:
+        # The message starts with the option ("parallel='tensor:2': …"); the note names it already.
         return error.message.partition(": ")[2]
     return None

@@ -1,4 +1,4 @@
-"""What else would save memory: quantised weights, offered by name with what they save, and never taken silently."""
+"""Quantized weights as options that would save memory. They change the image, so no plan selects one by itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ["list_quantization_options"]
 def list_quantization_options(
     sheet: Sheet, facts: PipelineFacts, forecast: Forecast, dtype: str
 ) -> tuple[QuantizationOption, ...]:
-    """The quantised forms of the largest model's weights that the sheet speaks of, with what they would save."""
+    """Return the quantized formats on the sheet, with the memory that each saves for the largest model."""
     weights = dict(forecast.components)
     largest = max(facts.components, key=lambda component: weights.get(component.name, 0), default=None)
     if largest is None:
         return ()
+    # The other usual dtypes, float16 and bfloat16, have 16 bits.
     bits = {"float32": 32}.get(dtype, 16)
     saved = {form.name: int(weights[largest.name] * (1 - form.bits / bits)) for form in sheet.quantized_weights}
     return tuple(

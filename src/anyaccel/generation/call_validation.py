@@ -12,21 +12,21 @@ from PIL import Image
 
 from anyaccel.call_limits import SIDES, check_multiple
 from anyaccel.errors import UsageError, nearest
-from anyaccel.runtime.pipeline import plain_class
+from anyaccel.runtime.introspection import plain_class
 
 __all__ = ["check_image_call", "find_default", "find_missing_image", "list_parameters", "pick_images"]
 
+# Names of the image field in pipeline outputs.
 _OUTPUT_FIELDS = ("images", "image")
-"""Names of the image field in pipeline outputs."""
+# Names of arguments for an input image.
 _INPUT_IMAGES = ("image", "control_image", "mask_image")
-"""Names of arguments for an input image."""
 _USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained, place it with to() and call it"
 
 
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raise if the pipeline generates no images from a prompt or does not accept the arguments.
 
-    Runs before the first step, so that mistakes do not cost a whole call.
+    Call it before the first step: later, a mistake costs a whole call.
     """
     parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__

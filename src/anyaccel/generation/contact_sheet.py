@@ -10,8 +10,8 @@ from PIL import Image
 __all__ = ["make_contact_sheet"]
 
 _BACKGROUND = (24, 24, 27)
+# The gap is the longer side of the largest image divided by this.
 _GAP_DIVISOR = 32
-"""The gap is the longer side of the largest image divided by this."""
 
 
 def make_contact_sheet(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:

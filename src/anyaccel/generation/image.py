@@ -18,8 +18,7 @@ from anyaccel.generation.model_cache import LoadedModel
 from anyaccel.generation.progress import counting_steps
 from anyaccel.planning.plan import Plan
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.introspection import find_components
-from anyaccel.runtime.pipeline import plain_class
+from anyaccel.runtime.introspection import find_components, plain_class
 from anyaccel.runtime.placement_state import find_options
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
 
+# Packages with versions that can change an image.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
-"""Packages with versions that can change an image."""
 
 
 @dataclass(frozen=True, kw_only=True)

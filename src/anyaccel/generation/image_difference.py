@@ -8,11 +8,11 @@ from typing import Any
 __all__ = ["measure_difference", "measure_psnr"]
 
 
-def measure_psnr(actual: Any, expected: Any, reach: float = 1.0) -> float | None:
-    """Return the peak signal-to-noise ratio in dB of arrays with values from 0 to `reach`; None if they are equal."""
+def measure_psnr(actual: Any, expected: Any, data_range: float = 1.0) -> float | None:
+    """Return the peak signal-to-noise ratio in dB of arrays with values from 0 to `data_range`; None if equal."""
     # Squared differences of float16 or uint8 arrays would overflow.
     error = float(((actual.astype("float64") - expected.astype("float64")) ** 2).mean())
-    return 10 * math.log10(reach**2 / error) if error > 0 else None
+    return 10 * math.log10(data_range**2 / error) if error > 0 else None
 
 
 def measure_difference(actual: Any, expected: Any) -> float | None:

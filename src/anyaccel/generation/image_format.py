@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SUFFIXES", "encode_image", "read_metadata"]
 
+# Pillow's format for each file suffix.
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-"""Pillow's format for each file suffix."""
 
+# Keywords of the PNG text chunks. Image tools such as stable-diffusion-webui read the second one.
 _DOCUMENT_KEY, _PARAMETERS_KEY = "anyaccel", "parameters"
-"""Keywords of the PNG text chunks. Image tools such as stable-diffusion-webui read the second one."""
+# EXIF tags.
 _EXIF_IFD, _USER_COMMENT, _XP_COMMENT, _SOFTWARE = 0x8769, 0x9286, 0x9C9C, 0x0131
-"""EXIF tags."""
+# Character code that the EXIF standard requires at the start of a UserComment.
 _ASCII = b"ASCII\0\0\0"
-"""Character code that the EXIF standard requires at the start of a UserComment."""
 _QUALITY = 95
 _MAX_FILE_BYTES = 2**30
 

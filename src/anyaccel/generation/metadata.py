@@ -22,19 +22,16 @@ __all__ = [
     "write_document",
 ]
 
+# Newest document format that this version reads. Increase it when an older version could not read, or would misread,
+# new documents. Format 1 lists the images of a contact sheet under `pictures`, format 2 under `images`. The document
+# of a single image is the same in both; it is written as format 1, which version 0.1 can read.
 FORMAT = 2
-"""Newest document format that this version reads.
-
-Increase it when an older version could not read, or would misread, new documents. Format 1 lists the images of a
-contact sheet under `pictures`, format 2 under `images`. The document of a single image is the same in both; it is
-written as format 1, which version 0.1 can read.
-"""
 _SINGLE_IMAGE_FORMAT = 1
 
+# Key of the JSON object that represents a tuple.
 _TUPLE = "tuple of"
-"""Key of the JSON object that represents a tuple."""
+# Call arguments that have their own field.
 _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
-"""Call arguments that have their own field."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "LoadedModel", "load_model", "load_uncached", "release_model"]
 
+# Slowdown relative to float32 above which a virtual device does not use its preferred half precision.
 _SLOWDOWN_LIMIT = 4
-"""Slowdown relative to float32 above which a virtual device does not use its preferred half precision."""
+# Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
-"""Held while the cached model is replaced or generates images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,15 @@ class LoadedModel:
     """Seconds to load and place the model; 0 if it came from the cache."""
 
 
+# At most one entry: two models would often not fit into memory together.
 _CACHE: dict[tuple[object, ...], LoadedModel] = {}
-"""At most one entry: two models would often not fit into memory together."""
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
     """Return the model of a request on its device, from the cache if possible; another cached model is released."""
     model = request.model
     with LOCK:
-        # First, so that an unavailable device is reported before the import of diffusers, which takes seconds.
+        # First: an unavailable device is reported before the import of diffusers, which takes seconds.
         opened = resolve_device(request.device, PlacementOptions(dtype=request.dtype))
         fallback = _choose_virtual_dtype(opened, request.dtype)
         placement_options = PlacementOptions(dtype=fallback.value if fallback else request.dtype, speed=request.speed)
@@ -122,7 +122,7 @@ def _load_pipeline(
             pipe = DiffusionPipeline.from_pretrained(model.source, **options)
     store_options(pipe, placement_options)
     decided = chosen if fallback or chosen.value in HALF_PRECISIONS else None
-    pipe.place_as_decided(opened, {}, decided)
+    pipe.place_with_plan(opened, {}, decided)
     # For tqdm, disable=None means: show a bar on a terminal and in a notebook, but not in a log file.
     pipe.set_progress_bar_config(disable=None)
     return pipe

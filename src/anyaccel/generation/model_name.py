@@ -58,7 +58,7 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
 
 
 def _abbreviate_home(path: Path) -> str:
-    """Return the absolute path with `~` for the home folder, so that shared images do not reveal the user name."""
+    """Return the absolute path with `~` for the home folder: shared images must not reveal the user name."""
     absolute = path.absolute()
     home = Path(os.path.expanduser("~"))
     return f"~/{absolute.relative_to(home).as_posix()}" if absolute.is_relative_to(home) else str(absolute)

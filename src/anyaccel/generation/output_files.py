@@ -17,7 +17,7 @@ from anyaccel.errors import AnyaccelError, UsageError, nearest
 from anyaccel.generation.image_format import SUFFIXES
 from anyaccel.storage.atomic_write import atomic_write
 
-__all__ = ["Destination", "file_exists_error", "make_stem", "read_destination", "write_unique", "write_whole"]
+__all__ = ["Destination", "file_exists_error", "make_stem", "read_destination", "write_output_file", "write_unique"]
 
 _MAX_STEM_LENGTH = 60
 _MAX_ALTERNATIVES = 10_000
@@ -52,7 +52,7 @@ class Destination:
         _make_folder(self.folder)
         if self.stem is None and not self.force:
             return write_unique(path, content)
-        write_whole(path, content, force=self.force)
+        write_output_file(path, content, force=self.force)
         return path
 
 
@@ -145,7 +145,7 @@ def _make_folder(folder: Path) -> None:
         raise _write_error(folder, error) from error
 
 
-def write_whole(path: Path, content: bytes, *, force: bool = False) -> None:
+def write_output_file(path: Path, content: bytes, *, force: bool = False) -> None:
     """Write a file atomically; raise FileExistsError if it exists and `force` is not set."""
     try:
         atomic_write(path, content, overwrite=force)
@@ -160,7 +160,7 @@ def write_unique(path: Path, content: bytes) -> Path:
     for candidate in _alternatives(path):
         if not os.path.lexists(candidate):
             try:
-                write_whole(candidate, content)
+                write_output_file(candidate, content)
             except FileExistsError:  # another process created it after the check
                 continue
             return candidate

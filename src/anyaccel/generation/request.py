@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = "num_images_per_prompt"
+# Arguments of pipelines that `generate` sets itself, with a hint.
 _UNSUPPORTED = {
-    "generator": "use seed= with an integer, so that the image can be generated again",
+    "generator": "use seed= with an integer, which is stored with the image",
     "output_type": "the result contains PIL images; call the pipeline directly for other types",
     "return_dict": "omit it: the result is always an object",
 }
-"""Arguments of pipelines that `generate` sets itself, with a hint."""
+# Bits of a random seed: short enough to type.
 _RANDOM_BITS = 32
-"""Bits of a random seed: short enough to type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,7 @@ def make_request(
         )
     _check_text("negative_prompt", negative)
     resolved = resolve_model(model, revision)
+    # The defaults of its pipeline class are meant for much larger models.
     if resolved.kind == "embedded":
         call = {**CALL_DEFAULTS, **call}
     seeds = _choose_seeds(seed, len(prompts), per_prompt)

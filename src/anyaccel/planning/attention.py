@@ -11,17 +11,17 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.options import PlacementOptions
 
-__all__ = ["AS_IT_IS", "AttentionRule", "choose_attention"]
+__all__ = ["UNCHANGED_ATTENTION", "AttentionRule", "choose_attention"]
 
+# Safety factor below a size limit: reports give the size at which corruption starts only roughly.
 MARGIN = 2
-"""Safety factor below a size limit: reports give the size at which corruption starts only roughly."""
 
 
 @dataclass(frozen=True)
 class AttentionRule:
     """How attention calls are changed."""
 
-    most_scores: int | None = None
+    max_scores: int | None = None
     """The largest number of scores (batch × heads × queries × keys) that runs unsliced; None for no limit."""
     heads: str | int | None = None
     """Heads per slice regardless of size: an integer, `auto` for half of them, `max` for one head."""
@@ -35,7 +35,7 @@ class AttentionRule:
         # Same arithmetic as attend_in_slices() in runtime/workarounds, which flattens batch and heads into rows.
         slice_rows = {"auto": max(1, heads // 2), "max": 1, None: rows}.get(self.heads, self.heads)  # type: ignore[arg-type]
         assert isinstance(slice_rows, int)
-        most = self.most_scores
+        most = self.max_scores
         if slice_rows >= rows and (most is None or rows * queries * keys <= most):
             return None
         slice_queries = queries
@@ -49,14 +49,14 @@ class AttentionRule:
         changes = []
         if self.heads is not None:
             changes.append(f"sliced, {self.heads} heads" if isinstance(self.heads, int) else f"sliced: {self.heads}")
-        if self.most_scores is not None:
-            changes.append(f"sliced above {self.most_scores:,} scores")
+        if self.max_scores is not None:
+            changes.append(f"sliced above {self.max_scores:,} scores")
         if self.contiguous:
             changes.append("contiguous")
         return ", ".join(changes) or "unchanged"
 
 
-AS_IT_IS = AttentionRule()
+UNCHANGED_ATTENTION = AttentionRule()
 
 
 def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int) -> Decision[AttentionRule]:

@@ -38,6 +38,7 @@ def choose_compiler(sheet: Sheet) -> Decision[CompileRule]:
     compiler = sheet.compiler
     if not isinstance(compiler, Compiler):
         return Decision(CompileRule(""), compiler.says)
+    # Static shapes make every new size a compilation, which `warm` can do ahead of time.
     static = sheet.static_shapes or not compiler.dynamic
     rule = CompileRule(compiler.backend, compiler.fullgraph, static, compiler.cache_variable, compiler.cache_value)
     return Decision(rule, compiler.says)

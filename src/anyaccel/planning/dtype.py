@@ -13,10 +13,10 @@ from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
 __all__ = ["HALF_PRECISIONS", "choose_component_dtypes", "choose_dtype", "choose_replacements", "find_smaller_dtype"]
 
 HALF_PRECISIONS = ("float16", "bfloat16")
+# Half precision is used if it takes at most this share of the time of float32.
 WORTH_HALF = 0.8
-"""Half precision is used if it takes at most this share of the time of float32."""
+# Dtypes that pipelines create internally and that some devices lack.
 _MAY_BE_MISSING = ("float64", "int64", "complex128", "complex64")
-"""Dtypes that pipelines create internally and that some devices lack."""
 
 
 def choose_dtype(

@@ -22,6 +22,7 @@ class ComponentFacts:
     """Whether its forward takes a timestep, so it runs at every step."""
     blocks: int = 0
     """The number of repeated blocks, which are compiled once for all; 0 if none are known."""
+    # Compared with `blocks` to decide whether compiling only the blocks pays off.
     convolutions: int = 0
     """The number of 2D and 3D convolutions."""
     quantized: bool = False

@@ -56,12 +56,12 @@ class Footprint:
     """Width and height; None if the pipeline generates no images."""
     images: int
     models: tuple[ModelSize, ...]
-    passings: tuple[ModelCall, ...]
+    model_calls: tuple[ModelCall, ...]
     """The model calls in order, for two denoising steps."""
     # From diffusers: model_cpu_offload_seq, the models excluded from offloading, and those without group offloading.
     offload_order: tuple[str, ...] = ()
     """The models that replace one another on the device, in diffusers' order."""
-    always_there: tuple[str, ...] = ()
+    never_offloaded: tuple[str, ...] = ()
     """The models that diffusers never offloads."""
     never_streamed: tuple[str, ...] = ()
     """The models that stay on the device completely while layers of others are streamed."""
@@ -78,5 +78,5 @@ class Footprint:
         return next(model for model in self.models if model.name == name)
 
 
+# Returns the footprint of a call with these savings and this many images.
 Measure: TypeAlias = Callable[[MemorySavings, int], Footprint]
-"""Returns the footprint of a call with these savings and this many images."""

@@ -14,6 +14,7 @@ def choose_images_per_call(sheet: Sheet, options: PlacementOptions) -> Decision[
     """Return 1 if batches are unreliable on the device, None (the whole batch) otherwise."""
     if options.images_per_call is not None:
         return Decision(options.images_per_call, "requested")
+    # An unknown answer counts as reliable: one image per call would slow down every device without a report.
     if not sheet.reliable_batches and isinstance(sheet.batches, Limit):
         return Decision(1, f"{sheet.batches.says} ({sheet.batches.source})")
     return Decision(None, f"no problem with batches is known for this device: {sheet.batches.says}")

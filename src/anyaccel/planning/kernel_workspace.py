@@ -14,14 +14,14 @@ from anyaccel.backends.sheet import MemoryTerms, Sheet
 
 __all__ = ["Workspace", "read_workspace"]
 
+# Bytes for timesteps, scales and other short-lived scalars.
 _SCALARS_BYTES = 8192
-"""Bytes for timesteps, scales and other short-lived scalars."""
+# Half-precision convolution kernels pad channels to a multiple of this.
 _CHANNELS = 8
-"""Half-precision convolution kernels pad channels to a multiple of this."""
+# Fused attention accumulates heads wider than this in an extra float32 buffer.
 _WIDEST_HEAD = 256
-"""Fused attention accumulates heads wider than this in an extra float32 buffer."""
+# Bytes. A tensor of at least the first size gets its own segments; a remainder up to the second size is not reused.
 _LARGE, _REMAINDER = 10 * 2**20, 2**20
-"""Bytes. A tensor of at least the first size gets its own segments; a remainder up to the second size is not reused."""
 
 Shape = tuple[int, ...]
 
@@ -41,7 +41,7 @@ class Workspace:
     fixed_bytes: int = _SCALARS_BYTES
     """Bytes held by libraries and scalars."""
 
-    def of_block(self, size: int) -> int:
+    def round_up_bytes(self, size: int) -> int:
         """Return the bytes that the allocator reserves for a tensor of this size."""
         rounded = -(-size // self.block_bytes) * self.block_bytes
         if not self.segment_bytes or rounded < _LARGE:
@@ -50,7 +50,7 @@ class Workspace:
         remainder = -rounded % self.segment_bytes
         return rounded + remainder if remainder <= _REMAINDER else rounded
 
-    def of_convolution(
+    def convolution_bytes(
         self, input_shape: Shape, weight: Shape, output_shape: Shape, element_bytes: int, channels_last: bool
     ) -> int:
         """Return the workspace of one convolution with these shapes."""
@@ -62,7 +62,7 @@ class Workspace:
             return kernel
         return kernel + sum(_count_padded(shape) for shape in (input_shape, output_shape)) * element_bytes
 
-    def of_attention(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
+    def attention_bytes(self, query: Shape, key: Shape, width: int, *, plain_mask: bool = True) -> int:
         """Return the workspace of one attention call: a float32 sum per row if fused, all scores twice if not.
 
         Fused kernels fall back to the unfused one if the mask is not contiguous in its last dimension.

@@ -21,7 +21,7 @@ class TraceFacts:
     most_elements: int = 0
     """The number of elements of the largest tensor."""
     most_bytes: int = 0
-    most_scores: int = 0
+    max_scores: int = 0
     """The number of scores of the largest attention call, before slicing."""
     score_bytes: int = 0
     sequences: dict[str, int] = field(default_factory=dict)
@@ -66,15 +66,16 @@ def _find_trigger(name: str, limit: Limit, seen: TraceFacts, images: int) -> str
         "batches": f"{images} images in one call" if images > 1 else None,
         "data_dependent_shapes": "nonzero" if "nonzero" in seen.operations else None,
         "host_round_trip": "a value read back inside a model" if "_local_scalar_dense" in seen.operations else None,
-        "fused_attention": f"attention over {seen.most_scores:,} scores" if seen.most_scores else None,
+        "fused_attention": f"attention over {seen.max_scores:,} scores" if seen.max_scores else None,
     }
     return triggers.get(name)
 
 
 def _find_large_tensor(limit: SizeLimit, seen: TraceFacts) -> str | None:
-    scores = seen.score_bytes if limit.unit == "bytes" else seen.most_scores
+    # Attention counts for limits of any tensor too: unfused kernels materialize the scores as one tensor.
+    scores = seen.score_bytes if limit.unit == "bytes" else seen.max_scores
     if scores > limit.amount:
-        return f"attention over {seen.most_scores:,} scores"
+        return f"attention over {seen.max_scores:,} scores"
     tensor = seen.most_bytes if limit.unit == "bytes" else seen.most_elements
     if limit.of == "tensor" and tensor > limit.amount:
         return f"a tensor of {seen.most_elements:,} elements"

@@ -30,8 +30,8 @@ __all__ = [
     "predict",
 ]
 
+# Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer.
 Residence: TypeAlias = Literal["resident", "phase", "component", "layer"]
-"""Which weights are on the device: all of them, or those of the running phase (read from disk), model or layer."""
 
 _RESIDENCE_TEXT = {
     "resident": "everything resident",
@@ -40,11 +40,11 @@ _RESIDENCE_TEXT = {
     "layer": "one layer at a time",
 }
 PLAIN = MemorySavings()
+# Larger batches are extrapolated from a batch of this size.
 _SAMPLE = 4
-"""Larger batches are extrapolated from a batch of this size."""
 _MOST_IMAGES = 4096
+# If a call needs this many times the capacity, the smallest rule is tried next to skip the ones between.
 _FAR_TOO_LARGE = 8
-"""If a call needs this many times the capacity, the smallest rule is tried next to skip the ones between."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,16 @@ def list_rules(
     placement_options: PlacementOptions,
     residences: tuple[Residence, ...],
     *,
-    has_parts: bool = True,
+    supports_tiling: bool = True,
 ) -> Iterator[MemoryRule]:
     """Yield the rules to try, fastest first; options that the user set are part of all of them.
 
     A batch is split before layers are streamed: smaller batches lose a little speed, streaming loses most of it.
     """
-    options = _list_savings(placement_options, has_parts)
+    options = _list_savings(placement_options, supports_tiling)
     if placement_options.memory is not None:
         residences = (_as_residence(placement_options.memory),)
+    # Streaming layers comes last, after smaller batches. If it is the only residence, it is used from the start.
     whole: list[Residence] = [residence for residence in residences if residence != "layer"] or ["layer"]
     for residence in whole:
         for savings in options:
@@ -159,9 +160,9 @@ def _as_residence(name: str) -> Residence:
     return next(residence for residence in get_args(Residence) if residence == name)
 
 
-def _list_savings(placement_options: PlacementOptions, has_parts: bool = True) -> list[MemorySavings]:
+def _list_savings(placement_options: PlacementOptions, supports_tiling: bool = True) -> list[MemorySavings]:
     vae = [False, True] if placement_options.vae_tiling is None else [placement_options.vae_tiling]
-    vae = vae if has_parts else [False]
+    vae = vae if supports_tiling else [False]
     if placement_options.attention_slicing is not None:  # every rule slices as requested
         return [MemorySavings(tiled) for tiled in vae]
     return [*(MemorySavings(tiled) for tiled in vae), MemorySavings(vae[-1], sliced_attention=True)]
@@ -178,25 +179,27 @@ def predict(footprint: Footprint, residence: Residence, *, recorded: bool = Fals
 
     With `recorded`, the activations of captured denoising graphs are held in all phases.
     """
-    pinned = footprint.always_there + (footprint.never_streamed if residence == "layer" else ())
+    pinned = footprint.never_offloaded + (footprint.never_streamed if residence == "layer" else ())
     loaded = footprint.weights_bytes if residence == "resident" else _sum_weights(footprint, pinned)
+    # "load" is the state before the first call: weights only.
     peaks = {"load": loaded}
-    on_device: set[str] = set(footprint.always_there)
-    for call in footprint.passings:
+    on_device: set[str] = set(footprint.never_offloaded)
+    for call in footprint.model_calls:
         if residence == "component":
             on_device = _offload_previous(footprint, on_device, call.component)
             weights = _sum_weights(footprint, tuple(on_device))
         elif residence == "layer":
             weights = loaded + (0 if call.component in pinned else footprint.model(call.component).layer_bytes)
         elif residence == "phase":
-            same_phase = {other.component for other in footprint.passings if other.phase == call.phase}
+            same_phase = {other.component for other in footprint.model_calls if other.phase == call.phase}
             weights = _sum_weights(footprint, tuple(same_phase))
         else:
             weights = loaded
         need = weights + call.held_bytes + footprint.fixed_bytes
         peaks[call.phase] = max(peaks.get(call.phase, 0), need)
+    # A captured graph keeps its activations in a private pool between replays.
     if recorded:
-        held = max((call.held_bytes for call in footprint.passings if call.phase == "denoise"), default=0)
+        held = max((call.held_bytes for call in footprint.model_calls if call.phase == "denoise"), default=0)
         peaks = {name: peak if name == "denoise" else peak + held for name, peak in peaks.items()}
     return {name: peaks[name] for name in ("load", *PHASES) if name in peaks}
 
@@ -206,7 +209,7 @@ def _offload_previous(footprint: Footprint, on_device: set[str], component: str)
 
     accelerate's hook of a model offloads only the previous model of the sequence; any other one stays.
     """
-    if component in footprint.always_there:
+    if component in footprint.never_offloaded:
         return on_device
     names = {model.name for model in footprint.models}
     order = [name for name in footprint.offload_order if name in names]
@@ -226,6 +229,7 @@ def choose_memory(
     listed = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
     for rule in listed:
+        # Each rule is traced, and a far too large image would fail all of them.
         if tried and tried[0][0] > _FAR_TOO_LARGE * capacity_bytes and len(tried) == 1:
             too_large = _reject_early(measure, images, capacity_bytes, listed[-1])
             if too_large is not None:
@@ -244,7 +248,7 @@ def _reject_early(
     measure: Measure, images: int, capacity_bytes: int, smallest: MemoryRule
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
     """Return the negative answer if denoising does not fit even with the smallest rule, else None."""
-    # Without tiling: a far too large image has thousands of VAE tiles, and tracing them all takes minutes.
+    # Without tiling: a far too large image has thousands of VAE tiles, and tracing them would be slow.
     savings = replace(smallest.savings, vae_in_parts=False)
     peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
     need = peaks.get("denoise", 0)
@@ -283,6 +287,7 @@ def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) 
     fits = [images for images in _powers() if _extrapolate(sample, rule, images) <= capacity_bytes]
     if not fits:
         return _SAMPLE - 1
+    # Binary search between the largest power of two that fits and the next one.
     low, high = fits[-1], min(fits[-1] * 2, _MOST_IMAGES)
     while high - low > 1:
         middle = (low + high) // 2
@@ -299,8 +304,8 @@ def _powers() -> Iterator[int]:
 
 def _extrapolate(sample: Footprint, rule: MemoryRule, images: int) -> int:
     """Return the peak bytes of a larger batch, in proportion to a measured one."""
-    calls = [replace(call, held_bytes=call.held_bytes * images // sample.images) for call in sample.passings]
-    return max(predict(replace(sample, passings=tuple(calls)), rule.residence).values())
+    calls = [replace(call, held_bytes=call.held_bytes * images // sample.images) for call in sample.model_calls]
+    return max(predict(replace(sample, model_calls=tuple(calls)), rule.residence).values())
 
 
 def make_forecast(

@@ -19,8 +19,8 @@ __all__ = [
     "read_parallel",
 ]
 
+# The dtypes that a pipeline can run in, with their bytes per element.
 FLOATING_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""The dtypes that a pipeline can run in, with their bytes per element."""
 RESIDENCES = ("resident", "component", "layer", "phase")
 
 SPEEDS = ("exact", "fast", "draft")
@@ -77,6 +77,7 @@ def read_options(keywords: dict[str, Any], before: PlacementOptions | None = Non
     for name in keywords:
         if name not in names:
             raise UsageError(f"unknown option {name!r}", hint=nearest(name, names))
+    # pipe.to(device, option=...) keeps the options of an earlier placement.
     options = replace(before or PlacementOptions(), **keywords)
     _check(options)
     return options
@@ -104,6 +105,7 @@ def read_parallel(text: str) -> tuple[str, int | None]:
     """Return `("context", 4)` for `context:4`; None instead of the number means all running processes."""
     match = _PARALLEL.fullmatch(text) if isinstance(text, str) else None
     ranks = match["ranks"] if match else None
+    # One rank is not a split: parallel=None means one device.
     if match is None or (ranks is not None and int(ranks) < 2):
         raise UsageError(
             f"parallel must be auto, tensor:N, context:N or cfg with N >= 2, not {text!r}", hint="for example context:2"
@@ -113,6 +115,7 @@ def read_parallel(text: str) -> tuple[str, int | None]:
 
 def _check(options: PlacementOptions) -> None:
     slicing = options.attention_slicing
+    # "auto" and "max" are the values of diffusers' enable_attention_slicing.
     if isinstance(slicing, str) and slicing not in ("auto", "max"):
         raise UsageError(
             f"attention_slicing must be a number of heads, 'auto' or 'max', not {slicing!r}",

@@ -11,14 +11,24 @@ from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.options import PlacementOptions, read_parallel
 
-__all__ = ["ALONE", "TOGETHER", "Ranks", "Split", "SplitStrategy", "choose_parallel", "command_line", "weigh_rank"]
+__all__ = [
+    "RANKS_MUST_AGREE",
+    "SINGLE_DEVICE",
+    "Ranks",
+    "Split",
+    "SplitStrategy",
+    "choose_parallel",
+    "command_line",
+    "count_rank_parameters",
+]
 
+# What is split: the sequence, the weights, or the two branches of classifier-free guidance.
 SplitStrategy: TypeAlias = Literal["context", "tensor", "cfg"]
-"""What is split: the sequence, the weights, or the two branches of classifier-free guidance."""
 
 _CFG_RANKS = 2
 _PLAN_NAMES: dict[SplitStrategy, str] = {"context": "context-parallel", "tensor": "tensor-parallel", "cfg": "guidance"}
 _HEAD_MASKS = "its attention masks have a row per head, which diffusers 0.42 does not split"
+# Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail.
 _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
     ("context", "LTXVideoTransformer3DModel"): _HEAD_MASKS,
     ("context", "LTX2VideoTransformer3DModel"): _HEAD_MASKS,
@@ -28,9 +38,10 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
         "Flux2KleinKVPipeline",
     ): "its model appends reference tokens internally, which diffusers 0.42 does not split",
 }
-"""Splits that fail for a model or pipeline class, with the reason. tests/runtime checks that they still fail."""
-TOGETHER = "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
-"""The reason for decisions that are turned off with several ranks."""
+# The reason for decisions that are turned off with several ranks.
+RANKS_MUST_AGREE = (
+    "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,11 @@ class Ranks:
     """The number of processes; None if nothing will run and any count may be planned."""
     tensor_types: tuple[str, ...] = ()
     """The torch device types on which diffusers supports tensor parallelism."""
-    fits_alone: bool | None = None
+    fits_one_device: bool | None = None
     """Whether the weights fit on one device; None if unknown."""
 
 
-ALONE: Decision[Split | None] = Decision(None, "one device; use parallel= for several")
+SINGLE_DEVICE: Decision[Split | None] = Decision(None, "one device; use parallel= for several")
 
 
 def choose_parallel(
@@ -64,8 +75,9 @@ def choose_parallel(
 ) -> Decision[Split | None]:
     """Return how the denoisers are split, or None; raise if the requested split is not possible."""
     if options.parallel is None:
-        return ALONE
+        return SINGLE_DEVICE
     strategy, requested = read_parallel(options.parallel)
+    # "auto" works in any number of processes, so the same script can run with and without torchrun.
     if strategy == "auto" and ranks.count == 1:
         return Decision(None, f"only one process is running; start several with {command_line(_CFG_RANKS)}")
     _reject_rank_local_options(options)
@@ -92,8 +104,9 @@ def command_line(count: int) -> str:
     return f"torchrun --nproc-per-node {count} program.py"
 
 
-def weigh_rank(component: ComponentFacts, split: Split | None) -> int:
+def count_rank_parameters(component: ComponentFacts, split: Split | None) -> int:
     """Return the number of a model's parameters that one rank holds."""
+    # Only tensor parallelism splits weights, and only those of denoisers.
     if split is None or split.strategy != "tensor" or not component.denoises:
         return component.parameters
     return component.parameters - component.sharded + component.sharded // split.ranks
@@ -108,7 +121,7 @@ def _choose_split(sheet: Sheet, facts: PipelineFacts, ranks: Ranks) -> Decision[
     count = ranks.count or _CFG_RANKS
     # Tensor parallelism is the only split that saves weight memory.
     order: list[SplitStrategy] = ["context", "tensor", "cfg"]
-    if ranks.fits_alone is False:
+    if ranks.fits_one_device is False:
         order = ["tensor", "context", "cfg"]
     rejected: list[str] = []
     for strategy in order:
@@ -128,6 +141,7 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
         return f"{facts.pipeline} has no model that runs at every step", "omit parallel"
     if not isinstance(sheet.distributed, Distributed):
         return f"no torch.distributed backend is known for {sheet.title}", "omit parallel"
+    # Failures are listed by pipeline class or by model class.
     for name in (facts.pipeline, *(model.kind for model in models)):
         if (split.strategy, name) in _KNOWN_FAILURES:
             reason = _KNOWN_FAILURES[split.strategy, name]
@@ -152,6 +166,7 @@ def _find_model_problem(model: ComponentFacts, split: Split) -> tuple[str, str] 
         return f"diffusers has no {_PLAN_NAMES[split.strategy]} plan for {model.kind}", f"try parallel={other!r}"
     if model.quantized and split.strategy == "tensor":
         return f"the weights of {model.name} are quantized and cannot be split", "load the model without quantization"
+    # diffusers' Ulysses attention and its tensor plans both split the heads evenly over the ranks.
     if model.heads and model.heads % split.ranks:
         fewer = max(count for count in range(1, split.ranks) if model.heads % count == 0)
         hint = f"parallel='{split.strategy}:{fewer}'" if fewer > 1 else "use another number of processes"
@@ -172,6 +187,7 @@ def _reject_rank_local_options(options: PlacementOptions) -> None:
 
 
 def _reject_offloading(split: Split, options: PlacementOptions) -> None:
+    # Sharded weights must stay on the device of their rank.
     if split.strategy == "tensor" and options.memory not in (None, "resident"):
         raise UsageError(
             f"memory={options.memory!r} cannot offload weights that parallel={options.parallel!r} splits",
@@ -186,7 +202,7 @@ def _format_gain(split: Split, facts: PipelineFacts) -> str:
         return f"each rank runs 1/{split.ranks} of the sequence; every rank holds all weights"
     models = [component for component in facts.components if component.denoises]
     shares = [
-        f"each rank holds {_format_count(weigh_rank(model, split))} of {_format_count(model.parameters)} "
+        f"each rank holds {_format_count(count_rank_parameters(model, split))} of {_format_count(model.parameters)} "
         f"parameters of {model.name}"
         for model in models
     ]

@@ -18,7 +18,7 @@ from anyaccel.planning.images_per_call import choose_images_per_call
 from anyaccel.planning.memory import Forecast, MemoryRule
 from anyaccel.planning.noise import choose_noise
 from anyaccel.planning.options import FLOATING_BYTES, PlacementOptions
-from anyaccel.planning.parallel import ALONE, TOGETHER, Ranks, Split, choose_parallel
+from anyaccel.planning.parallel import RANKS_MUST_AGREE, SINGLE_DEVICE, Ranks, Split, choose_parallel
 from anyaccel.planning.plan_text import describe_plan
 from anyaccel.planning.quality_levels import StepSkipping, choose_quantization, choose_step_skipping
 from anyaccel.planning.run_report import RunReport
@@ -57,7 +57,7 @@ class Plan:
     scheduler: Decision[str]
     attention: Decision[AttentionRule]
     images_per_call: Decision[int | None]
-    parallel: Decision[Split | None] = ALONE
+    parallel: Decision[Split | None] = SINGLE_DEVICE
     memory: Decision[MemoryRule] = NO_MEMORY
     workarounds: Decision[tuple[str, ...]]
     bf16_attention: Decision[bool]
@@ -71,6 +71,7 @@ class Plan:
     check_finite: Decision[bool]
     forecast: Forecast | None = None
     """The predicted memory of a call, if it was computed."""
+    # Outside of equality and hash, so a plan stays comparable while its report changes.
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
     """What happened since the plan was made; the only mutable part."""
 
@@ -158,10 +159,11 @@ def make_plan(
 
 def without_rank_local_choices(plan: Plan) -> Plan:
     """Return the plan of a rank without decisions that depend on its own timing."""
+    # A rank that compiles earlier than others, or replays a graph, would run other collectives than they do.
     return replace(
         plan,
-        compile_policy=Decision(CompilePolicy("never"), TOGETHER),
-        capture=Decision(False, TOGETHER),
+        compile_policy=Decision(CompilePolicy("never"), RANKS_MUST_AGREE),
+        capture=Decision(False, RANKS_MUST_AGREE),
     )
 
 
@@ -178,4 +180,5 @@ def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) 
 
 def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:
     """Return the quirk of that name, if it certainly applies."""
+    # A quirk with an open condition may not apply to this device.
     return next((quirk for quirk in sheet.quirks if quirk.name == name and not quirk.conditional), None)

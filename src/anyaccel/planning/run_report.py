@@ -49,6 +49,7 @@ class RunReport:
             return
         reasons = "; ".join(text for text in (before.reason, f"{model}: {reason}") if text)
         self.not_compiled = Decision((*before.value, model), reasons)
+        # A model is in one of the two lists only.
         if self.compiled_models is not None:
             names = tuple(name for name in self.compiled_models.value if name != model)
             self.compiled_models = Decision(names, self.compiled_models.reason)

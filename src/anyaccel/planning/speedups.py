@@ -24,15 +24,14 @@ __all__ = [
     "is_worth_compiling",
 ]
 
+# What is compiled: the repeated blocks (one compilation per kind), or the whole model as one graph.
 Region: TypeAlias = Literal["blocks", "whole"]
-"""What is compiled: the repeated blocks (one compilation per kind), or the whole model as one graph."""
 FUSIONS = ("group_norm",)
+# Compile time: fixed seconds, seconds per block of a whole model, and the block count assumed for other models.
+# Fitted to 36 s for 25 blocks, 38 s for 28, 95 s for 57, and 23 s for one block of each kind, with 16 CPU cores.
 _START_S, _BLOCK_S, _PLAIN_BLOCKS = 15.0, 1.4, 40
-"""Compile time: fixed seconds, seconds per block of a whole model, and the block count assumed for other models.
-
-Fitted to 36 s for 25 blocks, 38 s for 28, 95 s for 57, and 23 s for one block of each kind, with 16 CPU cores."""
+# From this many images on, the few percent that a whole graph gains over blocks repay one or two minutes.
 _MANY_IMAGES = 2000
-"""From this many images on, the few percent that a whole graph gains over blocks repay one or two minutes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class CompilePolicy:
 
     when: Literal["never", "now", "when it pays"]
     region: Region = "whole"
-    takes_s: float = 0.0
+    compile_s: float = 0.0
     """The expected compile time."""
     gain: float = 1.0
     """The expected speedup per image."""
@@ -67,6 +66,7 @@ def choose_compile_policy(
         return Decision(CompilePolicy("never"), "compile=False was requested")
     if not isinstance(sheet.compiler, Compiler):
         return Decision(CompilePolicy("never"), sheet.compiler.says)
+    # Compiling takes minutes on some devices, so "auto" needs a documented gain.
     if options.compile == "auto" and speedup is None:
         return Decision(CompilePolicy("never"), "not known to be faster on this device; use compile=True to try")
     many = options.expected_images is not None and options.expected_images >= _MANY_IMAGES
@@ -96,7 +96,7 @@ def is_worth_compiling(policy: CompilePolicy, seconds_per_image: float, done: in
     # The ski rental rule: without a known count, expecting as many images as were generated so far costs at most
     # about twice the optimum.
     remaining = done if expected is None else max(0, expected - done)
-    return remaining * seconds_per_image * (1 - 1 / policy.gain) >= policy.takes_s
+    return remaining * seconds_per_image * (1 - 1 / policy.gain) >= policy.compile_s
 
 
 def choose_channels_last(sheet: Sheet, options: PlacementOptions) -> Decision[bool]:
@@ -115,7 +115,9 @@ def choose_fusions(sheet: Sheet, options: PlacementOptions) -> Decision[tuple[st
         return Decision((), "fuse=False was requested")
     speedups = [speedup for name in FUSIONS if (speedup := sheet.speedup(name)) is not None]
     reason = " ".join(f"{speedup.says} ({speedup.source})" for speedup in speedups)
-    return Decision(tuple(speedup.name for speedup in speedups), reason or "no fusion is known to be faster here")
+    return Decision(
+        tuple(speedup.name for speedup in speedups), reason or "no fusion is known to be faster on this device"
+    )
 
 
 def _choose(sheet: Sheet, name: str, option: bool | None) -> Decision[bool]:

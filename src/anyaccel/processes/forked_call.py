@@ -24,21 +24,19 @@ __all__ = ["call_in_fork", "forking_threads"]
 
 T = TypeVar("T")
 
+# How long to wait for a child that closed its pipe to exit by itself.
 _END_S = 10.0
-"""The time from when a child can no longer answer until it has ended by itself."""
+# Held while a child is started, from the creation of its pipe until only the child can write to it: a child that
+# another thread forks in between would have a copy of the writing end, and keep it open when the first child dies.
+# Also held while a child is killed and waited for: `multiprocessing` waits for other children when it starts one, and
+# `warnings.catch_warnings` is not safe in two threads.
 _fork_lock = threading.Lock()
-"""Held while a child is started, from the creation of its pipe until only the child can write to it: a child that
-another thread forks in between would have a copy of the writing end, and keep it open when the first child dies.
-
-Also held while a child is killed and waited for: `multiprocessing` waits for other children when it starts one, and
-`warnings.catch_warnings` is not safe in two threads.
-"""
+# `children` is the `_Children` of the pool that a thread belongs to.
 _thread = threading.local()
-"""`children` is the `_Children` of the pool that a thread belongs to."""
 
 
 class _Children:
-    """The running children of the threads of one pool; `_fork_lock` is held by whoever uses it."""
+    """The running children of the threads of one pool. Callers hold `_fork_lock`."""
 
     def __init__(self) -> None:
         self.running: set[BaseProcess] = set()
@@ -52,14 +50,14 @@ class _Children:
         child.start()
 
     def end(self, child: BaseProcess) -> None:
-        """Kill a child and wait for it; one that has ended already keeps its status."""
+        """Kill a child and wait for it. A child that already exited keeps its status."""
         self.running.discard(child)
         if child.pid is not None:
             child.kill()
             child.join()
 
     def end_all(self) -> None:
-        """Kill all children, for which their threads wait, and start no more."""
+        """Kill all children and start no more. Their threads wait for them."""
         self.ended = True
         for child in self.running:
             child.kill()
@@ -69,18 +67,18 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
     """Call a function in a fork of this process and return its result.
 
     An exception of the function is raised here unchanged, with the child's traceback as a note (Python 3.11 and newer).
-    A child that does not answer within `timeout_s` seconds is killed. On Linux the child ends with the calling thread;
-    elsewhere a child whose parent is killed ends when it answers.
+    A child that does not return within `timeout_s` seconds is killed. On Linux the child is killed with the calling
+    thread. On other systems, a child of a killed parent exits when the function returns.
     """
     children: _Children = getattr(_thread, "children", None) or _Children()
     child, receiver = _start(function, children)
     message, patience_s = None, 0.0
     try:
         if not receiver.poll(timeout_s):
-            raise TimeoutError(f"{name} gave no answer in {timeout_s:.0f} s")
+            raise TimeoutError(f"{name} did not return within {timeout_s:.0f} s")
         try:
             message = receiver.recv_bytes()
-        except (EOFError, OSError):  # OSError: it was killed while it answered
+        except (EOFError, OSError):  # OSError: the child was killed while it wrote its result
             patience_s = _END_S
     finally:
         wait([child.sentinel], patience_s)
@@ -91,7 +89,7 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
         raise CancelledError
     if message is None:
         raise ProcessDiedError(
-            f"the process of {name} died with status {child.exitcode}", hint="see what it printed to stderr"
+            f"the process of {name} died with status {child.exitcode}", hint="see its output on stderr"
         )
     succeeded, value = pickle.loads(message)
     if succeeded:
@@ -102,10 +100,10 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
 
 @contextmanager
 def forking_threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Give a pool of threads that use `call_in_fork`.
+    """Provide a pool of threads that use `call_in_fork`.
 
-    If the block raises, their children are killed, no more are started, and calls that wait raise CancelledError: the
-    threads would otherwise have to be waited for.
+    If the block raises, all children are killed, no more are started, and pending calls raise CancelledError, so the
+    error is not delayed until the children finish.
     """
     children = _Children()
     with ThreadPoolExecutor(count, initializer=_join_pool, initargs=(children,)) as pool:
@@ -123,7 +121,7 @@ def _join_pool(children: _Children) -> None:
 
 
 def _start(function: Callable[[], Any], children: _Children) -> tuple[BaseProcess, Connection]:
-    """Start the child, and return it with the end of the pipe that its answer comes from."""
+    """Start a child; return it and the receiving end of its pipe."""
     context = multiprocessing.get_context("fork")
     with _fork_lock:
         receiver, sender = context.Pipe(duplex=False)
@@ -131,8 +129,8 @@ def _start(function: Callable[[], Any], children: _Children) -> tuple[BaseProces
         child = context.Process(target=_run, args=arguments, daemon=True)
         try:
             with warnings.catch_warnings():
-                # Python warns about a fork beside threads; torch starts its own at the first large operation, not
-                # earlier.
+                # Python 3.12 warns about a fork in a process with threads. torch starts its threads only at the first
+                # large operation.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.start(child)
         except BaseException:
@@ -146,33 +144,33 @@ def _start(function: Callable[[], Any], children: _Children) -> tuple[BaseProces
 
 def _run(parent: int, receiver: Connection, sender: Connection, function: Callable[[], Any]) -> None:
     end_with_parent(parent)
-    receiver.close()  # with an open copy here, writing an answer that nobody reads would block for ever
-    _thread.children = None  # they are the parent's
-    ignore_existing_objects()  # collections among what the parent imported took up to a quarter of the time
+    receiver.close()  # with an open copy here, writing a result that nobody reads would block forever
+    _thread.children = None  # the inherited value belongs to the parent
+    ignore_existing_objects()  # collecting the parent's objects took up to a quarter of the time
     try:
         message = pickle.dumps((True, function()))
-    except BaseException as error:  # noqa: BLE001 - the parent raises it again
+    except BaseException as error:  # noqa: BLE001 - the parent re-raises it
         message = _pack_error(error)
-    with suppress(BrokenPipeError):  # the parent is gone
+    with suppress(BrokenPipeError):  # the parent has exited
         sender.send_bytes(message)
     sender.close()
 
 
 def _pack_error(error: BaseException) -> bytes:
-    """Return the pickled error with its traceback as a note, or its text if it cannot be pickled."""
+    """Return the pickled error with its traceback as a note, or a RuntimeError with its text."""
     text = "".join(traceback.format_exception(error))
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(text)
     try:
         message = pickle.dumps((False, error))
-        pickle.loads(message)
+        pickle.loads(message)  # some exceptions pickle, but fail to unpickle
         return message
-    except Exception:  # noqa: BLE001 - a class that is local or needs other arguments raises anything here
+    except Exception:  # noqa: BLE001 - local classes and unusual constructors raise anything here
         return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}\n{text}")))
 
 
 def _renew_lock() -> None:
-    """Give a forked process a lock that is free: the thread that held it may not exist there."""
+    """Replace the lock in a forked process: the thread that held it does not exist there."""
     global _fork_lock
     _fork_lock = threading.Lock()
 

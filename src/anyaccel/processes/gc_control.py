@@ -1,7 +1,7 @@
 """The garbage collector: the only module that calls `gc`.
 
-Reference counting frees almost everything. The collector finds the rest, objects in reference cycles, by walking all
-objects that exist; after torch and diffusers are imported these are millions, and a walk takes 0.1 s and more.
+Reference counting frees almost everything. The collector frees objects in reference cycles, and to find them it
+traverses all objects. With torch and diffusers imported these are millions, and one collection takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def gc_paused() -> Iterator[None]:
 
     Without it, collections take a fifth of the time of such a block.
     """
-    was_enabled = gc.isenabled()
+    was_enabled = gc.isenabled()  # nested blocks must not enable it early
     gc.disable()
     try:
         yield
@@ -29,15 +29,15 @@ def gc_paused() -> Iterator[None]:
 
 
 def ignore_existing_objects() -> None:
-    """Exempt all objects that exist now from later collections, because they stay until the process ends."""
+    """Exempt all current objects from later collections: they live until the process ends."""
     gc.freeze()
 
 
 def release_unreachable(*, also_ignored: bool = False) -> None:
     """Free objects in reference cycles now, and with them the device memory of their tensors.
 
-    Models and the hooks on them refer to each other, so that dropping the last reference to a pipeline frees nothing.
-    `also_ignored` includes what `ignore_existing_objects` exempted.
+    Models and their hooks reference each other, so dropping the last reference to a pipeline frees nothing.
+    `also_ignored` includes the objects that `ignore_existing_objects` exempted.
     """
     if also_ignored:
         gc.unfreeze()

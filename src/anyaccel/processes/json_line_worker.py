@@ -1,8 +1,7 @@
-"""A fresh interpreter that answers requests, one line of JSON each.
+"""A child interpreter that answers requests, one line of JSON each.
 
-The parent holds a `JsonLineWorker`. The module that it names uses `connecting_to_parent` in the child. This file is
-also the script that the child starts with: it imports only the standard library, so that the module decides what is
-imported first.
+The parent creates a `JsonLineWorker` for a module, and that module uses `connecting_to_parent` in the child. This file
+is also the child's start script. It imports only the standard library, because the module decides what to import first.
 """
 
 from __future__ import annotations
@@ -28,17 +27,18 @@ _STDERR_BYTES = 65536
 
 
 class JsonLineWorker:
-    """A child process that runs a module as `python -m` does and answers JSON messages in order.
+    """A child process that runs a module like `python -m` and answers JSON messages in order.
 
-    A context manager: the process is killed at the end of the block. A child whose parent is killed ends when it next
-    reads or answers.
+    A context manager: the process is killed at the end of the block. If the parent is killed, the child exits at its
+    next read or write.
     """
 
     def __init__(
         self, module: str, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         self.stderr = ""
-        """The last of what the process wrote to stderr and stdout, once it was closed or killed."""
+        """The last 64 KiB that the process wrote to stderr and stdout; set by `close` and `kill`."""
+        # A file, not a pipe: a pipe that nobody reads would block the child.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open until the process has ended
         self._process = subprocess.Popen(
             [sys.executable, __file__, module, *arguments],
@@ -54,12 +54,12 @@ class JsonLineWorker:
         self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def request(self, message: Any, timeout_s: float = threading.TIMEOUT_MAX) -> Any:
-        """Send a message and return its answer, as `receive` does."""
+        """Send a message and return the answer; see `receive`."""
         self.send(message)
         return self.receive(timeout_s)
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting for its answer; `receive` reports that the process has ended."""
+        """Send a message without waiting for the answer. If the process has exited, `receive` raises."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.write(json.dumps(message) + "\n")
             self._requests.flush()
@@ -67,7 +67,7 @@ class JsonLineWorker:
     def receive(self, timeout_s: float = threading.TIMEOUT_MAX) -> Any:
         """Return the next answer.
 
-        Raises EOFError if the process ends first. A process that does not answer in time is killed.
+        Raise EOFError if the process exits first. A process that does not answer in time is killed.
         """
         timer = threading.Timer(timeout_s, self._process.kill)
         timer.start()
@@ -76,11 +76,11 @@ class JsonLineWorker:
         finally:
             timer.cancel()
         if not line.endswith("\n"):
-            raise EOFError(f"the process {self._process.pid} ended before it answered")
+            raise EOFError(f"process {self._process.pid} exited before it answered")
         return json.loads(line)
 
     def close(self, timeout_s: float = _END_S) -> int:
-        """Let the process end by itself, kill it if it does not in time, and return its exit status."""
+        """Wait for the process to exit, kill it after `timeout_s`, and return its exit status."""
         for pipe in (self._requests, self._answers):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -97,7 +97,7 @@ class JsonLineWorker:
         return status
 
     def kill(self) -> int:
-        """Kill the process and return its exit status; one that has ended already keeps its own."""
+        """Kill the process, unless it has exited, and return its exit status."""
         self._process.kill()
         return self.close()
 
@@ -110,7 +110,10 @@ class JsonLineWorker:
 
 @contextmanager
 def connecting_to_parent() -> Iterator[tuple[Iterator[Any], Callable[[Any], None]]]:
-    """Give the parent's messages, which end when it closes the worker or is gone, and a function that answers one."""
+    """Provide an iterator over the parent's messages and a function that sends an answer.
+
+    The messages end when the parent closes the worker or exits.
+    """
     incoming, outgoing = (int(descriptor) for descriptor in os.environ.pop(_PIPES).split(","))
     with os.fdopen(incoming) as requests, os.fdopen(outgoing, "w") as answers:
 
@@ -122,12 +125,13 @@ def connecting_to_parent() -> Iterator[tuple[Iterator[Any], Callable[[Any], None
 
 
 def _run_module() -> None:
-    """Run the module that the command line names; nothing but answers reaches the parent's pipe."""
+    """Run the module named on the command line, with its pipes moved away from stdin and stdout."""
+    # Prints of the module and its libraries must not mix with the answers: stdout becomes stderr.
     os.environ[_PIPES] = f"{os.dup(0)},{os.dup(1)}"
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11
-        sys.path[0] = os.getcwd()  # as `python -m` has it, not this file's directory
+        sys.path[0] = os.getcwd()  # like `python -m`, instead of this file's directory
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

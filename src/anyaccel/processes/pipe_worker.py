@@ -20,8 +20,8 @@ __all__ = ["ParentPipe", "PipeWorker", "wait_for_messages"]
 class PipeWorker:
     """A spawned process that runs `target(pipe, *arguments)` with a `ParentPipe`.
 
-    The process ends when `target` returns, when it is killed, and when this process ends, whatever it is doing then.
-    A context manager: the process runs from the block's beginning to its end.
+    The process exits when `target` returns, when it is killed, and when this process exits.
+    A context manager: the process runs from the start to the end of the block.
     """
 
     def __init__(
@@ -39,31 +39,29 @@ class PipeWorker:
         with _environment(self._env):
             self._process.start()
         self._child_end.close()
-        atexit.register(self.kill)  # multiprocessing waits for children that still run when this process exits
+        atexit.register(self.kill)  # at exit, multiprocessing would wait for children that are still running
         threading.Thread(target=self._send_all, name=f"{self._process.name}-sender", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting; `receive` reports that the process has ended.
-
-        Raise, here and not in the thread that sends, if the message cannot be pickled.
-        """
+        """Send a message without waiting. If the process has exited, `receive` raises."""
+        # Pickled here, so an unpicklable message raises in the caller and not in the sender thread.
         self._outbox.put(ForkingPickler.dumps(message))
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Return the next message, or None after `timeout_s` seconds; raise EOFError if the process has ended."""
+        """Return the next message, or None after `timeout_s` seconds; raise EOFError if the process has exited."""
         try:
             return self._connection.recv() if self._connection.poll(timeout_s) else None
         except OSError as error:
             raise EOFError from error
 
     def kill(self) -> None:
-        """Kill the process without waiting; from any thread, and more than once."""
+        """Kill the process without waiting. Can be called from any thread, and repeatedly."""
         if self._process.pid is not None:
             self._process.kill()
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait for the end of the process and return its exit status, or None if it has not ended in time."""
-        with self._waiting:  # two threads that wait for one process would miss its status
+        """Wait for the process to exit and return its exit status, or None after `timeout_s` seconds."""
+        with self._waiting:  # if two threads wait for one process, one of them misses its status
             if self._process.pid is not None:
                 self._process.join(timeout_s)
             if self._process.exitcode is not None:
@@ -80,7 +78,7 @@ class PipeWorker:
         self.wait()
 
     def _send_all(self) -> None:
-        """Send in a thread of its own: a process that hangs does not read, and blocks whoever sends."""
+        """Send messages from a separate thread: a child that hangs does not read, and would block the caller."""
         while (pickled := self._outbox.get()) is not None:
             try:
                 self._connection.send_bytes(pickled)
@@ -89,13 +87,13 @@ class PipeWorker:
 
 
 def wait_for_messages(workers: Collection[PipeWorker], timeout_s: float) -> list[PipeWorker]:
-    """Return the workers whose `receive` does not block: they sent a message or have ended."""
+    """Return the workers that sent a message or have exited; their `receive` does not block."""
     ready = wait([worker._connection for worker in workers], timeout_s)
     return [worker for worker in workers if worker._connection in ready]
 
 
 class ParentPipe:
-    """The child's end of the pipe. The child exits as soon as the parent is gone."""
+    """The child's end of the pipe. The child exits as soon as the parent does."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -109,10 +107,10 @@ class ParentPipe:
             try:
                 self._connection.send(message)
             except OSError:
-                os._exit(0)
+                os._exit(0)  # not sys.exit, which would only end this thread
 
     def receive(self) -> Any:
-        """Wait for the next message of the parent."""
+        """Wait for the next message from the parent."""
         return self._inbox.get()
 
     def _receive_all(self) -> None:
@@ -124,13 +122,13 @@ class ParentPipe:
 
 
 def _run(connection: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all processes: the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent handles it
     target(ParentPipe(connection), *arguments)
 
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Change environment variables while the block runs: a spawned process reads them before it imports anything."""
+    """Set environment variables while the block runs; a spawned process inherits them before its first import."""
     before = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""Signal handlers that are installed for the length of a block, and a child process that ends with its parent."""
+"""Signal handlers for the duration of a block, and child processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class TerminatedError(BaseException):
-    """SIGTERM arrived. Like KeyboardInterrupt it is not an `Exception`."""
+    """Raised on SIGTERM. Like KeyboardInterrupt, it is not an `Exception`."""
 
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals while the block runs and restore the earlier handlers at its end.
+    """Handle signals while the block runs, then restore the previous handlers.
 
-    A signal that the process ignores stays ignored. Outside the main thread, where Python allows no handlers, nothing
-    is installed.
+    Signals that the process ignores stay ignored. Outside the main thread, where Python does not allow signal
+    handlers, this does nothing.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     handled = [number for number in numbers if in_main_thread and signal.getsignal(number) != signal.SIG_IGN]
@@ -38,20 +38,21 @@ def handling_signals(handler: Callable[[int, FrameType | None], None], *numbers:
 
 
 def raising_on_sigterm() -> AbstractContextManager[None]:
-    """Raise `TerminatedError` on SIGTERM while the block runs, so that its work cleans up as it does after Ctrl-C."""
+    """Raise `TerminatedError` on SIGTERM while the block runs, so cleanup runs as after Ctrl-C."""
     return handling_signals(_raise_terminated, signal.SIGTERM)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that started it ends; `parent` is that thread's process.
+    """Kill this process when the thread that started it ends; `parent` is the process ID of that thread.
 
-    Known limitations: only Linux can do that, and elsewhere nothing happens.
+    Known limitation: this works only on Linux and does nothing elsewhere.
     """
     if sys.platform == "linux":
         import ctypes
 
+        # See prctl(2): the signal is sent when the parent thread, not the process, ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call above
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
 

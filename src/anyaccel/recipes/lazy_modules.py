@@ -1,4 +1,4 @@
-"""The heavy libraries, imported when something of theirs is first used."""
+"""Heavy libraries that are imported on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["diffusers", "numpy", "torch", "transformers"]
 
 
 class LazyModule:
-    """A module that is imported on the first look at one of its names."""
+    """A module that is imported when one of its attributes is first accessed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,29 +1,29 @@
-"""The pipeline classes of diffusers that were tried, and cannot have a recipe here."""
+"""Pipeline classes of diffusers that cannot have a recipe here, with the reason."""
 
-NEEDS_GUARDRAIL = "its licence and its code ask for the safety checker of cosmos_guardrail, which is not installed"
-NEEDS_INVERSION = "a picture must be inverted by a call of its own before the pipeline is called"
-NEEDS_QWEN_PROCESSOR = "needs torchvision, which is not installed, for the processor of Qwen 2.5 VL"
-NEEDS_SENTENCEPIECE = "needs sentencepiece, which is not installed"
-NEEDS_TORCHVISION = "needs torchvision, which is not installed"
+NEEDS_GUARDRAIL = "its license and code require the safety checker of cosmos_guardrail, which is not installed"
+NEEDS_INVERSION = "an image must be inverted in a separate call before the pipeline is called"
+NEEDS_QWEN_PROCESSOR = "the processor of Qwen 2.5 VL requires torchvision, which is not installed"
+NEEDS_SENTENCEPIECE = "requires sentencepiece, which is not installed"
+NEEDS_TORCHVISION = "requires torchvision, which is not installed"
 
 __all__ = ["NOT_COVERED"]
 
 NOT_COVERED: dict[str, str] = {
-    "AnyFlowFARPipeline": "attends with flex attention, which takes seconds a call where it is not compiled",
+    "AnyFlowFARPipeline": "uses flex attention, which takes seconds per call if it is not compiled",
     "Cosmos2TextToImagePipeline": NEEDS_GUARDRAIL,
     "Cosmos2VideoToWorldPipeline": NEEDS_GUARDRAIL,
     "Cosmos2_5_PredictBasePipeline": NEEDS_GUARDRAIL,
     "Cosmos2_5_TransferPipeline": NEEDS_GUARDRAIL,
     "CosmosTextToWorldPipeline": NEEDS_GUARDRAIL,
     "CosmosVideoToWorldPipeline": NEEDS_GUARDRAIL,
-    "EasyAnimateControlPipeline": "diffusers 0.42 passes its own encode_prompt an argument that it does not take",
+    "EasyAnimateControlPipeline": "diffusers 0.42 passes encode_prompt an argument that it does not accept",
     "Kandinsky5I2IPipeline": NEEDS_QWEN_PROCESSOR,
     "KolorsImg2ImgPipeline": NEEDS_SENTENCEPIECE,
     "KolorsPAGPipeline": NEEDS_SENTENCEPIECE,
     "KolorsPipeline": NEEDS_SENTENCEPIECE,
     "LEditsPPPipelineStableDiffusion": NEEDS_INVERSION,
     "LEditsPPPipelineStableDiffusionXL": NEEDS_INVERSION,
-    "MusicLDMPipeline": "takes the text features of CLAP as a tensor, which transformers 5 no longer gives",
+    "MusicLDMPipeline": "expects the text features of CLAP as a tensor, which transformers 5 no longer returns",
     "OmniGenPipeline": NEEDS_TORCHVISION,
     "QwenImageEditInpaintPipeline": NEEDS_QWEN_PROCESSOR,
     "QwenImageEditPipeline": NEEDS_QWEN_PROCESSOR,

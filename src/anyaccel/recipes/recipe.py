@@ -1,4 +1,4 @@
-"""A recipe: how to make one tiny pipeline, how to call it, and how to read what it gives."""
+"""A recipe: how to build a tiny pipeline, how to call it, and how to read its output."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One pipeline class at its smallest, and one call of it."""
+    """One pipeline class at a tiny size, with call arguments."""
 
     name: str
     """Unique, in kebab-case: `stable-diffusion`."""
     pipeline: str
     """The name of the diffusers class: `StableDiffusionPipeline`."""
     family: str
-    """What it is kin to: `stable-diffusion`, `flux`, `video`, `audio`."""
+    """The model family: `stable-diffusion`, `flux`, `video`, `audio`."""
     make: Callable[[], DiffusionPipeline]
-    """A new pipeline: float32, for inference, with the same weights every time."""
+    """Returns a new float32 pipeline in eval mode, with the same weights every time."""
     call: Callable[[], dict[str, Any]]
-    """The keyword arguments of one call, new every time."""
+    """Returns new keyword arguments for one call."""
 
 
 def make_recipe(
@@ -46,7 +46,7 @@ def make_recipe(
     call: Callable[[], dict[str, Any]],
     finish: Callable[[Any], None] | None = None,
 ) -> Recipe:
-    """A recipe whose pipeline is put together from parts: its components, and what its constructor takes besides."""
+    """Return a recipe whose pipeline is built from components and further constructor arguments."""
     make = functools.partial(assemble, pipeline, parts, finish)
     return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
 
@@ -54,9 +54,9 @@ def make_recipe(
 def assemble(
     pipeline: str, parts: Callable[[], dict[str, Any]], finish: Callable[[Any], None] | None = None
 ) -> DiffusionPipeline:
-    """Build the parts and the pipeline, add what comes later, such as an adapter, and draw weights from fixed seeds.
+    """Build the components and the pipeline, apply `finish` (for example to load an adapter) and draw the weights.
 
-    The caller's randomness is left as it was.
+    Seeds are fixed, and the global random state is restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -65,38 +65,40 @@ def assemble(
             finish(pipe)
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
-            # Seeded by its name, so that no two encoders are the same.
+            # Seeded with the name of the component, so no two encoders have the same weights.
             draw_weights(component.eval(), seed=SEED + zlib.crc32(name.encode()))
     pipe.set_progress_bar_config(disable=True)
     return pipe  # type: ignore[no-any-return]
 
 
 def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
-    """Call the pipeline once as the recipe says, and give its main output as one finite float32 array."""
-    # Some pipelines draw from torch's own generator, whatever generator they are given: CogView 4 with control.
+    """Call the pipeline with the arguments of the recipe and return its main output as a finite float32 array."""
+    # Some pipelines ignore the given generator and draw from the global one, for example CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         output = pipe(**_place(recipe.call(), pipe.device))  # type: ignore[operator,attr-defined]
-    values = output.to_tuple() if hasattr(output, "to_tuple") else (output,)  # a modular pipeline gives one value
+    values = (
+        output.to_tuple() if hasattr(output, "to_tuple") else (output,)
+    )  # a modular pipeline returns a single value
     array: npt.NDArray[Any] = _as_array(next(value for value in values if value is not None))
     if not numpy.isfinite(array).all():
         raise AnyaccelError(
-            f"the recipe {recipe.name} gave {int((~numpy.isfinite(array)).sum())} numbers of {array.size} "
-            "that are not finite",
-            hint="compare with a run on the cpu, where every recipe is finite",
+            f"the recipe {recipe.name} produced NaN or Inf in {int((~numpy.isfinite(array)).sum())} of {array.size} "
+            "elements",
+            hint="run it on the CPU to compare; every recipe is finite there",
         )
     return array
 
 
 def _place(arguments: dict[str, Any], device: Any) -> dict[str, Any]:
-    """The arguments with their tensors where the pipeline is, as a caller who has embeddings would give them."""
+    """Return the arguments with their tensors on the device of the pipeline."""
     import torch
 
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
 def _as_array(value: Any) -> Any:
-    """One float32 array from a tensor, an array, a picture, or lists of them."""
+    """Return a float32 array from a tensor, an array, an image, or lists of them."""
     if isinstance(value, list | tuple):
         return numpy.stack([_as_array(entry) for entry in value])
     if isinstance(value, torch.Tensor):

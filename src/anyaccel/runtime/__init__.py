@@ -1,1 +1,1 @@
-"""Doing: places a pipeline as its plan says, and runs it. One file a concern."""
+"""Places a pipeline on a device according to its plan, and runs its calls."""

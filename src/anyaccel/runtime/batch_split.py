@@ -1,4 +1,7 @@
-"""Batches: where a device does not run them reliably, one image a call, in order, under one progress bar."""
+"""Split a batch into several calls of the pipeline and join their results.
+
+Devices that do not run batches reliably get one image per call; a batch that does not fit into memory is split too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from anyaccel.runtime.call_request import CallRequest
 
 __all__ = ["SharedProgress", "join_results", "split_request"]
 
-_WHOLE = {
+# Their length can equal the number of prompts by chance, so the length does not show whether they are per image.
+# Arguments that apply to the whole call and are never split. Lists of numbers are not split either.
+_PER_CALL_ARGUMENTS = {
     "timesteps", "sigmas", "guidance_schedule", "conditioning_scale",
     "callback_on_step_end_tensor_inputs", "prior_callback_on_step_end_tensor_inputs",
     "ip_adapter_image", "ip_adapter_image_embeds", "negative_ip_adapter_image", "negative_ip_adapter_image_embeds",
@@ -22,38 +27,36 @@ _WHOLE = {
     "video", "control_video", "mask_video", "face_video", "pose_video", "background_video", "conditioning_frames",
     "reference_images", "token_indices", "control_mode",
 }  # fmt: skip
-"""Lists and tensors that belong to the call and not to an image, whatever their length; so do lists of numbers."""
-_NUMBER_AN_IMAGE = {"class_labels", "decode_timestep", "decode_noise_scale"}
-_PICTURES = ("image", "mask_image")
+# Lists of numbers that do have one element per image.
+_PER_IMAGE_NUMBERS = {"class_labels", "decode_timestep", "decode_noise_scale"}
+_INPUT_IMAGES = ("image", "mask_image")
 
 
 def split_request(request: CallRequest, images_per_call: int | None, first: int = 0) -> list[CallRequest]:
-    """The request from one image on as several of at most that many; itself where it is small enough."""
-    at_once = images_per_call or request.images
-    if not first and request.images <= at_once:
-        return [_give_each_its_picture(request)]
-    parts: list[CallRequest] = []
-    for start in range(first, request.images, at_once):
-        rows = range(start, min(start + at_once, request.images))
-        parts += _take_rows(request, rows)
-    return [_give_each_its_picture(part) for part in parts]
+    """Split a request, from image `first` on, into requests of at most `images_per_call` images."""
+    limit = images_per_call or request.images
+    if not first and request.images <= limit:
+        return [_repeat_input_images(request)]
+    chunks: list[CallRequest] = []
+    for start in range(first, request.images, limit):
+        rows = range(start, min(start + limit, request.images))
+        chunks += _select_rows(request, rows)
+    return [_repeat_input_images(chunk) for chunk in chunks]
 
 
-def _give_each_its_picture(request: CallRequest) -> CallRequest:
-    """Seeded images that begin with one picture get it once each.
-
-    Diffusers encodes a shared picture once, with the noise of the first image's generator: the others would be other
-    images than the ones that their seeds give alone.
-    """
+def _repeat_input_images(request: CallRequest) -> CallRequest:
+    """Pass a shared input image once per output image if the request has seeds."""
+    # diffusers encodes a shared image once, with noise from the first generator of the list. All other images would
+    # differ from those that their seeds give in a call of their own (diffusers 0.42).
     if len(request.seeds) < 2 or "strength" not in request.accepts:
         return request
-    pictures = {name: request.arguments[name] for name in _PICTURES if request.arguments.get(name) is not None}
-    return request.with_arguments(**{name: _spread(value, request) for name, value in pictures.items()})
+    images = {name: request.arguments[name] for name in _INPUT_IMAGES if request.arguments.get(name) is not None}
+    return request.with_arguments(**{name: _repeat(value, request) for name, value in images.items()})
 
 
-def _spread(value: Any, request: CallRequest) -> Any:
-    """One picture an image: of one for all, or of one a prompt."""
-    # What takes embeddings of images, as Kandinsky does, repeats the pictures of a prompt itself.
+def _repeat(value: Any, request: CallRequest) -> Any:
+    """Return one input image per output image, from one image for all or one per prompt."""
+    # Pipelines that accept image embeddings, such as Kandinsky, repeat the images of a prompt themselves.
     each = 1 if "image_embeds" in request.accepts else request.per_prompt
     if isinstance(value, Image):
         return [value] * (request.prompts * each)
@@ -67,14 +70,15 @@ def _spread(value: Any, request: CallRequest) -> Any:
     return [value[row] for row in rows] if isinstance(value, list) else value[rows]
 
 
-def _take_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
-    """Some images of a request: whole prompts together, parts of a prompt each by itself."""
+def _select_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
+    """Yield requests for some of the images: one if they cover whole prompts, otherwise one per prompt."""
+    # A call has the same number of images for every prompt, so a partial prompt needs a call of its own.
     prompts = sorted({row // request.per_prompt for row in rows})
     whole = len(rows) == len(prompts) * request.per_prompt
     by_prompt = [([prompt], [row for row in rows if row // request.per_prompt == prompt]) for prompt in prompts]
     groups = [(prompts, list(rows))] if whole else by_prompt
     for chosen, images in groups:
-        arguments = {name: _take(name, value, request, chosen, images) for name, value in request.arguments.items()}
+        arguments = {name: _select(name, value, request, chosen, images) for name, value in request.arguments.items()}
         per_prompt = len(images) // len(chosen)
         name = request.per_prompt_name
         if name is not None:
@@ -85,18 +89,19 @@ def _take_rows(request: CallRequest, rows: range) -> Iterator[CallRequest]:
         yield replace(request, arguments=arguments, prompts=len(chosen), per_prompt=per_prompt, seeds=seeds)
 
 
-def _take(name: str, value: Any, request: CallRequest, prompts: list[int], images: list[int]) -> Any:
-    """The part of one argument that belongs to some prompts, or to some images of theirs."""
-    if name in _WHOLE or value is None or isinstance(value, str | dict):
+def _select(name: str, value: Any, request: CallRequest, prompts: list[int], images: list[int]) -> Any:
+    """Return the elements of an argument that belong to some prompts or images."""
+    if name in _PER_CALL_ARGUMENTS or value is None or isinstance(value, str | dict):
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):
         if value.ndim == 0:
             return value
+        # Latents have one row per image, other tensors one row per prompt.
         if value.shape[0] == request.images and (name == "latents" or request.per_prompt == 1):
             return value[images]
         return value[prompts] if value.shape[0] == request.prompts and request.prompts > 1 else value
     if isinstance(value, Sequence):
-        if name not in _NUMBER_AN_IMAGE and all(isinstance(item, int | float) for item in value):
+        if name not in _PER_IMAGE_NUMBERS and all(isinstance(item, int | float) for item in value):
             return value
         if name == "generator" and len(value) == request.images:
             chosen = [value[image] for image in images]
@@ -107,7 +112,7 @@ def _take(name: str, value: Any, request: CallRequest, prompts: list[int], image
 
 
 def join_results(results: list[Any]) -> Any:
-    """The results of several calls as the result of one."""
+    """Join the results of several calls into one result of the same class."""
     if len(results) == 1:
         return results[0]
     first = results[0]
@@ -131,34 +136,34 @@ def _join(values: list[Any]) -> Any:
 
 
 class SharedProgress:
-    """One progress bar for several calls of a pipeline, each of which thinks that it has its own."""
+    """One progress bar for several calls of a pipeline."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
         self.bar: Any = None
 
-    def begin(self, make_bar: Any, iterable: Any = None, total: int | None = None, **options: Any) -> _Part:
-        """What a pipeline gets in place of a progress bar; the real one is made once."""
+    def begin(self, make_bar: Any, iterable: Any = None, total: int | None = None, **options: Any) -> _CallProgress:
+        """Return the progress bar of one call; the first call creates the shared bar."""
         if iterable is not None and total is None:
             iterable = list(iterable)
             total = len(iterable)
         if self.bar is None:
             self.bar = make_bar(total=(total or 0) * self.calls, **options)
-        return _Part(self.bar, iterable)
+        return _CallProgress(self.bar, iterable)
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the shared bar."""
         if self.bar is not None:
             self.bar.close()
 
 
-class _Part:
-    """One call's share of the bar."""
+class _CallProgress:
+    """The share of one call in the progress bar. It has the interface of tqdm."""
 
     def __init__(self, bar: Any, iterable: Any) -> None:
         self.bar, self.iterable = bar, iterable
 
-    def __enter__(self) -> _Part:
+    def __enter__(self) -> _CallProgress:
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -172,4 +177,4 @@ class _Part:
         return getattr(self.bar, name)
 
     def close(self) -> None:
-        """The bar itself goes on."""
+        """Do nothing: other calls still use the shared bar."""

@@ -1,4 +1,4 @@
-"""One call of a pipeline, read: its arguments by name, how many images it makes, and their seeds."""
+"""The arguments of one pipeline call, with its number of images and its seeds."""
 
 from __future__ import annotations
 
@@ -20,49 +20,51 @@ _PER_PROMPT = (
     "num_waveforms_per_prompt",
     "num_audios_per_prompt",
 )
+# In this order: prompt_embeds may come with a prompt, and both have the same length then.
+# Arguments with one element per prompt.
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
+# Arguments that are converted from NumPy integers to `int`, because they are counted and compared.
 _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_size")
-"""What is counted and compared here, and so is Python's where it was an integer of NumPy's."""
 
 
 @dataclass(frozen=True)
 class CallRequest:
-    """What a caller asked a pipeline for."""
+    """The arguments of a pipeline call, bound to their names."""
 
     arguments: dict[str, Any]
-    """By name, positional ones too."""
+    """All arguments by name, including positional ones."""
     prompts: int
     per_prompt: int
     accepts: frozenset[str]
-    """The names that the pipeline takes."""
+    """Names of the arguments that the pipeline accepts."""
     seeds: tuple[int, ...] = ()
-    """One an image; empty where none were given."""
+    """One seed per image; empty if the call has none."""
 
     @property
     def images(self) -> int:
-        """How many images the call makes."""
+        """Number of images that the call generates."""
         return self.prompts * self.per_prompt
 
     @property
     def per_prompt_name(self) -> str | None:
-        """What the pipeline calls the number of images to a prompt; None if it has no such argument."""
+        """Name of the pipeline's argument for the number of images per prompt, or None."""
         return next((name for name in _PER_PROMPT if name in self.accepts), None)
 
     def with_arguments(self, **changed: Any) -> CallRequest:
-        """The same request with some arguments changed."""
+        """Return a copy with some arguments changed."""
         return replace(self, arguments={**self.arguments, **changed})
 
 
 def read_call_request(
     pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallRequest:
-    """Read a call; a wrong argument raises what the pipeline itself would raise."""
+    """Bind the arguments of a call; an unknown argument raises the pipeline's own `TypeError`."""
     kwargs = dict(kwargs)
     seed = kwargs.pop("seed", None)
     signature = inspect.signature(call)
     bound = signature.bind(pipe, *args, **kwargs)
     arguments, accepts = {}, set()
-    for name, parameter in list(signature.parameters.items())[1:]:
+    for name, parameter in list(signature.parameters.items())[1:]:  # without self
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments.update(bound.arguments.get(name, {}))
             accepts |= bound.arguments.get(name, {}).keys()
@@ -77,12 +79,12 @@ def read_call_request(
     if seed is None:
         return request
     if arguments.get("generator") is not None:
-        raise UsageError("seed and generator are both given", hint="give one of them")
+        raise UsageError("seed and generator cannot be used together", hint="pass only one of them")
     return replace(request, seeds=read_seeds(seed, request.images))
 
 
 def _block_inputs(pipe: Any) -> set[str]:
-    """What a modular pipeline takes, by its blocks."""
+    """Return the inputs of a modular pipeline; its call has only `**kwargs`."""
     blocks = getattr(pipe, "blocks", None)
     return set(getattr(blocks, "input_names", ()) or ())
 
@@ -101,11 +103,11 @@ def _count_prompts(arguments: dict[str, Any], accepts: set[str]) -> int:
     size = arguments.get("batch_size")
     if isinstance(size, int) and size > 0:
         return size
-    return 1 if "prompt" in accepts else _count_pictures(arguments.get("image"))
+    return 1 if "prompt" in accepts else _count_input_images(arguments.get("image"))
 
 
-def _count_pictures(value: Any) -> int:
-    """Where nothing can be prompted, several pictures ask for that many images; lists of lists mean other things."""
+def _count_input_images(value: Any) -> int:
+    """Return the number of input images of a pipeline without a prompt; a nested list counts as one."""
     if isinstance(value, torch.Tensor):
         return int(value.shape[0]) if value.dim() == 4 else 1
     flat = isinstance(value, list) and value and not any(isinstance(item, list) for item in value)
@@ -122,16 +124,17 @@ def _count_per_prompt(request: CallRequest, signature: inspect.Signature) -> int
 
 
 def bucket_of(request: CallRequest) -> str:
-    """The size and the number of images of a call, in words: `512 × 512, 1 image`."""
+    """Return the image size and the number of images as text: `512 × 512, 1 image`."""
     size = " × ".join(str(request.arguments[name]) for name in ("height", "width") if request.arguments.get(name))
     return f"{size or 'default size'}, {request.images} image{'s' if request.images != 1 else ''}"
 
 
+# The text is part of the key of out-of-memory outcomes on disk: a change makes existing outcomes unreadable.
 def shape_of(request: CallRequest) -> str:
-    """What of a call decides the shapes inside, in words: `512 × 512, 4 images`."""
+    """Return everything that determines tensor shapes in a call, as text: `512 × 512, 4 images`."""
     sizes = [str(request.arguments[name]) for name in ("width", "height", "num_frames") if request.arguments.get(name)]
     others = [f"{name} {value}" for name, value in sorted(_shapes(request.arguments).items())]
-    if request.arguments.get("guidance_scale") is not None:  # it may double the batch inside
+    if request.arguments.get("guidance_scale") is not None:  # guidance can double the batch
         others.append(f"guidance {request.arguments['guidance_scale']}")
     images = f"{request.images} image{'s' if request.images != 1 else ''}"
     return ", ".join([" × ".join(sizes) or "default size", images, *others])
@@ -139,5 +142,6 @@ def shape_of(request: CallRequest) -> str:
 
 def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     shapes = {name: tuple(value.shape) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    pictures = {name: value.size for name, value in arguments.items() if hasattr(value, "size") and name not in shapes}
-    return shapes | {name: size for name, size in pictures.items() if isinstance(size, tuple)}
+    # PIL images have a tuple as size; arrays and other objects have an integer or a method.
+    images = {name: value.size for name, value in arguments.items() if hasattr(value, "size") and name not in shapes}
+    return shapes | {name: size for name, size in images.items() if isinstance(size, tuple)}

@@ -1,4 +1,4 @@
-"""Load a pipeline with diffusers, safely by default, with errors that say what to do."""
+"""Load pipelines with diffusers: safe by default, with errors that have a hint."""
 
 from __future__ import annotations
 
@@ -13,90 +13,93 @@ from anyaccel.backends.device_functions import dtype_name, dtype_of
 from anyaccel.errors import AnyaccelError, ModelError, UsageError, first_line
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.runtime.model_files import check_model_folder, is_single_file
-from anyaccel.upstream.diffusers_internals import casts_components, name_dtype_argument
+from anyaccel.upstream.diffusers_internals import casts_components, read_dtype_argument
 
 __all__ = ["derive_pipeline", "load_pipeline"]
 
-_DTYPE = name_dtype_argument()
+_DTYPE = read_dtype_argument()
 
 
 def load_pipeline(kind: Any, model: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
     """Load a pipeline with diffusers; return it with the placement options that it was loaded with.
 
-    What diffusers raises about a model becomes a `ModelError` with a hint.
+    Errors of diffusers about the model become a `ModelError` with a hint.
     """
     options, placement_options = _read_options(options)
     if not isinstance(model, str | Path):
-        raise UsageError(f"{model!r} is no model", hint="give a hub id, a local folder or a file of weights")
+        raise UsageError(f"not a valid model: {model!r}", hint="pass a Hub ID, a local folder or a weights file")
     if not options.get("trust_remote_code") and options.get("custom_pipeline") is not None:
         raise ModelError(
-            f"custom_pipeline={options['custom_pipeline']!r} would run code that comes with a model",
-            hint="read that code, and pass trust_remote_code=True if you trust it",
+            f"custom_pipeline={options['custom_pipeline']!r} would run code from the model repository",
+            hint="review the code, then pass trust_remote_code=True",
         )
     single = is_single_file(model)
+    # Before anything is loaded: a truncated file or a pickle must not be found after gigabytes have been read.
     check_model_folder(model, pickles=not options["use_safetensors"], trusted=bool(options.get("trust_remote_code")))
     loader = _find_single_file_loader(kind, options) if single else kind.from_pretrained
     if single:
-        options.pop("use_safetensors")
+        options.pop("use_safetensors")  # the file's suffix decides
     return _call_diffusers(loader, str(model), options), placement_options
 
 
 def _read_options(options: dict[str, Any]) -> tuple[dict[str, Any], PlacementOptions]:
-    """The options as diffusers takes them, and what they wish for."""
+    """Return the options for diffusers and the placement options that they contain."""
     options = dict(options)
     if options.get("dtype") is not None and options.get("torch_dtype") is not None:
-        raise UsageError("dtype and torch_dtype are both given, and mean the same", hint="give one of them")
-    asked = options.pop("dtype", None) or options.pop("torch_dtype", None)
+        raise UsageError("dtype and torch_dtype cannot be used together", hint="pass only dtype")
+    requested = options.pop("dtype", None) or options.pop("torch_dtype", None)
     options.pop("torch_dtype", None)
-    if asked is not None and not isinstance(asked, dict):
-        asked = dtype_of(dtype_name(asked))
-    if asked is not None:
-        options[_DTYPE] = asked
+    if requested is not None and not isinstance(requested, dict):  # a dict has one dtype per component
+        requested = dtype_of(dtype_name(requested))
+    if requested is not None:
+        options[_DTYPE] = requested
     if options.get("use_safetensors") is None:
+        # The default of diffusers is to fall back to pickles, which can run code.
         options["use_safetensors"] = True
-    chosen = str(asked).removeprefix("torch.") if isinstance(asked, torch.dtype) else None
+    chosen = str(requested).removeprefix("torch.") if isinstance(requested, torch.dtype) else None
     return options, PlacementOptions(dtype=chosen)
 
 
 def _find_single_file_loader(kind: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    """The class that a single file is loaded by: this one, or the one that its description names."""
+    """Return `from_single_file` of this class, or of the class that `config=` names."""
     if hasattr(kind, "from_single_file") and kind is not diffusers.DiffusionPipeline:
         loader: Callable[..., Any] = kind.from_single_file
         return loader
-    described = options.get("config")
-    if described is None:
+    source = options.get("config")
+    if source is None:
         raise ModelError(
-            "a single file holds weights, and not which pipeline they are for",
-            hint="pass config= a folder or hub id of the same architecture, such as stable-diffusion-v1-5/"
-            "stable-diffusion-v1-5, or use the pipeline's own class and anyaccel.place",
+            "a single file contains only weights, not the pipeline class",
+            hint="pass config= with a folder or Hub ID of the same architecture, such as stable-diffusion-v1-5/"
+            "stable-diffusion-v1-5, or load it with the diffusers pipeline class and use anyaccel.place",
         )
-    config = _call_diffusers(diffusers.DiffusionPipeline.load_config, str(described), {})
-    found = getattr(diffusers, str(config.get("_class_name")), None)
-    if found is None or not hasattr(found, "from_single_file"):
+    config = _call_diffusers(diffusers.DiffusionPipeline.load_config, str(source), {})
+    pipeline_class = getattr(diffusers, str(config.get("_class_name")), None)
+    if pipeline_class is None or not hasattr(pipeline_class, "from_single_file"):
         raise ModelError(
             f"{config.get('_class_name')} cannot be loaded from a single file", hint="load it from a folder"
         )
-    return found.from_single_file  # type: ignore[no-any-return]
+    return pipeline_class.from_single_file  # type: ignore[no-any-return]
 
 
 def _call_diffusers(function: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
-    """Call diffusers, and turn what it raises about a model into an error with a hint."""
+    """Call a function of diffusers; turn its errors about the model into a `ModelError`."""
     try:
         return function(model, **options)
     except AnyaccelError:
         raise
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        words = first_line(error)
-        offline = "is it spelled right, and is the network or the cache there?"
-        hint = f"look into {model}" if Path(model).exists() else f"{model}: {offline}"
-        raise ModelError(f"{model} cannot be loaded: {words}", hint=hint) from error
+        message = first_line(error)
+        offline = "check the spelling, and that the network or the local cache is available"
+        hint = f"check the files in {model}" if Path(model).exists() else f"{model}: {offline}"
+        raise ModelError(f"cannot load {model}: {message}", hint=hint) from error
 
 
 def derive_pipeline(kind: Any, pipeline: Any, options: dict[str, Any]) -> tuple[Any, PlacementOptions]:
-    """Make a pipeline from another one's components, in their dtype unless the options have one."""
+    """Create a pipeline from the components of another one, in their dtype unless the options have one."""
     options, placement_options = _read_options(options)
     del options["use_safetensors"]
     if _DTYPE not in options and casts_components(kind):
-        # diffusers would cast the components, which the other pipeline still uses, to float32.
+        # from_pipe casts the shared components to float32 by default:
+        # https://github.com/huggingface/diffusers/issues/12754 (seen in diffusers 0.35).
         options[_DTYPE] = pipeline.dtype
     return kind.from_pipe(pipeline, **options), placement_options

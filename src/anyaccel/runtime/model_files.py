@@ -1,4 +1,4 @@
-"""The files of a model on disk, looked at before anything is loaded: complete, readable, and free of code."""
+"""Checks of a model's files before loading: complete, readable and without code."""
 
 from __future__ import annotations
 
@@ -15,117 +15,124 @@ __all__ = ["check_model_folder", "check_safetensors", "is_single_file"]
 _INDEXES = ("model_index.json", "modular_model_index.json")
 _WEIGHTS = (".safetensors", ".ckpt", ".bin", ".pt", ".pth", ".gguf")
 _PICKLES = (".bin", ".ckpt", ".pt", ".pth")
-_LONGEST_HEADER = 100 * 2**20
+# The format allows headers of about 100 MB.
+_MAX_HEADER_BYTES = 100 * 2**20
 
 
 def is_single_file(model: Any) -> bool:
-    """Whether a model is named by one file of weights rather than by a folder or a hub id."""
+    """Return whether a model is a weights file (path or URL) instead of a folder or a Hub ID."""
     text = str(model)
     return text.endswith(_WEIGHTS) and (Path(text).is_file() or text.startswith(("http://", "https://")))
 
 
 def check_model_folder(model: Any, *, pickles: bool, trusted: bool) -> None:
-    """Raise if a local model cannot be loaded, or would run code; a hub id is left to the hub."""
+    """Raise if a local model cannot be loaded or would run code; a Hub ID is not checked."""
     path = Path(str(model)).expanduser()
     if path.is_file():
         if path.suffix not in _WEIGHTS:
-            raise ModelError(f"{model} is a file, and not one of weights", hint="give the folder of the pipeline")
+            raise ModelError(f"{model} is not a weights file", hint="pass the folder of the pipeline")
         if path.suffix in _PICKLES and not pickles:
-            raise _pickled(path)
+            raise _make_pickle_error(path)
         if path.suffix == ".safetensors":
             check_safetensors(path)
         return
     if not path.is_dir():
+        # A Hub ID has at most one slash and does not start like a path.
         if (
             str(model).startswith((".", "/", "~"))
             or str(model).count("/") > 1
             or (os.sep != "/" and os.sep in str(model))
         ):
-            raise ModelError(f"there is no folder {model}", hint="is the path right?")
+            raise ModelError(f"the folder {model} does not exist", hint="check the path")
         return
     index = next((path / name for name in _INDEXES if (path / name).is_file()), None)
     if index is None:
-        raise ModelError(f"{model} is no pipeline: it has no model_index.json", hint=_suggest(path))
+        raise ModelError(f"{model} is not a pipeline: it has no model_index.json", hint=_suggest_folder(path))
     _check_index(index, trusted)
     for file in sorted(path.rglob("*.safetensors")):
         check_safetensors(file)
     if not pickles:
-        _refuse_pickles(path)
+        _reject_pickles(path)
 
 
-def _suggest(path: Path) -> str:
-    """A folder of one model, or one above a pipeline, is the usual slip."""
+def _suggest_folder(path: Path) -> str:
+    """Return a hint for the usual mistakes: the folder of one model, or the parent of a pipeline's folder."""
     if (path / "config.json").is_file():
-        return "this is one model; give the folder above it, which has a model_index.json"
+        return "this is the folder of a single model; pass its parent, which has a model_index.json"
     below = next((entry.name for entry in sorted(path.iterdir()) if (entry / "model_index.json").is_file()), None)
-    return f"take {path / below}" if below else "give a folder that save_pretrained of a pipeline wrote"
+    return f"use {path / below}" if below else "pass a folder that was written by save_pretrained of a pipeline"
 
 
 def _check_index(index: Path, trusted: bool) -> None:
-    """The file that lists the components can be read, and names no code of its own."""
+    """Raise if the index cannot be read or refers to custom code."""
     try:
         content = json.loads(index.read_text())
         components = dict(content)
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{index} cannot be read: {error}", hint="download it again") from error
+        raise ModelError(f"cannot read {index}: {error}", hint="download it again") from error
     name = components.get("_class_name")
+    # Optimum for Intel Gaudi saves its own subclasses, such as GaudiStableDiffusionPipeline.
     if isinstance(name, str) and name.startswith("Gaudi"):
         raise ModelError(
-            f"{index.parent} was saved by Optimum for Intel Gaudi, whose class {name} is not diffusers'",
-            hint=f'write "{name.removeprefix("Gaudi")}" for "_class_name" in {index.name}, and the schedulers\' names '
-            "likewise; docs/from-optimum-habana.md has the whole table",
+            f"{index.parent} was saved by Optimum for Intel Gaudi: diffusers has no class {name}",
+            hint=f'in {index.name}, change "_class_name" to "{name.removeprefix("Gaudi")}" and rename the schedulers '
+            "in the same way; see the table in docs/from-optimum-habana.md",
         )
     if trusted:
         return
-    custom = [part for part in components.values() if isinstance(part, list) and _is_code(index.parent, part)]
-    if isinstance(name, list) or custom:
+    custom = [entry for entry in components.values() if isinstance(entry, list) and _is_code(index.parent, entry)]
+    if isinstance(name, list) or custom:  # a list is [Python file, class], as for a component
         raise ModelError(
-            f"{index.parent} comes with code of its own, which loading it would run",
-            hint="read that code, and pass trust_remote_code=True if you trust it",
+            f"{index.parent} contains custom code, which would run when the model is loaded",
+            hint="review the code, then pass trust_remote_code=True",
         )
 
 
-def _is_code(folder: Path, part: list[Any]) -> bool:
-    """Whether a component's library is a Python file in the folder: `["my_unet", "MyUNet"]` beside my_unet.py."""
-    library = part[0] if part else None
+def _is_code(folder: Path, entry: list[Any]) -> bool:
+    """Return whether a component comes from a Python file in the folder: `["my_unet", "MyUNet"]` and my_unet.py."""
+    library = entry[0] if entry else None
     if not isinstance(library, str):
         return False
-    return any((folder / place / f"{library}.py").is_file() for place in ("", library, "unet", "transformer"))
+    return any((folder / subfolder / f"{library}.py").is_file() for subfolder in ("", library, "unet", "transformer"))
 
 
-def _refuse_pickles(path: Path) -> None:
-    """Every component that has weights has them as safetensors."""
+def _reject_pickles(path: Path) -> None:
+    """Raise if a component has only pickled weights."""
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
         names = [file.name for file in folder.iterdir()]
+        # Checkpoints of a training run have optimizer.bin and scheduler.bin, which are never loaded.
         weights = [
             name for name in names if name.endswith(_PICKLES) and not name.startswith(("optimizer", "scheduler"))
         ]
         if weights and not any(name.endswith(".safetensors") for name in names):
-            raise _pickled(folder / weights[0])
+            raise _make_pickle_error(folder / weights[0])
 
 
-def _pickled(path: Path) -> ModelError:
+def _make_pickle_error(path: Path) -> ModelError:
     return ModelError(
-        f"the weights in {path} are pickled, and loading a pickle can run any code",
-        hint="get or convert them to safetensors, or pass use_safetensors=False if you trust where they come from",
+        f"the weights in {path} are pickled, and a pickle can run arbitrary code",
+        hint="use or convert to safetensors, or pass use_safetensors=False if you trust the source",
     )
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise if a file of weights is not whole: its header says how long it must be."""
+    """Raise if a safetensors file is truncated or damaged, by comparing its header with its size."""
+    # The file starts with the header's length (8 bytes, little endian) and the header (JSON):
+    # https://huggingface.co/docs/safetensors/index#format
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 0 <= length <= min(size, _LONGEST_HEADER):
+            if not 0 <= length <= min(size, _MAX_HEADER_BYTES):
                 raise ValueError("its header cannot be read")
             header = json.loads(file.read(length))
     except ValueError as error:
-        raise ModelError(f"{path} is no whole file of weights: {error}", hint="download it again") from error
+        raise ModelError(f"{path} is not a complete safetensors file: {error}", hint="download it again") from error
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     needed = 8 + length + max(ends, default=0)
     if size < needed:
         raise ModelError(
-            f"{path} is cut off: it has {size:,} bytes, and its header speaks of {needed:,}", hint="download it again"
+            f"{path} is truncated: it has {size:,} bytes, but its header requires {needed:,}",
+            hint="download it again",
         )

@@ -1,4 +1,4 @@
-"""Portable pipelines: diffusers' own classes, with a plan and a `to` that follows it."""
+"""Portable pipelines: diffusers classes with a plan and a `to` for every device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from anyaccel.planning.memory import Residence
 from anyaccel.planning.plan import Plan
 from anyaccel.runtime.call.run import run_call
 from anyaccel.runtime.call.warmup import warm_up
+from anyaccel.runtime.introspection import plain_class
 from anyaccel.runtime.loading import derive_pipeline, load_pipeline
 from anyaccel.runtime.placement.oom_retry import weights_on_cpu
-from anyaccel.runtime.placement.place import place_pipeline, plan_pipeline, replan, resolve_device, settle
+from anyaccel.runtime.placement.place import attach_placement, place_pipeline, plan_pipeline, replan, resolve_device
 from anyaccel.runtime.placement_state import (
     Placement,
     being_offloaded,
@@ -43,57 +44,58 @@ __all__ = [
     "Portable",
     "make_portable",
     "place",
-    "plain_class",
 ]
 
-_TOUCH_WEIGHTS = (
+# Methods of diffusers pipelines that read or change weights, so offloaded weights are restored first.
+_WEIGHT_METHODS = (
     "save_pretrained",
     *(f"{verb}_{what}" for verb in ("load", "unload") for what in ("lora_weights", "ip_adapter", "textual_inversion")),
     *(f"{verb}_{what}" for verb in ("fuse", "unfuse") for what in ("lora", "qkv_projections")),
 )
-"""Methods of diffusers' pipelines that read or change weights, and so must find them."""
 
 
 class Portable(VendorAliases):
-    """What a diffusers pipeline gains: a plan, and a `to` that follows it."""
+    """The methods that a diffusers pipeline gains when it is placed."""
 
     _plain_class: type
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Place the pipeline: `pipe.to("neuron")`, `pipe.to("auto", dtype="bf16")`, `pipe.to(torch.float16)`.
 
-        Takes what diffusers takes, `auto`, `virtual:NAME`, an index, and every wish of `anyaccel.place`.
+        Accepts the arguments of diffusers' `to`, the devices `"auto"` and `"virtual:NAME"`, a device index, and every
+        option of `anyaccel.place`.
         """
-        if is_being_offloaded(self):  # diffusers brings the models to the host first
+        if is_being_offloaded(self):  # called by diffusers, which moves models to the CPU before offloading
             return super().to(*args, **kwargs)  # type: ignore[misc]
-        device, asked = _read_target(args, kwargs)
-        self.place_as_decided(device, asked)
+        device, options = _read_target(args, kwargs)
+        self.place_with_plan(device, options)
         return self
 
-    def place_as_decided(self, device: Any, asked: dict[str, Any], dtype: Decision[str] | None = None) -> None:
-        """Place the pipeline; `dtype` is a decision that was made before, for example to load the weights in it."""
+    def place_with_plan(self, device: Any, options: dict[str, Any], dtype: Decision[str] | None = None) -> None:
+        """Place the pipeline; pass `dtype` if it was decided earlier, for example to load the weights in it."""
 
-        def move(place: torch.device, dtype: torch.dtype | None) -> None:
-            # The vendor's switches are set by now, so that diffusers need not set them.
-            super(Portable, self).to(place, dtype, silence_dtype_warnings=True, hpu_migration=False)  # type: ignore[misc]
+        def move(target: torch.device, dtype: torch.dtype | None) -> None:
+            # hpu_migration=False: diffusers would set the Gaudi variables, which `place_pipeline` has already set.
+            super(Portable, self).to(target, dtype, silence_dtype_warnings=True, hpu_migration=False)  # type: ignore[misc]
 
-        place_pipeline(self, device, asked, move, dtype=dtype)
+        place_pipeline(self, device, options, move, dtype=dtype)
 
     @property
     def plan(self) -> Plan:
-        """What was decided for this pipeline on its device, and why; `print(pipe.plan)`."""
+        """The decisions for this pipeline on its device, with reasons: `print(pipe.plan)`."""
         return _placement_of(self).plan
 
     @property
     def _execution_device(self) -> Any:
-        """Where models run: diffusers looks through all of their layers for hooks, several times a picture."""
+        """The device that models run on."""
+        # diffusers searches all layers for hooks each time, several times per image.
         placement = find_placement(self)
         if placement is None or placement.residence != "resident" or placement.offloaded_by_user:
             return super()._execution_device  # type: ignore[misc]
         return placement.device
 
     def progress_bar(self, *args: Any, **kwargs: Any) -> Any:
-        """The pipeline's own progress bar, or its share of one where several calls make one batch."""
+        """Return the pipeline's progress bar; calls that belong to one batch share a bar."""
         make_bar: Any = super().progress_bar  # type: ignore[misc]
         placement = find_placement(self)
         if placement is None or placement.progress is None:
@@ -101,11 +103,11 @@ class Portable(VendorAliases):
         return placement.progress.begin(make_bar, *args, **kwargs)
 
     def enable_attention_slicing(self, slice_size: str | int | None = "auto") -> None:
-        """Attend to some heads at a time, in every attention of every model: `auto` half of them, `max` one."""
+        """Compute attention for some heads at a time in every model: `"auto"` for half of them, `"max"` for one."""
         replan(self, _placement_of(self), {"attention_slicing": slice_size})
 
     def disable_attention_slicing(self) -> None:
-        """Attend to all heads at once again, where the device's limits allow it."""
+        """Compute attention for all heads together again, unless a limit of the device requires slices."""
         self.enable_attention_slicing(None)
 
     def enable_compile(
@@ -114,58 +116,60 @@ class Portable(VendorAliases):
         cache_dir: str | os.PathLike[str] | None = None,
         fullgraph: bool | None = None,
     ) -> None:
-        """Compile models with the device's compiler: the denoiser, or those that are named; `"all"` for every one.
+        """Compile models with the device's compiler: the denoiser by default, `"all"` for every model.
 
-        `cache_dir` is where the vendor's compiler keeps its graphs, so that a second process finds them; the
-        environment is changed only while a call runs. Each size is compiled when it is first run: see `warmup`.
+        `cache_dir` is the directory in which the vendor's compiler stores graphs, for reuse by other processes. The
+        environment variable for it is set only during calls. Each image size is compiled when it first runs; see
+        `warmup`.
         """
         compile_components(self, _placement_of(self), model_names, cache_dir, fullgraph)
 
     def warmup(self, shapes: Any = None, **arguments: Any) -> None:
-        """Run one step at each size, so that the first picture is as fast as the next: `warmup([(512, 512)])`.
+        """Run one step at each (height, width), so the first image is not slowed by compiling: `warmup([(512, 512)])`.
 
-        Further arguments are the call's: what decides the shapes, such as `num_images_per_prompt`, belongs there. It
-        leaves no trace: the next picture is the one that would have come without it.
+        Further arguments are passed to the call. Pass those that change tensor shapes, such as
+        `num_images_per_prompt`. Schedulers and random state are restored: later images do not change.
         """
         warm_up(self, shapes, arguments)
 
     def enable_model_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
-        """Move each model to the device only while it runs; the device is `auto` unless one is named."""
+        """Move each model to the device only while it runs. The device defaults to `"auto"`."""
         self._offload("enable_model_cpu_offload", gpu_id, device)
 
     def enable_sequential_cpu_offload(self, gpu_id: int | None = None, device: Any = None) -> None:
-        """Move each layer to the device only while it runs; the device is `auto` unless one is named."""
+        """Move each layer to the device only while it runs. The device defaults to `"auto"`."""
         self._offload("enable_sequential_cpu_offload", gpu_id, device)
 
     def _offload(self, method: str, gpu_id: int | None, device: Any) -> None:
         enable: Any = getattr(super(), method)
-        if is_being_offloaded(self):  # a plan does it, or diffusers itself, anew after every call
+        if is_being_offloaded(self):  # called by a plan, or by diffusers, which installs the hooks again after a call
             enable(device=device)
             return
-        wanted = (device if device is not None else "auto") if gpu_id is None else gpu_id
+        target = (device if device is not None else "auto") if gpu_id is None else gpu_id
 
-        def cast(place: torch.device, dtype: torch.dtype | None) -> None:
+        def cast(_device: torch.device, dtype: torch.dtype | None) -> None:
+            # Only the dtype: diffusers moves the models itself when their hooks run.
             if dtype is not None:
                 super(Portable, self).to(dtype=dtype, silence_dtype_warnings=True)  # type: ignore[misc]
 
         with being_offloaded(self):
             residence: Residence = "component" if method == "enable_model_cpu_offload" else "layer"
-            place_pipeline(self, wanted, {}, cast, offloaded=residence)
+            place_pipeline(self, target, {}, cast, offloaded=residence)
             placement = _placement_of(self)
             with make_pipeline_function_mode(placement.plan, placement.device):
                 enable(device=placement.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy a pipeline; weights that wait elsewhere are copied from host memory, and the copy is placed alike."""
+        """Copy the pipeline; if its weights are offloaded, the copy is placed on the same device."""
         placement = find_placement(self)
-        elsewhere = placement is not None and placement.residence in ("phase", "layer")
+        offloaded = placement is not None and placement.residence in ("phase", "layer")
         with weights_on_cpu(self):
-            rebuild, parts = self.__reduce__()
-            made = rebuild(*copy.deepcopy(parts, memo))
-        return made.to(placement.opened.torch_device) if placement is not None and elsewhere else made
+            rebuild, arguments = self.__reduce__()
+            copied = rebuild(*copy.deepcopy(arguments, memo))
+        return copied.to(placement.opened.torch_device) if placement is not None and offloaded else copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class is made here and cannot be found by its name: the plain one is pickled, and made portable again.
+        # The portable class is created at run time and cannot be imported, so the diffusers class is pickled.
         return _unpickle, (self._plain_class, forget_placement(vars(self)))
 
 
@@ -176,52 +180,47 @@ def _unpickle(kind: Any, state: dict[str, Any]) -> Any:
 
 
 def _placement_of(pipe: Any) -> Placement:
-    """Where a pipeline is; one that was never placed is planned for where it lies, as it is."""
-    found = find_placement(pipe)
-    if found is not None:
-        return found
-    lies_on, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
+    """Return the placement of a pipeline; plan one that was never placed for its current device and dtype."""
+    placement = find_placement(pipe)
+    if placement is not None:
+        return placement
+    device, dtype = getattr(pipe, "device", torch.device("cpu")), getattr(pipe, "dtype", torch.float32)
     placement_options = find_options(pipe)
-    opened = resolve_device(lies_on, placement_options)
+    opened = resolve_device(device, placement_options)
     name = str(dtype).removeprefix("torch.")
     plan = plan_pipeline(
-        pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype that it was loaded in")
+        pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
     )
-    settle(pipe, Placement(opened, lies_on, plan, placement_options))
-    made = find_placement(pipe)
-    assert made is not None
-    return made
+    attach_placement(pipe, Placement(opened, device, plan, placement_options))
+    settled = find_placement(pipe)
+    assert settled is not None
+    return settled
 
 
 def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Device and wishes from any spelling of `to`."""
-    asked = {name: value for name, value in kwargs.items() if name not in ("device", "silence_dtype_warnings")}
+    """Return the device and the options from the arguments of `to`."""
+    options = {name: value for name, value in kwargs.items() if name not in ("device", "silence_dtype_warnings")}
     device = kwargs.get("device")
     for value in args:
         if isinstance(value, torch.dtype):
-            asked["dtype"] = value
+            options["dtype"] = value
         elif value is not None:
             device = value
-    if asked.get("dtype", ...) is None:  # diffusers' own way to say that the type stays
-        del asked["dtype"]
-    return device, asked
-
-
-def plain_class(pipe: Any) -> type:
-    """The diffusers class of a pipeline, portable or not."""
-    return type(pipe)._plain_class if isinstance(pipe, Portable) else type(pipe)
+    if options.get("dtype", ...) is None:  # in diffusers, dtype=None leaves the dtype unchanged
+        del options["dtype"]
+    return device, options
 
 
 def inherit_placement(pipe: Any, source: Any) -> None:
-    """Plan a pipeline for where the one is whose components it took over."""
-    found = find_placement(source)
-    if found is not None:
-        plan = plan_pipeline(pipe, found.opened, found.options)
-        settle(pipe, Placement(found.opened, found.device, plan, found.options))
+    """Plan a pipeline that was created from the components of `source` for the device of `source`."""
+    placement = find_placement(source)
+    if placement is not None:
+        plan = plan_pipeline(pipe, placement.opened, placement.options)
+        attach_placement(pipe, Placement(placement.opened, placement.device, plan, placement.options))
 
 
 def make_portable(pipe: Any) -> Any:
-    """The same object with a class that is portable."""
+    """Change the class of a pipeline to its portable subclass; return the pipeline."""
     if not isinstance(pipe, Portable):
         kind: Any = type(pipe)
         pipe.__class__ = portable_class(kind)
@@ -230,7 +229,10 @@ def make_portable(pipe: Any) -> Any:
 
 @functools.cache
 def portable_class(kind: Any) -> type:
-    """A class like the pipeline's own, under its name: `isinstance`, the call's signature and the config stay."""
+    """Return the portable subclass of a pipeline class.
+
+    It has the same name and call signature, and the config still names the diffusers class.
+    """
     first: type = DiffusionPipeline if issubclass(kind, diffusers.DiffusionPipeline) else Portable
     content: dict[str, Any] = {
         "__module__": kind.__module__,
@@ -240,81 +242,83 @@ def portable_class(kind: Any) -> type:
     }
     if any("__call__" in vars(base) for base in kind.__mro__):
         content["__call__"] = _wrap_call(kind)
-    content |= {name: _with_weights(getattr(kind, name)) for name in _TOUCH_WEIGHTS if hasattr(kind, name)}
+    content |= {name: _with_weights(getattr(kind, name)) for name in _WEIGHT_METHODS if hasattr(kind, name)}
     return type(kind.__name__, (first, kind), content)
 
 
 def _with_weights(method: Any) -> Any:
+    """Wrap a method that reads or changes weights: offloaded weights are on the CPU while it runs."""
+
     @functools.wraps(method)
-    def touch_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_with_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_not_quantized(self, method.__name__)
         with weights_on_cpu(self):
             return method(self, *args, **kwargs)
 
-    return touch_weights
+    return call_with_weights
 
 
 def _wrap_call(kind: Any) -> Any:
     @functools.wraps(kind.__call__)
     def portable_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked up at every call, so that a class patched later is used.
+        # kind.__call__ is looked up at every call because users and tests patch it.
         return run_call(self, _placement_of(self), kind.__call__, args, kwargs)
 
     return portable_call
 
 
 class DiffusionPipeline(Portable, diffusers.DiffusionPipeline):
-    """`diffusers.DiffusionPipeline`, portable: loads any pipeline, and places it wherever it lands."""
+    """`diffusers.DiffusionPipeline` for every device: loads any pipeline, and `to` plans it for the device."""
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a hub id, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
+        """Load a Hub ID, a local folder or a single file: `from_pretrained("org/name", dtype="bf16")`.
 
-        Takes what diffusers takes. Weights are safetensors unless `use_safetensors=False`, and code that comes with a
-        model runs only with `trust_remote_code=True`.
+        Accepts the options of diffusers. Only safetensors are loaded unless `use_safetensors=False`, and code from the
+        model repository runs only with `trust_remote_code=True`.
         """
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod
     def from_single_file(cls, model: Any, **options: Any) -> Any:
-        """Load one checkpoint file; `config=` names the folder or hub id that describes it."""
+        """Load a single checkpoint file; `config=` is a folder or Hub ID of the same architecture."""
         return _load_portable(vars(cls).get("_plain_class", diffusers.DiffusionPipeline), model, options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
-        """A pipeline of this class from another one's components, on the same device."""
+        """Create a pipeline of this class from the components of another one, on the same device."""
         return _derive_portable(vars(cls).get("_plain_class", plain_class(pipeline)), pipeline, options)
 
 
 class _AutoPipeline:
-    """Finds the pipeline for a task, as diffusers' class of the same name does, and makes it portable."""
+    """Base of the classes that select the pipeline for a task."""
 
     def __init__(self) -> None:
         raise UsageError(
-            f"{type(self).__name__} is not made by itself", hint=f"{type(self).__name__}.from_pretrained(model)"
+            f"{type(self).__name__} cannot be instantiated", hint=f"use {type(self).__name__}.from_pretrained(model)"
         )
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        """Load a hub id or a local folder for this task."""
+        """Load a Hub ID or a local folder for this task."""
         return _load_portable(getattr(diffusers, cls.__name__), model, options)
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **options: Any) -> Any:
-        """The pipeline for this task from another one's components, on the same device."""
+        """Create the pipeline for this task from the components of another one, on the same device."""
         return _derive_portable(getattr(diffusers, cls.__name__), pipeline, options)
 
 
 class AutoPipelineForText2Image(_AutoPipeline):
-    """`diffusers.AutoPipelineForText2Image`, portable."""
+    """`diffusers.AutoPipelineForText2Image` for every device."""
 
 
 class AutoPipelineForImage2Image(_AutoPipeline):
-    """`diffusers.AutoPipelineForImage2Image`, portable."""
+    """`diffusers.AutoPipelineForImage2Image` for every device."""
 
 
 class AutoPipelineForInpainting(_AutoPipeline):
-    """`diffusers.AutoPipelineForInpainting`, portable."""
+    """`diffusers.AutoPipelineForInpainting` for every device."""
 
 
 def _load_portable(kind: Any, model: Any, options: dict[str, Any]) -> Any:
@@ -331,5 +335,5 @@ def _derive_portable(kind: Any, pipeline: Any, options: dict[str, Any]) -> Any:
 
 
 def place(pipe: Any, device: str | int | torch.device = "auto", **placement_options: Any) -> Any:
-    """Make a pipeline that exists portable, and place it: `anyaccel.place(pipe, "hpu", dtype="bf16")`; returns it."""
+    """Place an existing diffusers pipeline on a device and return it: `anyaccel.place(pipe, "hpu", dtype="bf16")`."""
     return make_portable(pipe).to(device, **placement_options)

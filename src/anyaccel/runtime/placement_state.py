@@ -1,4 +1,4 @@
-"""Where a pipeline is placed: the device that was opened, the plan, and what is kept between calls."""
+"""The placement of a pipeline: its open device, its plan, and the state between calls."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ __all__ = [
     "find_placement",
     "forget_placement",
     "is_being_offloaded",
-    "keep_placement",
+    "set_placement",
     "store_options",
 ]
 
+# Keys in the pipeline's `__dict__`, set through `vars`: `DiffusionPipeline.__setattr__` may also write to the config.
 _KEY = "_anyaccel_placement"
 _OPTIONS = "_anyaccel_options"
 _OFFLOADING = "_anyaccel_offloading"
@@ -42,104 +43,106 @@ _OFFLOADING = "_anyaccel_offloading"
 
 @dataclass
 class Placement:
-    """A pipeline on a device."""
+    """A pipeline on a device, and the state that its calls share."""
 
     opened: OpenDevice
     device: torch.device
     plan: Plan
-    """What was decided; never replaced."""
+    """The decisions; never replaced. Later events are in its report."""
     options: PlacementOptions
     call_plan: Plan = None  # type: ignore[assignment]
-    """The plan as it is applied to calls now: with sliced attention where memory requires that."""
+    """The plan that calls use: with sliced attention if memory requires it, otherwise `plan`."""
     progress: SharedProgress | None = None
-    """The bar that several calls share while they run."""
+    """The progress bar that the calls of one batch share."""
     running: bool = False
-    """Whether a call runs now: a pipeline inside this one leaves the seams alone."""
+    """Whether a call is running. Nested calls then run without setup of their own."""
+    # Reentrant, because a callback may call the pipeline again in the same thread.
     lock: threading.RLock = field(default_factory=threading.RLock)
     loaded: dict[str, str] = field(default_factory=dict)
-    """The type that each model was loaded in, before any plan cast it."""
+    """Dtype of each model when it was loaded, before any plan cast it."""
     cache_dir: str | None = None
-    """Where this pipeline's compiled graphs are kept, if it was told."""
+    """Cache directory of compiled graphs, if the user configured one."""
     residence: Residence | None = "resident"
-    """Where the weights are; None where a move was cut short."""
+    """Where the weights are; None after an interrupted move."""
     offloaded_by_user: bool = False
-    """Whether the user chose that, by diffusers' own methods."""
+    """Whether the user enabled offloading with a diffusers method such as `enable_model_cpu_offload`."""
     denoisers: tuple[str, ...] = ()
-    """The models that run at every step."""
+    """Names of the models that run at every step."""
     placed: dict[str, weakref.ref[torch.nn.Module]] = field(default_factory=dict)
-    """The models that were placed, by name: another one in the place of one is to be placed too."""
+    """The placed models by name. A model that the user replaces is placed before the next call."""
     vae_in_parts: bool = False
-    """Whether the autoencoder was told to take its pictures in parts."""
+    """Whether slicing and tiling of the VAE are enabled."""
     weights_rule: Decision[MemoryRule] = NO_MEMORY
-    """Where the weights go as long as no size is known."""
+    """The memory rule before the first call, when no image size is known."""
     shared: bool = False
-    """Whether the models are shared with other pipelines that run at the same time, and so are left as they are."""
+    """Whether other pipelines run the same models concurrently; the models are not changed then."""
     speed: SpeedState | None = None
-    """What was done for speed, and how long pictures took."""
+    """State of the speed-ups, with the measured times."""
     call_plans: dict[str, CallPlan] = field(default_factory=dict)
-    """How calls of each shape are run, by the shape in words."""
+    """Memory plan of each call shape, by the text of `shape_of`."""
 
     def __post_init__(self) -> None:
         self.call_plan = self.call_plan or self.plan
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "plan" and "plan" in vars(self):
-            raise AttributeError("a plan is never replaced: what happens later goes into the report")
+            raise AttributeError("a plan is never replaced; add later events to its report")
         super().__setattr__(name, value)
 
     @property
     def report(self) -> RunReport:
-        """What happened since the pipeline was placed."""
+        """Events since the pipeline was placed."""
         return self.plan.report
 
     @property
     def memory_rule(self) -> Decision[MemoryRule]:
-        """The rule that the pipeline was last brought into."""
+        """The memory rule in use."""
         return self.plan.memory_in_use
 
     @property
     def component_dtypes(self) -> dict[str, str]:
-        """The dtypes of models that differ from the pipeline's, planned or after NaN."""
-        fixed = self.report.float32_models.value if self.report.float32_models else ()
-        return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(fixed, "float32")}
+        """Dtypes of models that differ from the plan's dtype: planned, or float32 after a NaN."""
+        recovered = self.report.float32_models.value if self.report.float32_models else ()
+        return {**dict(self.plan.component_dtypes.value), **dict.fromkeys(recovered, "float32")}
 
 
 def find_placement(pipe: Any) -> Placement | None:
-    """Where a pipeline is placed; None if it is not."""
-    found = vars(pipe).get(_KEY)
-    return found if isinstance(found, Placement) else None
+    """Return the placement of a pipeline, or None."""
+    placement = vars(pipe).get(_KEY)
+    return placement if isinstance(placement, Placement) else None
 
 
-def keep_placement(pipe: Any, placement: Placement) -> None:
-    """Remember where a pipeline is; not through its own attributes, which it registers and saves."""
+def set_placement(pipe: Any, placement: Placement) -> None:
+    """Set the placement of a pipeline."""
     vars(pipe)[_KEY] = placement
 
 
 def drop_placement(pipe: Any) -> None:
-    """Forget where a pipeline is, and keep what was wished for: its weights may lie anywhere after a move cut short."""
+    """Remove the placement of a pipeline, but not its options, after a move that was interrupted."""
     placement = vars(pipe).pop(_KEY, None)
     if isinstance(placement, Placement):
         store_options(pipe, placement.options)
 
 
 def store_options(pipe: Any, options: PlacementOptions) -> None:
-    """Remember what a pipeline was loaded with, for when it is placed."""
+    """Set the options that a later placement of the pipeline starts from."""
     vars(pipe)[_OPTIONS] = options
 
 
 def find_options(pipe: Any) -> PlacementOptions:
-    """What was wished for a pipeline so far."""
+    """Return the placement options of a pipeline."""
     placement = find_placement(pipe)
     if placement is not None:
         return placement.options
-    found = vars(pipe).get(_OPTIONS)
-    return found if isinstance(found, PlacementOptions) else PlacementOptions()
+    options = vars(pipe).get(_OPTIONS)
+    return options if isinstance(options, PlacementOptions) else PlacementOptions()
 
 
 @contextmanager
 def being_offloaded(pipe: Any) -> Iterator[None]:
-    """While the block runs, a pipeline's own moves are diffusers', and are left alone."""
-    before = _OFFLOADING in vars(pipe)
+    """Let `pipe.to` and the offload methods call diffusers directly during the block."""
+    # diffusers' offload methods call `pipe.to("cpu")`, which would otherwise place the pipeline again.
+    before = _OFFLOADING in vars(pipe)  # blocks can be nested; only the outermost one removes the mark
     vars(pipe)[_OFFLOADING] = True
     try:
         yield
@@ -149,13 +152,14 @@ def being_offloaded(pipe: Any) -> Iterator[None]:
 
 
 def is_being_offloaded(pipe: Any) -> bool:
-    """Whether diffusers is moving the pipeline's models itself now."""
+    """Return whether moves of the pipeline come from diffusers itself: while offloading or during a call."""
     placement = find_placement(pipe)
     return _OFFLOADING in vars(pipe) or (placement is not None and placement.running)
 
 
 def forget_placement(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a pipeline without what belongs to this process; what was wished for goes with it."""
-    kept = {name: value for name, value in state.items() if name != _KEY}
+    """Return the state of a pipeline for a copy or pickle: without the placement, but with its options."""
+    # The placement has locks, weak references and an open device, which belong to this process.
+    remaining = {name: value for name, value in state.items() if name != _KEY}
     placement = state.get(_KEY)
-    return {**kept, _OPTIONS: placement.options} if isinstance(placement, Placement) else kept
+    return {**remaining, _OPTIONS: placement.options} if isinstance(placement, Placement) else remaining

@@ -1,4 +1,4 @@
-"""Methods under the names that a vendor's documentation uses."""
+"""Methods under the names that vendor documentation uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["VendorAliases"]
 
 
 class VendorAliases:
-    """The methods of diffusers' pull request for AWS Neuron (https://github.com/huggingface/diffusers/pull/13289)."""
+    """Methods from diffusers' pull request for AWS Neuron (https://github.com/huggingface/diffusers/pull/13289)."""
 
     def enable_neuron_compile(
         self,
@@ -21,10 +21,11 @@ class VendorAliases:
         cache_dir: str | os.PathLike[str] | None = None,
         fullgraph: bool = True,
     ) -> None:
-        """Compile models: the same as `enable_compile`, with whole graphs by default."""
+        """Compile models: `enable_compile` with `fullgraph=True` by default."""
         self.enable_compile(model_names, cache_dir, fullgraph)  # type: ignore[attr-defined]
 
     def neuron_warmup(self, *args: Any, **kwargs: Any) -> None:
-        """Run one step with the arguments of a call."""
+        """Run one step with the arguments of a call: `neuron_warmup("warmup", height=512, width=512)`."""
+        # The pull request passes arguments by position, `warm_up` expects names.
         names = list(inspect.signature(self.__call__).parameters)  # type: ignore[operator]
         warm_up(self, None, {**dict(zip(names, args, strict=False)), **kwargs})

@@ -25,8 +25,8 @@ __all__ = ["check_address", "serve"]
 
 _POLL_S = 0.1
 _MAX_CONNECTIONS, _OTHER_FILES = 1024, 128
+# Seconds to send the last responses, after the running jobs have ended or were given up.
 _LAST_RESPONSES_S = 5
-"""Seconds to send the last responses, after the running jobs have ended or were given up."""
 
 
 def check_address(host: str, keys: tuple[str, ...], *, without_key: bool) -> None:

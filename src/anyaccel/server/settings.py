@@ -58,7 +58,7 @@ class ServerLimits:
     hang_s: float = 300.0
     """A worker that sends no message for this time, or has jobs and completes no step, is replaced."""
     drain_s: float = 60.0
-    """Seconds that running jobs may take after the service was asked to shut down."""
+    """Seconds that running jobs may take after the shutdown has started."""
     keep_s: float = 7 * 24 * 3600.0
     """Seconds that results are stored."""
     keep_bytes: int = 4 * 2**30
@@ -95,12 +95,12 @@ class ServerSettings:
         return compute_max_in_flight(self.max_batch)
 
 
-def compute_max_in_flight(at_once: int) -> int:
-    """Return how many calls may run if `at_once` of them share a batch.
+def compute_max_in_flight(max_concurrent: int) -> int:
+    """Return how many calls may run if `max_concurrent` of them share a batch.
 
     A quarter more than a batch: while a call is at its decoder, another one fills its row.
     """
-    return at_once + at_once // 4
+    return max_concurrent + max_concurrent // 4
 
 
 def read_served_names(texts: Iterable[str]) -> tuple[ServedName, ...]:

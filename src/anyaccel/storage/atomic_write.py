@@ -1,7 +1,7 @@
-"""Atomic file writes: after a crash, and for every reader, a file has its old content or its new content, never a part.
+"""Atomic file writes: readers, also after a crash, see the old content or the new content, never a partial file.
 
-The content goes to a temporary file in the same directory, which is flushed to the disk and then renamed. A process
-that is killed in between leaves the temporary file; `atomic_write` removes those that are older than a day.
+The content goes to a temporary file in the same directory, which is flushed to disk and then renamed. A process that
+is killed before the rename leaves its temporary file; `atomic_write` removes those older than a day.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ __all__ = ["atomic_write", "atomic_writer", "is_temporary_file", "remove_tempora
 
 _TEMPORARY_NAME = re.compile(r"\.anyaccel-[0-9a-f]{16}\.tmp")
 _DAY_S = 86400
+# Errors of `os.link` on file systems without hard links.
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-"""The errors of a file system without hard links."""
 
 
 def atomic_write(path: Path, content: bytes | str, *, overwrite: bool = True, mode: int = 0o666) -> None:
-    """Write a file atomically; text is written as UTF-8. See `atomic_writer` for the options."""
+    """Write a file atomically, text as UTF-8. See `atomic_writer` for the options."""
     with atomic_writer(path, overwrite=overwrite, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
-    """Open a file that gets its name when the block ends, and is removed if the block raises.
+    """Open a temporary file that is renamed to `path` at the end of the block, or removed if the block raises.
 
-    A new file gets `mode` less the umask, and a replaced one keeps its permissions. With `overwrite=False`, raise
-    FileExistsError if the name is taken at the end of the block: two processes never overwrite each other.
+    A new file gets `mode` minus the umask; a replaced file keeps its permissions. With `overwrite=False`, raise
+    FileExistsError if the file exists at the end of the block: two processes never overwrite each other.
     """
     _remove_stale_files(path.parent, int(time.time() // _DAY_S))
     temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
@@ -47,9 +47,10 @@ def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> I
         with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, opened_mode), "wb") as file:
             yield file
             file.flush()
+            # Before the rename: after a power failure, the new name could otherwise point to an empty file.
             os.fsync(file.fileno())
         if kept_mode is not None:
-            temporary.chmod(kept_mode)  # the umask does not apply to permissions that somebody chose
+            temporary.chmod(kept_mode)  # os.open applied the umask, which must not change existing permissions
         if overwrite:
             os.replace(temporary, path)
         else:
@@ -60,12 +61,12 @@ def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> I
 
 
 def is_temporary_file(path: Path) -> bool:
-    """Return whether a path has the name of a file that `atomic_write` has not renamed yet."""
+    """Return whether a path is a temporary file of `atomic_write`."""
     return _TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
 def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
-    """Remove the temporary files of killed processes; age 0 is safe only where no other process writes."""
+    """Remove the temporary files of killed processes. An age of 0 is safe only if no other process is writing."""
     latest = time.time() - older_than_s
     paths: list[Path] = []
     with suppress(OSError):  # the directory cannot be listed
@@ -78,7 +79,7 @@ def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> 
 
 @functools.lru_cache(maxsize=256)
 def _remove_stale_files(directory: Path, day: int) -> None:
-    """Remove stale temporary files, once per directory and day: listing a large directory takes long."""
+    """Remove stale temporary files, once per directory and day: listing a large directory is slow."""
     remove_temporary_files(directory)
 
 
@@ -91,12 +92,13 @@ def _read_permissions(path: Path) -> int | None:
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
-    """Rename a file; raise FileExistsError if the name is taken."""
+    """Rename a file; raise FileExistsError if the path exists."""
     try:
-        os.link(temporary, path)  # unlike a rename, this fails if the name is taken
+        os.link(temporary, path)  # unlike a rename, this fails if the path exists
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
+        # Without hard links: reserve the name with an empty file, then replace it.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         try:
             os.replace(temporary, path)
@@ -106,7 +108,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush a rename to the disk; some file systems and Windows cannot, and the file is complete without it."""
+    """Flush a rename to disk. Windows and some file systems cannot, but the file is complete without it."""
     with suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

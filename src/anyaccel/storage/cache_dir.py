@@ -1,4 +1,4 @@
-"""The cache directory, and measurements of this machine that are kept in it."""
+"""The cache directory, and the measurements of this machine stored in it."""
 
 from __future__ import annotations
 
@@ -15,63 +15,66 @@ __all__ = [
     "CACHE_VARIABLE",
     "find_cache_folder",
     "find_graphs_folder",
-    "find_write_fault",
-    "keep_fact",
+    "find_write_error",
     "read_fact",
-    "tell_write_fault",
+    "store_fact",
+    "warn_not_cached",
 ]
 
 CACHE_VARIABLE = "ANYACCEL_CACHE"
 _LOG = logging.getLogger("anyaccel")
-_TOLD: set[Path] = set()
-"""The directories that a warning was logged for."""
+# Cache directories with a logged warning.
+_WARNED: set[Path] = set()
 
 
 def find_cache_folder() -> Path:
     """Return the cache directory: `ANYACCEL_CACHE`, or `anyaccel` in the user's cache directory."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
+    value = os.environ.get(CACHE_VARIABLE)
+    if value:
+        return Path(value).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "anyaccel"
 
 
 def find_graphs_folder() -> Path:
-    """Return the directory of the compilers' own caches, one directory per backend."""
+    """Return the directory of the compilers' own caches, with one directory per backend."""
     return find_cache_folder() / "graphs"
 
 
-def find_write_fault(folder: Path) -> str:
-    """Return why a directory, which is created if necessary, cannot be written; an empty string where it can."""
+def find_write_error(folder: Path) -> str:
+    """Create a directory if necessary; return why it cannot be written, or an empty string."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Creating a file is the only reliable check: os.access knows nothing of quotas and network mounts.
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:
-        there = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
-        if not os.path.isdir(there):
-            return f"{there} is no folder"
+        # A file in the place of a parent folder gives a misleading "not a directory" or "file exists".
+        existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
+        if not os.path.isdir(existing):
+            return f"{existing} is not a folder"
         return f"{folder} cannot be written: {error.strerror or error}"
 
 
-def tell_write_fault(fault: str) -> None:
+def warn_not_cached(fault: str) -> None:
     """Warn, once per cache directory, that compiled code is not cached."""
     folder = find_cache_folder()
-    if folder not in _TOLD:
-        _TOLD.add(folder)
-        _LOG.warning("anyaccel: what is compiled is not kept for later processes: %s; see %s", fault, CACHE_VARIABLE)
+    if folder not in _WARNED:
+        _WARNED.add(folder)
+        _LOG.warning("anyaccel: compiled code is not cached for later processes: %s; see %s", fault, CACHE_VARIABLE)
 
 
 def read_fact(file: str, key: str) -> Any:
-    """Return a measurement by its key; None where there is none, or it cannot be read."""
+    """Return a stored measurement; None if it is missing or unreadable."""
     return _read(find_cache_folder() / file).get(key)
 
 
-def keep_fact(file: str, key: str, fact: Any) -> None:
-    """Keep a measurement; where the directory cannot be written, the next process measures again."""
+def store_fact(file: str, key: str, fact: Any) -> None:
+    """Store a measurement. If the directory cannot be written, the next process measures again."""
     path = find_cache_folder() / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Two processes can lose one of their measurements here; it is then measured again.
         atomic_write(path, json.dumps({**_read(path), key: fact}, indent=1) + "\n")
     except OSError:
         return

@@ -1,4 +1,4 @@
-"""Locks on files, which the operating system releases when their process ends."""
+"""File locks that the operating system releases when the process exits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ if sys.platform != "win32":
 
 __all__ = ["LOCKS_ARE_SUPPORTED", "lock_file", "try_lock_file"]
 
+# Whether locks work. If not, every attempt to lock a file succeeds.
 LOCKS_ARE_SUPPORTED = sys.platform != "win32"
-"""Where they are not, every attempt to lock a file succeeds."""
 
 
 def try_lock_file(path: Path) -> IO[bytes] | None:
-    """Lock a file, which is created if necessary, until the returned handle is closed; None if it is locked already."""
-    file = path.open("ab")
+    """Lock a file until the returned handle is closed; return None if it is already locked.
+
+    The file is created if necessary.
+    """
+    file = path.open("ab")  # append mode: opening must not truncate the file of the lock's owner
     if sys.platform != "win32":
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -33,7 +36,7 @@ def try_lock_file(path: Path) -> IO[bytes] | None:
 
 
 def lock_file(path: Path, message: str, hint: str) -> IO[bytes]:
-    """Lock a file until the returned handle is closed; raise a UsageError with this message if it is locked already."""
+    """Lock a file until the returned handle is closed; raise UsageError with this message if it is already locked."""
     try:
         file = try_lock_file(path)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Tracing: a pipeline run once with shapes and no numbers, to know ahead of time what a device will hold."""
+"""Tracing: one run of a pipeline on the `meta` device, to predict its memory use on a real device."""

@@ -1,4 +1,4 @@
-"""Counting what is alive while a pipeline runs with shapes alone."""
+"""Counter of live memory while a pipeline runs on the `meta` device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anyaccel.planning.attention import AS_IT_IS, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
@@ -20,79 +20,81 @@ __all__ = ["AllocationTracker"]
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Bytes alive and at the peak, by storage; the weights, which are there already, do not count."""
+    """Current and peak bytes of live storages, without the weights."""
 
     def __init__(
-        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = AS_IT_IS
+        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED_ATTENTION
     ) -> None:
         super().__init__()
         self.used = self.peak = 0
         self.workspace = workspace
-        self._known = {read_address(tensor.untyped_storage()) for tensor in weights}
+        self._weights = {read_address(tensor.untyped_storage()) for tensor in weights}
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._attention = _Attention(self, attention)
+        self._attention = _AttentionMode(self, attention)
         self._paused = False
-        self.seen = TraceFacts()
+        self.trace_facts = TraceFacts()
         self.model = ""
-        """The model that runs now."""
+        """Name of the model that is running."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count while the block runs."""
+        """Count allocations while the block runs."""
         with self._attention, self:
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        answer = _WITHOUT_NUMBERS.get(func)
-        known = answer is not None and args[0].is_meta
-        made = answer(*args, **kwargs) if answer and known else _run_once(func, args, kwargs)
+        substitute = _SUBSTITUTES.get(func)
+        replaced = substitute is not None and args[0].is_meta
+        result = substitute(*args, **kwargs) if substitute and replaced else _run_once(func, args, kwargs)
         if self._paused:
-            return made
-        for one in made if isinstance(made, list | tuple) else (made,):
-            if isinstance(one, torch.Tensor):
-                self.add(one)
-                if one.is_meta:
-                    self._look(func, one)
+            return result
+        for output in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(output, torch.Tensor):
+                self.add(output)
+                if output.is_meta:
+                    self._record_facts(func, output)
+        # Tensor.item() returns no tensor: record its input.
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
-            self._look(func, args[0])
+            self._record_facts(func, args[0])
         if func is torch.ops.aten.convolution.default:
-            given, weight, result = (tuple(part.shape) for part in (args[0], args[1], made))
+            images, weight, output = (tuple(tensor.shape) for tensor in (args[0], args[1], result))
             last = _is_channels_last(args[0])
-            self.pass_by(self.workspace.of_convolution(given, weight, result, made.element_size(), last))
-        return made
+            self.count_transient(self.workspace.convolution_bytes(images, weight, output, result.element_size(), last))
+        return result
 
-    def _look(self, func: Any, tensor: torch.Tensor) -> None:
-        """Note what a device's limits may be about."""
-        seen, dtype, elements = self.seen, str(tensor.dtype)[6:], tensor.numel()
-        seen.dtypes.add(dtype)
-        seen.most_elements = max(seen.most_elements, elements)
-        seen.most_bytes = max(seen.most_bytes, elements * tensor.element_size())
-        sizes = seen.operations.setdefault(func.overloadpacket.__name__, {})
+    def _record_facts(self, func: Any, tensor: torch.Tensor) -> None:
+        """Record dtype, size and operation, which device limits can depend on."""
+        facts, dtype, elements = self.trace_facts, str(tensor.dtype)[6:], tensor.numel()
+        facts.dtypes.add(dtype)
+        facts.most_elements = max(facts.most_elements, elements)
+        facts.most_bytes = max(facts.most_bytes, elements * tensor.element_size())
+        sizes = facts.operations.setdefault(func.overloadpacket.__name__, {})
         sizes[dtype] = max(sizes.get(dtype, 0), elements)
 
-    def pass_by(self, size: int) -> None:
-        """Count something that is freed before the operation ends."""
+    def count_transient(self, size: int) -> None:
+        """Count memory that is freed before the operation ends."""
         self.peak = max(self.peak, self.used + size)
 
-    def add(self, tensor: torch.Tensor, *, in_place_of_another: bool = False) -> None:
-        """Count a tensor's storage, once; one that takes another's place does not make a peak."""
+    def add(self, tensor: torch.Tensor, *, replaces_another: bool = False) -> None:
+        """Count a tensor's storage once. One that replaces a counted tensor does not raise the peak."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
-        if key in self._known:
+        if key in self._weights:
             return
-        known = self._alive.get(key)
-        if known is not None and known[0]() is not None:
+        entry = self._alive.get(key)
+        # The address of a dead storage can be reused.
+        if entry is not None and entry[0]() is not None:
             return
-        size = self.workspace.of_block(storage.nbytes())
+        size = self.workspace.round_up_bytes(storage.nbytes())
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), size)
         self.used += size
-        if not in_place_of_another:
+        if not replaces_another:
             self.peak = max(self.peak, self.used)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing that is made while the block runs."""
+        """Do not count allocations of the block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -100,33 +102,33 @@ class AllocationTracker(TorchDispatchMode):
             self._paused = before
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Never count this one: it stands for another that counts."""
+        """Exclude a tensor that represents another, counted one."""
         storage = tensor.untyped_storage()
         key = read_address(storage)
         self._alive[key] = (weakref.ref(storage, lambda _: self._drop(key)), 0)
 
-    def pass_by_again(self, run: Callable[[], Any]) -> tuple[Any, int]:
-        """Run something, and tell how far above what is there now it went."""
+    def measure_peak(self, run: Callable[[], Any]) -> tuple[Any, int]:
+        """Call a function; return its result and its peak above the current use."""
         before, self.peak = self.peak, self.used
         start = self.used
-        made = run()
+        result = run()
         above = self.peak - start
         self.peak = max(before, self.peak)
-        return made, above
+        return result, above
 
     def take_peak(self) -> int:
-        """The peak since it was last taken."""
+        """Return the peak since the last call, and reset it."""
         peak, self.peak = self.peak, self.used
         return peak
 
     def _drop(self, key: int) -> None:
-        known = self._alive.pop(key, None)
-        if known is not None:
-            self.used -= known[1]
+        entry = self._alive.pop(key, None)
+        if entry is not None:
+            self.used -= entry[1]
 
 
-class _Attention(TorchFunctionMode):
-    """Attention in the form that the device has it, rather than as `meta` would spell it out."""
+class _AttentionMode(TorchFunctionMode):
+    """Counts attention with the device's kernel; on `meta`, torch would decompose it into matrix products."""
 
     def __init__(self, tracker: AllocationTracker, rule: AttentionRule) -> None:
         super().__init__()
@@ -135,142 +137,142 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
-        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+        named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
+        query, key, value, mask = named["query"], named["key"], named["value"], named.get("attn_mask")
         if not query.is_meta:
             return func(*args, **(kwargs or {}))
+        # The copies count: they are allocated on the device as well.
         if self.rule.contiguous:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        # Kernels read a mask without a copy only if its last dimension is dense.
         plain = mask is None or mask.stride(-1) == 1 or mask.shape[-1] == 1
         workspace = self.tracker.workspace
         shapes = tuple(query.shape), tuple(key.shape), value.shape[-1]
         scores = query.numel() // query.shape[-1] * key.shape[-2]
-        seen = self.tracker.seen
-        seen.most_scores = max(seen.most_scores, scores)
-        seen.score_bytes = max(seen.score_bytes, scores * query.element_size())
-        seen.sequences[self.tracker.model] = max(seen.sequences.get(self.tracker.model, 0), query.shape[-2])
+        facts, model = self.tracker.trace_facts, self.tracker.model
+        facts.max_scores = max(facts.max_scores, scores)
+        facts.score_bytes = max(facts.score_bytes, scores * query.element_size())
+        facts.sequences[model] = max(facts.sequences.get(model, 0), query.shape[-2])
         sliced = self.rule.slices(shapes[0], key.shape[-2])
         if sliced is None:
-            made = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
-            self.tracker.pass_by(workspace.of_attention(*shapes, plain_mask=plain))
-            return made
-        # Heads laid out in a row, the parts of the result, and the result.
-        flat = [part.reshape(-1, *part.shape[-2:]) for part in (query, key, value)]
-        parts = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
-        masks = 0 if mask is None and not given.get("is_causal") else 2 * sliced[0][0] * sliced[0][1] * sliced[1][1]
-        self.tracker.pass_by(workspace.of_attention(*sliced, plain_mask=plain) + masks)
-        made = torch.empty_like(parts)
-        del flat, parts
-        return made
+            output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+            self.tracker.count_transient(workspace.attention_bytes(*shapes, plain_mask=plain))
+            return output
+        # Allocate what sliced attention allocates: flattened inputs, the slices of the result, and the result.
+        flat = [tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value)]
+        slices = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+        masks = 0 if mask is None and not named.get("is_causal") else 2 * sliced[0][0] * sliced[0][1] * sliced[1][1]
+        self.tracker.count_transient(workspace.attention_bytes(*sliced, plain_mask=plain) + masks)
+        output = torch.empty_like(slices)
+        del flat, slices
+        return output
 
 
-_Shape = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_MADE: dict[Any, _Shape] = {}
-"""What each operation made of which shapes: models repeat their blocks, and working a shape out takes torch long."""
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+# Result shapes by operation and argument shapes: models repeat their blocks, and meta kernels are slow.
+_RESULTS: dict[Any, _Layout] = {}
 
 
 def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation; one that made a new tensor of the same shapes before is answered from memory."""
+    """Run an operation, or return an empty tensor of the cached shape if it ran before with the same shapes."""
     key = None if _aliases(func) else _read_key(func, args, kwargs)
-    known = _MADE.get(key) if key is not None else None
-    if known is not None:
-        return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
+    cached = _RESULTS.get(key) if key is not None else None
+    if cached is not None:
+        return torch.empty_strided(cached[0], cached[1], dtype=cached[2], device="meta")
     if func in _POINTWISE and _is_large(args[0]):
-        return _without_numbers(func, args, kwargs)
-    made = func(*args, **kwargs)
-    if key is not None and isinstance(made, torch.Tensor) and made.is_meta:
-        _MADE[key] = (made.shape, made.stride(), made.dtype)
-    return made
+        return _return_zeros(func, args, kwargs)
+    result = func(*args, **kwargs)
+    if key is not None and isinstance(result, torch.Tensor) and result.is_meta:
+        _RESULTS[key] = (result.shape, result.stride(), result.dtype)
+    return result
 
 
 def _is_large(tensor: Any) -> bool:
-    """Whether a tensor of the host is as large as a picture: it came out of a model, and its numbers are zeros."""
-    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _PICTURE
+    """Return whether a CPU tensor is as large as an image: it is a model output, and all its values are zero."""
+    return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _IMAGE_ELEMENTS
 
 
-def _without_numbers(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Zeros of the right shape in place of what millions of zeros give."""
-    shapes = [one.to("meta") if isinstance(one, torch.Tensor) and one.dim() else one for one in args]
-    made = func(*shapes, **kwargs)
-    return torch.zeros(made.shape, dtype=made.dtype)
+def _return_zeros(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return zeros of the result's shape without computing on millions of zeros."""
+    meta_args = [value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value for value in args]
+    result = func(*meta_args, **kwargs)
+    return torch.zeros(result.shape, dtype=result.dtype)
 
 
 @functools.cache
 def _aliases(func: Any) -> bool:
-    """Whether an operation gives a view, changes what it is given, or gives several tensors."""
+    """Return whether an operation returns a view or several tensors, or modifies its arguments."""
     schema = read_schema(func)
-    given, made = schema.arguments, schema.returns
-    return len(made) != 1 or any(one.alias_info is not None for one in (*given, *made))
+    arguments, returns = schema.arguments, schema.returns
+    return len(returns) != 1 or any(value.alias_info is not None for value in (*arguments, *returns))
 
 
 def _read_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """What decides the result's shape; None where a tensor of the host takes part."""
-    parts: list[Any] = [func]
+    """Return a cache key of the arguments that determine the result's shape; None if one is a CPU tensor."""
+    key: list[Any] = [func]
     for value in (*args, *kwargs.items()):
-        part = _read_part(value)
-        if part is None:
+        item = _read_key_item(value)
+        if item is None:
             return None
-        parts.append(part)
-    return tuple(parts)
+        key.append(item)
+    return tuple(key)
 
 
-def _read_part(value: Any) -> Any:
+def _read_key_item(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.dtype) if value.is_meta else None
     if isinstance(value, list | tuple):
-        parts = tuple(_read_part(part) for part in value)
-        return None if any(part is None for part in parts) else parts
-    return (type(value), value)
+        items = tuple(_read_key_item(item) for item in value)
+        return None if any(item is None for item in items) else items
+    return (type(value), value)  # 1, 1.0 and True are equal, but give different dtypes
 
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether a batch of pictures lies in memory pixel by pixel.
-
-    A batch of one that came to lie so by chance, out of attention, is not taken for it by torch's kernels.
-    """
-    pictures = tensor.dim() == 4 and tensor.shape[0] > 1
-    return pictures and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    """Return whether an image batch has the memory format channels_last."""
+    # Attention can leave a batch of one with these strides by chance; torch's kernels do not treat it as such.
+    is_batch = tensor.dim() == 4 and tensor.shape[0] > 1
+    return is_batch and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _convolve(*args: Any) -> torch.Tensor:
-    """A convolution keeps channels last, which `meta` by itself forgets."""
-    made: torch.Tensor = _run_once(_ATEN.convolution.default, args, {})
+    """Run a convolution and preserve channels_last, which the meta kernel does not."""
+    result: torch.Tensor = _run_once(_ATEN.convolution.default, args, {})
     if not _is_channels_last(args[0]):
-        return made
-    return torch.empty(made.shape, dtype=made.dtype, device="meta", memory_format=torch.channels_last)
+        return result
+    return torch.empty(result.shape, dtype=result.dtype, device="meta", memory_format=torch.channels_last)
 
 
-def _any_number(tensor: torch.Tensor) -> Any:
-    """A number that was never computed: 1, in the tensor's own kind."""
+def _return_one(tensor: torch.Tensor) -> Any:
+    """Return 1 in the tensor's dtype for a value that was never computed."""
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _copy(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What a pipeline takes to the host out of a model is zeros: there are no numbers."""
+    """Return zeros for a copy from `meta` to the CPU."""
     if torch.device(options.get("device") or "meta").type == "meta":
         return _run_once(_ATEN._to_copy.default, (tensor,), options)  # type: ignore[no-any-return]
     return torch.zeros(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 
 
 def _normalize(tensor: torch.Tensor, weight: Any, bias: Any, images: int, *sizes: Any) -> Any:
-    """A norm over groups, whose shapes torch works out by spelling the whole of it out."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return made, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
+    """Return the outputs of group norm; torch's meta kernel decomposes it into a dozen operations."""
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return result, *(torch.empty(images, sizes[2], dtype=tensor.dtype, device="meta") for _ in range(2))
 
 
-def _one_place(tensor: torch.Tensor) -> torch.Tensor:
+def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(1, tensor.dim(), dtype=torch.int64, device=tensor.device)
 
 
 _ATEN = torch.ops.aten
-_PICTURE = 2**20
+_IMAGE_ELEMENTS = 2**20
 _POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
-_WITHOUT_NUMBERS: dict[Any, Callable[..., Any]] = {
-    _ATEN._local_scalar_dense.default: _any_number,
+# Operations that read values, or that meta kernels handle badly.
+_SUBSTITUTES: dict[Any, Callable[..., Any]] = {
+    _ATEN._local_scalar_dense.default: _return_one,
     _ATEN._to_copy.default: _copy,
     _ATEN.convolution.default: _convolve,
     _ATEN.native_group_norm.default: _normalize,
-    _ATEN.nonzero.default: _one_place,
+    _ATEN.nonzero.default: _return_one_position,
     _ATEN.equal.default: lambda left, right: True,
 }
-"""Operations whose result depends on numbers, which there are none of."""

@@ -1,4 +1,4 @@
-"""The footprint of a call: a pipeline of shells, run once for each way and number of images that is asked about."""
+"""The memory footprint of a call: a pipeline of meta models, traced once per memory option and image count."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from anyaccel.tracing.pipeline_trace import PipelineTrace
 from anyaccel.upstream.diffusers_internals import read_never_offloaded, supports_group_offloading
 from anyaccel.upstream.torch_internals import read_parameter_table
 
-__all__ = ["Measurement", "set_parts", "supports_streaming"]
+__all__ = ["Measurement", "set_vae_tiling", "supports_streaming"]
 
+# Parameters from which a torch hook computes the weight before the forward that streaming wraps.
 _COMPUTED = {"weight_g", "weight_orig"}
-"""Parameters that a hook of torch's makes a weight of before the forward that streaming wraps."""
-_PARTS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
+_TILING_METHODS = {"enable_slicing": "disable_slicing", "enable_tiling": "disable_tiling"}
 
 
 class Measurement:
-    """Measures calls of one pipeline with one set of arguments; each answer is worked out once."""
+    """Measures calls of one pipeline with one set of arguments, and caches the footprints."""
 
     def __init__(
         self,
@@ -43,37 +43,39 @@ class Measurement:
         self.pipe, self.traced, self.workspace = pipe, traced, workspace
         self.denoisers, self.arguments, self.attention = denoisers, arguments, attention
         self.size = size
-        self.always_there = () if unified_memory else read_never_offloaded(pipe)
-        self.seen = TraceFacts()
-        """What the first run did inside the models."""
-        self._known: dict[tuple[MemorySavings, int], Footprint] = {}
-        models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-        self._models = tuple(_read_size(name, part, workspace, fetches_ahead) for name, part in models.items())
+        self.never_offloaded = () if unified_memory else read_never_offloaded(pipe)
+        self.trace_facts = TraceFacts()
+        """Facts of the first run."""
+        self._footprints: dict[tuple[MemorySavings, int], Footprint] = {}
+        models = {name: model for name, model in pipe.components.items() if isinstance(model, torch.nn.Module)}
+        self._models = tuple(_read_size(name, model, workspace, fetches_ahead) for name, model in models.items())
         self._never_streamed = tuple(
-            name for name, part in models.items() if not (unified_memory or supports_streaming(part))
+            name for name, model in models.items() if not (unified_memory or supports_streaming(model))
         )
 
-    def __call__(self, way: MemorySavings, images: int) -> Footprint:
-        """The footprint of a call made in one way, for so many images at once."""
-        if (way, images) not in self._known:
-            self._known[way, images] = self._measure(way, images)
-        return self._known[way, images]
+    def __call__(self, savings: MemorySavings, images: int) -> Footprint:
+        """Return the footprint of a call with these memory savings and this number of images."""
+        if (savings, images) not in self._footprints:
+            self._footprints[savings, images] = self._measure(savings, images)
+        return self._footprints[savings, images]
 
     def of_another_call(
         self, arguments: Callable[[int], Mapping[str, Any]], size: tuple[int, int] | None
     ) -> Measurement:
-        """The same for other arguments."""
+        """Return a measurement of the same pipeline with other arguments."""
+        # A shallow copy shares the trace, and with it the cached model calls.
         other = copy.copy(self)
-        other.arguments, other.size, other.seen, other._known = arguments, size, TraceFacts(), {}
+        other.arguments, other.size, other.trace_facts, other._footprints = arguments, size, TraceFacts(), {}
         return other
 
-    def _measure(self, way: MemorySavings, images: int) -> Footprint:
-        set_parts(self.pipe, way.vae_in_parts)
-        first = not self._known
-        attention = replace(self.attention, heads="max") if way.sliced_attention else self.attention
-        self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=way.vae_in_parts)
+    def _measure(self, savings: MemorySavings, images: int) -> Footprint:
+        set_vae_tiling(self.pipe, savings.vae_in_parts)
+        first = not self._footprints
+        attention = replace(self.attention, heads="max") if savings.sliced_attention else self.attention
+        self.traced.run(self.pipe, self.arguments(images), self.workspace, attention, setting=savings.vae_in_parts)
         if first:
-            self.seen = self.traced.seen
+            self.trace_facts = self.traced.trace_facts
+        # diffusers' own order: "text_encoder->unet->vae".
         order = str(getattr(self.pipe, "model_cpu_offload_seq", None) or "").split("->")
         return Footprint(
             pipeline=type(self.pipe).__name__,
@@ -81,66 +83,68 @@ class Measurement:
             size=self.size,
             images=images,
             models=self._models,
-            passings=self._read_passings(),
+            model_calls=self._read_model_calls(),
             offload_order=tuple(name for name in order if name),
-            always_there=self.always_there,
+            never_offloaded=self.never_offloaded,
             never_streamed=self._never_streamed,
             fixed_bytes=self.workspace.fixed_bytes,
         )
 
-    def _read_passings(self) -> tuple[ModelCall, ...]:
-        """Each model's calls with their phases; what the pipeline does before and after one counts to it."""
-        heard, between = self.traced.passings, self.traced.between
-        steps = [place for place, one in enumerate(heard) if one.component in self.denoisers]
-        first, last = (steps[0], steps[-1]) if steps else (len(heard), len(heard))
-        passings = []
-        for place, one in enumerate(heard):
-            phase: Phase = "encode" if place < first else "decode"
-            if one.component in self.denoisers or (first <= place <= last and one.method != "decode"):
+    def _read_model_calls(self) -> tuple[ModelCall, ...]:
+        """Return the model calls with their phases. The pipeline's own work counts to the calls next to it."""
+        records, between = self.traced.model_calls, self.traced.between
+        steps = [position for position, record in enumerate(records) if record.component in self.denoisers]
+        first, last = (steps[0], steps[-1]) if steps else (len(records), len(records))
+        calls = []
+        for position, record in enumerate(records):
+            phase: Phase = "encode" if position < first else "decode"
+            # A model that runs between the steps (ControlNet) is part of denoising; a preview decoder is not.
+            if record.component in self.denoisers or (first <= position <= last and record.method != "decode"):
                 phase = "denoise"
-            held = max(one.held_bytes, between[place], between[place + 1])
-            passings.append(ModelCall(one.component, phase, held))
-        return tuple(passings)
+            held = max(record.held_bytes, between[position], between[position + 1])
+            calls.append(ModelCall(record.component, phase, held))
+        return tuple(calls)
 
 
-def set_parts(pipe: Any, on: bool) -> None:
-    """Let the autoencoder take its pictures one by one and in tiles, or whole."""
-    for part in pipe.components.values():
-        for enable, disable in _PARTS.items():
-            switch = getattr(part, enable if on else disable, None)
-            if isinstance(part, torch.nn.Module) and callable(switch):
-                switch()
+def set_vae_tiling(pipe: Any, on: bool) -> None:
+    """Enable or disable slicing and tiling of the autoencoder."""
+    for component in pipe.components.values():
+        for enable, disable in _TILING_METHODS.items():
+            method = getattr(component, enable if on else disable, None)
+            if isinstance(component, torch.nn.Module) and callable(method):
+                method()
 
 
 def supports_streaming(model: torch.nn.Module) -> bool:
-    """Return whether each weight of a model is read only in the forward of the layer that has it."""
+    """Return whether each weight of a model is read only in the forward of its own layer."""
     computed = (_COMPUTED.isdisjoint(read_parameter_table(layer)) for layer in model.modules())
     return supports_group_offloading(model) and all(computed)
 
 
 def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_ahead: bool) -> ModelSize:
-    """The sizes of a model's weights, tied ones once."""
+    """Return the sizes of a model's weights; tied weights count once."""
 
-    def take(tensors: Any) -> int:
-        return sum(workspace.of_block(tensor.numel() * tensor.element_size()) for tensor in tensors)
+    def sum_bytes(tensors: Any) -> int:
+        return sum(workspace.round_up_bytes(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
-    buffers = take(model.buffers())
-    ahead = _find_next_layer(model, take) if fetches_ahead else 0
+    # Streaming moves parameters only; buffers stay on the device and count for every layer.
+    buffers = sum_bytes(model.buffers())
+    ahead = _find_next_layer(model, sum_bytes) if fetches_ahead else 0
     return ModelSize(
         name=name,
         kind=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weights_bytes=take(model.parameters()) + buffers,
-        layer_bytes=_find_largest_layer(model, take) + buffers + ahead,
+        weights_bytes=sum_bytes(model.parameters()) + buffers,
+        layer_bytes=_find_largest_layer(model, sum_bytes) + buffers + ahead,
     )
 
 
-def _find_largest_layer(model: torch.nn.Module, take: Callable[[Any], int]) -> int:
-    """The most that is there at once where each module brings its own parameters: its own and its parents'."""
-    own = take(model.parameters(recurse=False))
-    return own + max((_find_largest_layer(child, take) for child in model.children()), default=0)
+def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
+    """Return the peak bytes when each module loads only its own parameters: those of a module and its parents."""
+    own = sum_bytes(model.parameters(recurse=False))
+    return own + max((_find_largest_layer(child, sum_bytes) for child in model.children()), default=0)
 
 
-def _find_next_layer(model: torch.nn.Module, take: Callable[[Any], int]) -> int:
-    """The most that is fetched ahead: the parameters of one module."""
-    return max(take(module.parameters(recurse=False)) for module in model.modules())
+def _find_next_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
+    """Return the most bytes that are prefetched: the parameters of one module."""
+    return max(sum_bytes(module.parameters(recurse=False)) for module in model.modules())

@@ -1,4 +1,4 @@
-"""A model that has shapes and no numbers in the place of a real one: a pipeline runs it as if it lay on the host."""
+"""Models on the `meta` device that a pipeline can call as if they were on the CPU."""
 
 from __future__ import annotations
 
@@ -11,69 +11,70 @@ import torch
 
 from anyaccel.forward_overrides import Slot, set_override
 
-__all__ = ["WATCHED_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
+__all__ = ["MAX_KEPT_OUTPUT_BYTES", "MetaRunner", "first_floating", "map_tensors", "to_meta_module"]
 
-WATCHED_BYTES = 2**20
-"""What a model gave last is kept until the end of a call, to be looked at, if it is no larger than this."""
+# Largest model output that the check for NaN and Inf keeps until the end of a call.
+MAX_KEPT_OUTPUT_BYTES = 2**20
 
 _METHODS = ("encode", "decode")
-_PARTS = ("encoder", "decoder")
-"""What an autoencoder runs for one tile after another."""
+# Modules that an autoencoder calls once per tile.
+_TILED_MODULES = ("encoder", "decoder")
+# Methods with which an autoencoder blends two tiles, row by row.
 _BLENDS = ("blend_v", "blend_h", "blend_t")
-"""How an autoencoder joins two tiles, row by row."""
 
 
 class MetaRunner(Protocol):
-    """Runs a model whose weights are shapes alone on what a pipeline of the host gives it."""
+    """Runs a model on `meta` with the CPU tensors of a pipeline."""
 
     def run_model(self, name: str, method: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of one call, on the host."""
+        """Run one call of a model and return its result on the CPU."""
 
-    def run_part(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of one call of a part that may be called often, with shapes alone."""
+    def run_submodule(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run one call of a submodule that is called often, and return its result on `meta`."""
 
 
 def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> torch.nn.Module:
-    """Let a model on `meta` take and give tensors of the host."""
-    kind = type(model)
-    content = {  # transformers finds what a model can record by the class's full name
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
+    """Make a model on `meta` accept and return CPU tensors."""
+    model_class = type(model)
+    namespace = {  # transformers looks up which outputs a model can record by the full class name
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__qualname__,
         "device": property(lambda self: torch.device("cpu")),
     }
-    model.__class__ = type(kind.__name__, (kind,), content)
-    inside: list[str] = []
-    set_override(model, Slot.RECORDING, functools.partial(_run_model, name, "forward", runner, inside))
+    model.__class__ = type(model_class.__name__, (model_class,), namespace)
+    active_calls: list[str] = []
+    set_override(model, Slot.RECORDING, functools.partial(_run_model, name, "forward", runner, active_calls))
     for method in _METHODS:
         call = getattr(model, method, None)
         if callable(call):
-            vars(model)[method] = _wrap(call, name, method, runner, inside)
+            vars(model)[method] = _wrap(call, name, method, runner, active_calls)
     for method in _BLENDS:
         if callable(getattr(model, method, None)):
             vars(model)[method] = _blend_one_row(getattr(model, method))
-    for child in _PARTS:
-        part = getattr(model, child, None)
-        if isinstance(part, torch.nn.Module):
-            set_override(part, Slot.RECORDING, functools.partial(runner.run_part, f"{name}.{child}"))
-    for kind_of_block, blocks in _find_repeated(model).items():
+    for child in _TILED_MODULES:
+        submodule = getattr(model, child, None)
+        if isinstance(submodule, torch.nn.Module):
+            set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
+    # One block of a kind is traced, the others use its cached result.
+    for key, blocks in _find_repeated(model).items():
         for block in blocks:
-            set_override(block, Slot.RECORDING, functools.partial(runner.run_part, f"{name}.{kind_of_block}"))
+            set_override(block, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{key}"))
     return model
 
 
 def _find_repeated(model: torch.nn.Module) -> dict[str, list[torch.nn.Module]]:
-    """The blocks that a model has several times over: of one class, in one list, with weights of the same shapes."""
-    found: dict[str, list[torch.nn.Module]] = {}
-    for place, module in enumerate(model.modules()):
+    """Return the repeated blocks of a model: same list, same class, same weight shapes."""
+    groups: dict[str, list[torch.nn.Module]] = {}
+    for position, module in enumerate(model.modules()):
         if isinstance(module, torch.nn.ModuleList) and len(module) > 2:
             for block in module:
-                shapes = hash(tuple((path, tuple(one.shape)) for path, one in block.named_parameters()))
-                found.setdefault(f"{place} {type(block).__name__} {shapes}", []).append(block)
-    return {name: blocks for name, blocks in found.items() if len(blocks) > 2}
+                shapes = hash(tuple((path, tuple(weight.shape)) for path, weight in block.named_parameters()))
+                groups.setdefault(f"{position} {type(block).__name__} {shapes}", []).append(block)
+    return {name: blocks for name, blocks in groups.items() if len(blocks) > 2}
 
 
 def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Every row holds what the first one does, and a large picture has ten thousands."""
+    """Limit blending to one row: all rows need the same memory, and a large image has tens of thousands."""
 
     @functools.wraps(call)
     def blend(a: torch.Tensor, b: torch.Tensor, blend_extent: int) -> Any:
@@ -83,51 +84,58 @@ def _blend_one_row(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap(
-    call: Callable[..., Any], name: str, method: str, runner: MetaRunner, inside: list[str]
+    call: Callable[..., Any], name: str, method: str, runner: MetaRunner, active_calls: list[str]
 ) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _run_model(name, method, runner, inside, call, args, kwargs)
+        return _run_model(name, method, runner, active_calls, call, args, kwargs)
 
     return run
 
 
 def _run_model(
-    name: str, method: str, runner: MetaRunner, inside: list[str], call: Callable[..., Any], args: Any, kwargs: Any
+    name: str,
+    method: str,
+    runner: MetaRunner,
+    active_calls: list[str],
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    if inside:  # a method that calls another one is one call
+    if active_calls:  # a method that calls another method (forward calls decode) counts as one call
         return call(*args, **kwargs)
-    inside.append(method)
+    active_calls.append(method)
     try:
         return runner.run_model(name, method, call, args, kwargs)
     finally:
-        inside.clear()
+        active_calls.clear()
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with every tensor changed, in lists, tuples, mappings, outputs and what an autoencoder gives."""
+    """Apply a function to every tensor in lists, tuples, mappings, model outputs and latent distributions."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping) and type(value) is dict:
-        return {name: map_tensors(part, change) for name, part in value.items()}
+        return {name: map_tensors(item, change) for name, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(part, change) for part in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(part, change) for part in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, Mapping) or _is_distribution(value):
         return _map_object(value, change)
     return value
 
 
 def _map_object(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An output of a model, or the distribution that an autoencoder gives: the same kind, attribute by attribute."""
+    """Return a copy of a model output, or of an autoencoder's latent distribution, with every tensor changed."""
     copied = copy.copy(value)
-    for name, part in list(vars(value).items()):
-        if isinstance(part, torch.Tensor | list | tuple | Mapping) or _is_distribution(part):
-            object.__setattr__(copied, name, map_tensors(part, change))
-    if isinstance(copied, dict):  # an output's entries are its attributes too
-        for name, part in list(value.items()):
-            dict.__setitem__(copied, name, vars(copied).get(name, map_tensors(part, change)))
+    for name, item in list(vars(value).items()):
+        if isinstance(item, torch.Tensor | list | tuple | Mapping) or _is_distribution(item):
+            object.__setattr__(copied, name, map_tensors(item, change))
+    # A ModelOutput has each value twice, as an entry and as an attribute: both must be the same object.
+    if isinstance(copied, dict):
+        for name, item in list(value.items()):
+            dict.__setitem__(copied, name, vars(copied).get(name, map_tensors(item, change)))
     return copied
 
 
@@ -136,12 +144,12 @@ def _is_distribution(value: Any) -> bool:
 
 
 def first_floating(output: Any) -> torch.Tensor | None:
-    """The first tensor of real numbers in what a model gave."""
+    """Return the first floating-point tensor of a model output."""
     if isinstance(output, torch.Tensor):
         return output if output.is_floating_point() else None
     values = output.values() if hasattr(output, "values") else output if isinstance(output, list | tuple) else ()
     for value in values:
-        found = first_floating(value) if isinstance(value, torch.Tensor | list | tuple) else None
-        if found is not None:
-            return found
+        tensor = first_floating(value) if isinstance(value, torch.Tensor | list | tuple) else None
+        if tensor is not None:
+            return tensor
     return None

@@ -1,4 +1,4 @@
-"""A pipeline at its full size from its config files: models of the right classes and shapes, where they are wanted."""
+"""Full-size pipelines without trained weights, built from the config files of a model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from anyaccel.tracing.model_index import Component, ModelFolder, is_a, require_r
 
 __all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 
-_NO_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
+_IGNORED_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
 
 
 class FullSizePipeline:
-    """A pipeline at its full size, and the recipe that says how it is called."""
+    """A full-size pipeline and the recipe with its call arguments."""
 
     def __init__(self, pipe: Any, recipe: Recipe) -> None:
         self.pipe, self.recipe = pipe, recipe
@@ -28,49 +28,49 @@ class FullSizePipeline:
 def build_pipeline(
     folder: ModelFolder, device: str, dtype: torch.dtype, finish: Callable[[str, Any], Any] | None = None
 ) -> FullSizePipeline:
-    """The pipeline of a folder with models of full size on a device, without trained weights; on `meta` they need none.
+    """Build the pipeline of a folder with full-size, untrained models on a device (`meta` needs no memory).
 
-    Tokenizers and processors are the recipe's: they hold no weights, and their lengths are those of the real ones.
-    `finish` is given each model with its name, and gives what takes its place.
+    Tokenizers and processors are those of the recipe: they have no weights, and the same lengths as the real ones.
+    `finish(name, model)` returns the model to use.
     """
     import diffusers
 
     recipe = require_recipe(folder.pipeline)
     tiny: Any = recipe.make()
-    parts = dict(tiny.components)
-    own = {name for name in tiny.config if not name.startswith("_")} - set(parts)
-    parts |= {name: value for name, value in folder.switches.items() if name in own}
+    components = dict(tiny.components)
+    settings = {name for name in tiny.config if not name.startswith("_")} - set(components)
+    components |= {name: value for name, value in folder.switches.items() if name in settings}
     for component in folder.components:
-        ours = parts.get(component.name)
-        if hasattr(ours, "set_timesteps") and component.config is not None:
-            with _naming(component):
-                parts[component.name] = _find_class(component).from_config(dict(component.config))
+        tiny_component = components.get(component.name)
+        if hasattr(tiny_component, "set_timesteps") and component.config is not None:
+            with _name_config_file(component):
+                components[component.name] = _find_class(component).from_config(dict(component.config))
         elif component.config is None:
-            if ours is None:
-                parts[component.name] = _make_processor(component)
-            elif isinstance(ours, torch.nn.Module):
-                where = folder.path / component.name
+            if tiny_component is None:
+                components[component.name] = _make_processor(component)
+            elif isinstance(tiny_component, torch.nn.Module):
+                path = folder.path / component.name
                 raise ModelError(
-                    f"{folder.pipeline} needs a {component.name}, and {where} has no config.json",
-                    hint="fetch the whole of the small files",
+                    f"{folder.pipeline} requires {component.name}, but {path} has no config.json",
+                    hint="download all config files of the model",
                 )
-        elif _is_model(ours, component):
-            with _naming(component):
-                model = _make_model(ours, component, device, dtype)
-            parts[component.name] = finish(component.name, model) if finish else model
+        elif _is_model(tiny_component, component):
+            with _name_config_file(component):
+                model = _make_model(tiny_component, component, device, dtype)
+            components[component.name] = finish(component.name, model) if finish else model
     for name in set(tiny.components) - {component.name for component in folder.components}:
-        if isinstance(parts[name], torch.nn.Module):  # an optional one that this model lacks
-            parts[name] = None
-    kind: Any = getattr(diffusers, folder.pipeline)
-    _lengthen(parts)
-    pipe = kind(**parts)
+        if isinstance(components[name], torch.nn.Module):  # an optional component that this model does not have
+            components[name] = None
+    pipeline_class: Any = getattr(diffusers, folder.pipeline)
+    _extend_tokenizers(components)
+    pipe = pipeline_class(**components)
     pipe.set_progress_bar_config(disable=True)
     return FullSizePipeline(pipe, recipe)
 
 
 @contextlib.contextmanager
-def _naming(component: Component) -> Iterator[None]:
-    """Whatever a library says of a config that makes no sense, with the file that it is in."""
+def _name_config_file(component: Component) -> Iterator[None]:
+    """Convert any error of a library about a config to one that names the file."""
     try:
         yield
     except AnyaccelError:
@@ -78,76 +78,78 @@ def _naming(component: Component) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"{component.name} cannot be built from {component.file}: {type(error).__name__}: {error}",
-            hint="compare that file with the one that was published; ANYACCEL_TRACEBACK=1 shows where",
+            hint="compare the file with the published one; ANYACCEL_TRACEBACK=1 shows the traceback",
         ) from error
 
 
 def build_components(components: Iterable[Component], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Models and schedulers alone, each from its config, with random weights."""
-    made: dict[str, Any] = {}
+    """Build models and schedulers from their configs, with random weights."""
+    built: dict[str, Any] = {}
     for component in components:
         if component.name == "scheduler":
-            made[component.name] = _find_class(component).from_config(dict(component.config or {}))
+            built[component.name] = _find_class(component).from_config(dict(component.config or {}))
         else:
-            made[component.name] = _make_model(None, component, device, dtype)
-    return made
+            built[component.name] = _make_model(None, component, device, dtype)
+    return built
 
 
-def _is_model(ours: Any, component: Component) -> bool:
-    if ours is not None:
-        return isinstance(ours, torch.nn.Module)
-    kind = _find_class(component)
-    return isinstance(kind, type) and issubclass(kind, torch.nn.Module)
+def _is_model(tiny: Any, component: Component) -> bool:
+    if tiny is not None:
+        return isinstance(tiny, torch.nn.Module)
+    found_class = _find_class(component)
+    return isinstance(found_class, type) and issubclass(found_class, torch.nn.Module)
 
 
-def _make_model(ours: Any, component: Component, device: str, dtype: torch.dtype) -> Any:
-    kind = type(ours) if ours is not None and is_a(ours, component) else _find_class(component)
+def _make_model(tiny: Any, component: Component, device: str, dtype: torch.dtype) -> Any:
+    # The class of the recipe's model is preferred: the index may have an older name of it.
+    model_class = type(tiny) if tiny is not None and is_a(tiny, component) else _find_class(component)
     config = dict(component.config or {})
+    # The default dtype avoids a float32 copy of the model, twice its final size.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), torch.no_grad():
-            if hasattr(kind, "config_class") and kind.config_class is not None:  # transformers
+            if hasattr(model_class, "config_class") and model_class.config_class is not None:  # transformers
                 settings = {
-                    name: value for name, value in config.items() if name not in _NO_SETTINGS and name[0] != "_"
+                    name: value for name, value in config.items() if name not in _IGNORED_SETTINGS and name[0] != "_"
                 }
-                model = kind(kind.config_class(**settings))
+                model = model_class(model_class.config_class(**settings))
             else:
-                model = kind.from_config(config)
+                model = model_class.from_config(config)
     finally:
         torch.set_default_dtype(before)
-    # Not through `to` of diffusers, which advises on modules that stay in float32.
+    # Not diffusers' `to`, which warns about modules that should stay in float32.
     return torch.nn.Module.to(model, dtype).eval()
 
 
 def _make_processor(component: Component) -> Any:
-    """What prepares pictures for an encoder, with its own defaults; tokenizers are the recipe's."""
+    """Return an image processor with its defaults; None for tokenizers, which come from the recipe."""
     if not component.kind.endswith(("ImageProcessor", "FeatureExtractor")):
         return None
     return _find_class(component)()
 
 
 def _find_class(component: Component) -> Any:
-    """The class that an index names: of a library, or of a pipeline's own folder in diffusers."""
+    """Return the class that the index names, from a library or from a pipeline folder of diffusers."""
     for module in (component.library, f"diffusers.pipelines.{component.library}"):
         try:
-            found = getattr(importlib.import_module(module), component.kind, None)
+            found_class = getattr(importlib.import_module(module), component.kind, None)
         except ImportError:
             continue
-        if found is not None:
-            return found
+        if found_class is not None:
+            return found_class
     raise ModelError(
-        f"{component.name} is a {component.kind} of {component.library}, which cannot be imported",
-        hint="a newer diffusers or transformers may have it; code that comes with a model is not run",
+        f"cannot import {component.kind} from {component.library} for {component.name}",
+        hint="upgrade diffusers or transformers; code from a model's repository is not run",
     )
 
 
-def _lengthen(parts: dict[str, Any]) -> None:
-    """Let each tokenizer take as many tokens as the encoder of the same name has places for."""
-    for name, part in parts.items():
+def _extend_tokenizers(components: dict[str, Any]) -> None:
+    """Set each tokenizer's maximum length to the number of positions of its text encoder."""
+    for name, tokenizer in components.items():
         if not name.startswith("tokenizer"):
             continue
-        encoder = parts.get(name.replace("tokenizer", "text_encoder"))
-        places = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
-        if places is not None and hasattr(part, "model_max_length"):
-            part.model_max_length = min(places, max(part.model_max_length, 77))
+        encoder = components.get(name.replace("tokenizer", "text_encoder"))
+        positions = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
+        if positions is not None and hasattr(tokenizer, "model_max_length"):
+            tokenizer.model_max_length = min(positions, max(tokenizer.model_max_length, 77))  # 77: CLIP

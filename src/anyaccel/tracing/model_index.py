@@ -1,4 +1,4 @@
-"""A model's folder as its small files describe it: the pipeline's class, its components, the sizes of its weights."""
+"""Reader of a model folder's JSON files: pipeline class, components and sizes of the weight files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _VARIANT = re.compile(r"\.(fp16|bf16)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One entry of a pipeline's index."""
+    """A component of a pipeline, from `model_index.json`."""
 
     name: str
     """`text_encoder_2`."""
     library: str
     kind: str
-    """The class, as the index names it."""
+    """The class name in the index."""
     config: Mapping[str, Any] | None
-    """What its config file says; None where there is none."""
+    """Content of its config file, if it has one."""
     file: Path | None = None
-    """That file."""
+    """Path of the config file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,31 +46,32 @@ class ModelFolder:
     """The class: `FluxPipeline`."""
     components: tuple[Component, ...]
     switches: Mapping[str, Any]
-    """The pipeline's own settings: `force_zeros_for_empty_prompt`."""
+    """Settings of the pipeline itself, such as `force_zeros_for_empty_prompt`."""
 
     def missing_bytes(self, models: Iterable[str]) -> int | None:
-        """The bytes of some models' files of weights that are still to be fetched; None where that is not known.
+        """Return the size of the weight files of some models that are not downloaded yet; None if it is unknown.
 
-        Where a model is stored in several types, the plain files count: diffusers loads those.
+        If a model has weights in several dtypes, the files without a variant suffix count: diffusers loads those.
         """
         listed = self.path / _WEIGHTS
-        if listed.is_file():  # a description, which has no weights beside it
+        if listed.is_file():  # a description of a published model, without its weights
             files = {str(name): int(size) for name, size in read_json(listed)["files"].items()}
             sizes = {name: _sum_plain(files, name) for name in models}
         else:
             sizes = {name: _missing_bytes(self.path / name) for name in models}
-        known = [size for size in sizes.values() if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        present = [size for size in sizes.values() if size is not None]
+        return sum(present) if len(present) == len(sizes) else None
 
 
 def read_model_folder(path: Path) -> ModelFolder:
-    """Read the small files of a pipeline's folder; no file of weights is opened."""
+    """Read the JSON files of a pipeline's folder; weight files are not opened."""
     index = read_json(path / _INDEX)
     if not isinstance(index.get("_class_name"), str):
         raise ModelError(
-            f"{path / _INDEX} names no pipeline of diffusers as its _class_name",
-            hint="give the folder of a diffusers pipeline",
+            f"{path / _INDEX} has no _class_name",
+            hint="use the folder of a diffusers pipeline",
         )
+    # A component is a pair [library, class]; [null, null] is an optional component that the model does not have.
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
     components = [
         _read_component(path, name, library, kind) for name, (library, kind) in entries.items() if library is not None
@@ -80,45 +81,46 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def find_recipe(pipeline: str) -> Recipe | None:
-    """The tiny pipeline of a class: the one that is called as its class, or else the first; None if there is none."""
-    known: dict[str, Recipe] = {}
+    """Return the recipe of a pipeline class: the one named like the class, or the first one."""
+    by_class: dict[str, Recipe] = {}
     for recipe in recipes().values():
-        if recipe.pipeline not in known or recipe.name == _kebab(recipe.pipeline):
-            known[recipe.pipeline] = recipe
-    return known.get(pipeline)
+        if recipe.pipeline not in by_class or recipe.name == _to_kebab_case(recipe.pipeline):
+            by_class[recipe.pipeline] = recipe
+    return by_class.get(pipeline)
 
 
-def _kebab(pipeline: str) -> str:
-    """`StableDiffusionPipeline` → `stable-diffusion`."""
+def _to_kebab_case(pipeline: str) -> str:
+    """Convert `StableDiffusionPipeline` to `stable-diffusion`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", pipeline.removesuffix("Pipeline")).lower()
 
 
-def is_a(ours: Any, component: Component) -> bool:
-    """Whether a model is of the class that an index names, by its name of today or by an older one."""
+def is_a(model: Any, component: Component) -> bool:
+    """Return whether a model is of the class that the index names, by its current or an older name."""
     from diffusers import ModelMixin
 
-    if type(ours).__name__ == component.kind or not isinstance(ours, ModelMixin) or not component.config:
-        return type(ours).__name__ == component.kind
+    if type(model).__name__ == component.kind or not isinstance(model, ModelMixin) or not component.config:
+        return type(model).__name__ == component.kind
+    # diffusers maps old class names to new ones by the config (Transformer2DModel is DiT or PixArt).
     older = getattr(importlib.import_module("diffusers"), component.kind, None)
-    return older is not None and find_renamed_class(component.config, older) is type(ours)
+    return older is not None and find_renamed_class(component.config, older) is type(model)
 
 
 def require_recipe(pipeline: str) -> Recipe:
-    """The tiny pipeline of a class, or an error that says which there are."""
-    found = find_recipe(pipeline)
-    if found is None:
-        known = sorted({recipe.pipeline for recipe in recipes().values()})
+    """Return the recipe of a pipeline class; raise ModelError if there is none."""
+    recipe = find_recipe(pipeline)
+    if recipe is None:
+        names = sorted({recipe.pipeline for recipe in recipes().values()})
         raise ModelError(
-            f"no tiny pipeline of the class {pipeline} is known, whose sizes a small model could have",
-            hint=f"check a function that makes one: anyaccel check package.module:make; {nearest(pipeline, known)}",
+            f"no recipe for the pipeline class {pipeline}",
+            hint=f"check a function that builds one: anyaccel check package.module:make; {nearest(pipeline, names)}",
         )
-    return found
+    return recipe
 
 
 def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component:
     if not isinstance(library, str) or not isinstance(kind, str):
         raise ModelError(
-            f"{path / _INDEX} names no class for {name}: {[library, kind]}", hint="an entry is a library and a class"
+            f"{path / _INDEX} has no class for {name}: {[library, kind]}", hint="use [library, class] as the entry"
         )
     file = next((path / name / config for config in _CONFIGS if (path / name / config).is_file()), None)
     config = None if file is None else read_json(file)
@@ -126,9 +128,10 @@ def _read_component(path: Path, name: str, library: Any, kind: Any) -> Component
 
 
 def _missing_bytes(folder: Path) -> int | None:
-    """0 where the weights lie beside the config; else what the index of their files says, if there is one."""
+    """Return 0 if the weights are present, else the total size in the index of the weight files, if there is one."""
     if any(folder.glob("*.safetensors")):
         return 0
+    # Sharded weights have an index with their total size; a single file has none.
     plain = [file for file in folder.glob("*.safetensors.index.json") if not _VARIANT.search(file.name)]
     size = read_json(plain[0]).get("metadata", {}).get("total_size") if plain else None
     return int(size) if isinstance(size, int | float) else None
@@ -140,11 +143,11 @@ def _sum_plain(files: Mapping[str, int], model: str) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; anything else is an error of the model's."""
+    """Return the object in a JSON file; raise ModelError if the file has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint="give the folder of a diffusers pipeline") from error
+        raise ModelError(f"cannot read {path}: {error}", hint="use the folder of a diffusers pipeline") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} is no description of a model", hint="give the folder of a diffusers pipeline")
+        raise ModelError(f"{path} is not a JSON object", hint="use the folder of a diffusers pipeline")
     return content

@@ -1,4 +1,4 @@
-"""One run of a pipeline with shapes alone: which model runs when, and what is held at its peak."""
+"""One run of a pipeline on the `meta` device: the order of its model calls and their peak memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.attention import AS_IT_IS, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.allocation_tracker import AllocationTracker
-from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating, map_tensors, to_meta_module
+from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating, map_tensors, to_meta_module
 
 __all__ = ["ModelCallRecord", "PipelineTrace"]
 
@@ -25,30 +25,30 @@ class ModelCallRecord:
     method: str
     """`forward`, `encode`, `decode`."""
     held_bytes: int
-    """At its peak, with all that the pipeline keeps besides; without weights."""
+    """Peak memory during the call, without weights, including what the pipeline holds."""
 
 
 class PipelineTrace:
-    """Runs a pipeline whose models are shells, and tells what was held."""
+    """Runs a pipeline of meta models and records their memory."""
 
     def __init__(self) -> None:
-        self.passings: list[ModelCallRecord] = []
+        self.model_calls: list[ModelCallRecord] = []
         self.between: list[int] = []
-        """The peaks of what the pipeline itself does before, between and after its models."""
+        """Peaks of the pipeline's own work before, between and after the model calls."""
         self._tracker = AllocationTracker(Workspace(), ())
         self._setting: Hashable = None
         self._weights: list[torch.Tensor] = []
-        """Of the one pipeline whose models are shells here."""
-        self._watched: dict[str, torch.Tensor] = {}
-        self._known: dict[Any, tuple[Any, int]] = {}
+        """Weights of the traced pipeline."""
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._cache: dict[Any, tuple[Any, int]] = {}
 
     @property
-    def seen(self) -> TraceFacts:
-        """What the last run did inside the models; of what was answered from memory, nothing."""
-        return self._tracker.seen
+    def trace_facts(self) -> TraceFacts:
+        """Facts of the last run, without the cached model calls."""
+        return self._tracker.trace_facts
 
     def shell(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
-        """A model on `meta` as a shell that is run here."""
+        """Make a model on `meta` callable with CPU tensors and record its calls here."""
         return to_meta_module(model, name, self)
 
     def run(
@@ -56,74 +56,74 @@ class PipelineTrace:
         pipe: Any,
         arguments: Mapping[str, Any],
         workspace: Workspace,
-        attention: AttentionRule = AS_IT_IS,
+        attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
-        """Call the pipeline once; `setting` says what models depend on besides."""
+        """Call the pipeline once. `setting` is part of the cache key: options that change what the models do."""
         if not self._weights:
-            models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+            models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
             self._weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         self._tracker = AllocationTracker(workspace, self._weights, attention)
         self._setting = (workspace, attention, setting)
-        self.passings, self.between, self._watched = [], [], {}
+        self.model_calls, self.between, self._outputs = [], [], {}
+        # fork_rng: tracing must not change the noise of later calls.
         with torch.no_grad(), torch.random.fork_rng(devices=[]), self._tracker.running():
             pipe(**arguments)
         self.between.append(self._tracker.take_peak())
 
     def run_model(self, name: str, method: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """One call of one model; one with the same shapes as before is answered from memory."""
+        """Run one model call, or use the cached result of a call with the same shapes."""
         tracker = self._tracker
         tracker.model = name
         self.between.append(tracker.take_peak())
         before = tracker.used
-        key = (self._setting, name, method, repr(map_tensors((args, kwargs), _describe)))
-        known = self._known.get(key)
-        if known is None:
-            made = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
+        key = (self._setting, name, method, repr(map_tensors((args, kwargs), _read_layout)))
+        cached = self._cache.get(key)
+        # Relative to the use before the call: the pipeline may hold more at the next call.
+        if cached is None:
+            result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
             peak = tracker.take_peak()
-            self._known[key] = (map_tensors(made, self._to_meta), peak - before)
+            self._cache[key] = (map_tensors(result, self._to_meta), peak - before)
         else:
-            made, peak = known[0], before + known[1]
-        self.passings.append(ModelCallRecord(name, method, peak))
-        given = map_tensors(made, self._to_host)
-        self._watch(name, first_floating(given))
-        return given
+            result, peak = cached[0], before + cached[1]
+        self.model_calls.append(ModelCallRecord(name, method, peak))
+        output = map_tensors(result, self._to_cpu)
+        self._keep_output(name, first_floating(output))
+        return output
 
-    def _watch(self, name: str, tensor: torch.Tensor | None) -> None:
-        """Keep what a model gave last, as the watch over a call does."""
-        if tensor is not None and tensor.numel() * tensor.element_size() <= WATCHED_BYTES:
-            self._watched[name] = tensor
+    def _keep_output(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Keep a model's last output alive, as the check for NaN and Inf does in a real call."""
+        if tensor is not None and tensor.numel() * tensor.element_size() <= MAX_KEPT_OUTPUT_BYTES:
+            self._outputs[name] = tensor
 
-    def run_part(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        """One call of a part that a model runs many times with the same shapes: a tile of a picture after another.
-
-        What keeps a list for the next call, as autoencoders of video do, runs every time.
-        """
+    def run_submodule(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run one call of a repeated submodule (a decoder per tile), or use the cached result."""
+        # Video autoencoders pass a list that each call updates for the next one: never cached.
         if any(isinstance(value, list | dict) and value for value in (*args, *kwargs.values())):
             return call(*args, **kwargs)
-        key = (self._setting, name, repr(map_tensors((args, kwargs), _describe)))
-        known = self._known.get(key)
-        if known is None:
-            made, above = self._tracker.pass_by_again(lambda: call(*args, **kwargs))
-            self._known[key] = (map_tensors(made, self._to_meta), above)
-            return made
-        self._tracker.pass_by(known[1])
-        return map_tensors(known[0], torch.empty_like)
+        key = (self._setting, name, repr(map_tensors((args, kwargs), _read_layout)))
+        cached = self._cache.get(key)
+        if cached is None:
+            result, above = self._tracker.measure_peak(lambda: call(*args, **kwargs))
+            self._cache[key] = (map_tensors(result, self._to_meta), above)
+            return result
+        self._tracker.count_transient(cached[1])
+        return map_tensors(cached[0], torch.empty_like)
 
     def _to_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The shape alone; the tensor of the host goes on counting for it."""
+        """Return an uncounted meta tensor; the CPU tensor that it represents is already counted."""
         with self._tracker.paused():
-            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        self._tracker.ignore(shape)
-        return shape
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._tracker.ignore(meta)
+        return meta
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Zeros of that shape, which count from now on in the place of the shape."""
+    def _to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return CPU zeros that are counted instead of the meta tensor."""
         with self._tracker.paused():
             zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        self._tracker.add(zeros, in_place_of_another=True)
+        self._tracker.add(zeros, replaces_another=True)
         return zeros
 
 
-def _describe(tensor: torch.Tensor) -> Any:
+def _read_layout(tensor: torch.Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,4 +1,4 @@
-"""Private details of accelerate. Seen in accelerate 1.15.0. Paths below are relative to the package."""
+"""Private APIs of accelerate, as of accelerate 1.15.0. Paths are relative to the package."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 __all__ = ["HOOK_ATTRIBUTES", "find_hook", "has_hook"]
 
+# The attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
-"""What `add_hook_to_module` sets on a module, besides `forward` (hooks.py)."""
 
 
 def find_hook(module: Any) -> Any:
-    """Return the `ModelHook` of a module; None without one (hooks.py, `add_hook_to_module`)."""
+    """Return the `ModelHook` of a module, or None (hooks.py, `add_hook_to_module`)."""
     return getattr(module, "_hf_hook", None)
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a module with this `__dict__` has a hook; `hasattr` is slow on modules (hooks.py)."""
+    """Return whether a module with this `__dict__` has a hook (hooks.py)."""
+    # Not `hasattr`: `nn.Module.__getattr__` makes it slow for missing attributes, and this runs for every layer.
     return "_hf_hook" in attributes

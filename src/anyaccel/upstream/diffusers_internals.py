@@ -1,4 +1,4 @@
-"""Private details of diffusers. Seen in diffusers 0.42.1. Paths below are relative to the package."""
+"""Private APIs of diffusers, as of diffusers 0.42.1. Paths are relative to the package."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = [
     "is_argument_error",
     "is_uneven_share",
     "make_tensor_parallel_config",
-    "name_dtype_argument",
     "read_alpha_sigma",
+    "read_dtype_argument",
     "read_float32_modules",
     "read_never_offloaded",
     "read_parallel_plan",
@@ -45,30 +45,32 @@ __all__ = [
     "use_progress_bars",
 ]
 
+# The attribute of a module with its `HookRegistry` (hooks/hooks.py).
 HOOK_ATTRIBUTE = "_diffusers_hook"
-"""Where a module holds its `HookRegistry` (hooks/hooks.py)."""
+# The name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).
 GROUP_OFFLOADING = "group_offloading"
-"""The name of the hook of group offloading, whose group has `offload_` (hooks/group_offloading.py)."""
+# The hooks that record the order of layers in the first forward, for prefetching (hooks/group_offloading.py).
 PREFETCH_HOOKS = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
-"""The hooks that find the order of the layers in the first forward, to fetch the next one ahead."""
+# The start of the warning about layers that the first forward did not run; these are loaded on demand.
 SKIPPED_LAYERS = "It seems like some layers were not executed"
-"""The start of its warning about layers that the first forward left out; they are fetched when they run."""
+# The attribute of a pipeline with its offloading hooks (pipelines/pipeline_utils.py).
 PIPELINE_HOOKS = "_all_hooks"
-"""Where a pipeline holds the hooks of its offloading (pipelines/pipeline_utils.py)."""
+# The start of the progress-bar description of `from_pretrained` (pipelines/pipeline_utils.py).
 COMPONENTS_BAR = "Loading pipeline components"
-"""The start of the text beside the progress bar of `from_pretrained` (pipelines/pipeline_utils.py)."""
-_UNEVEN = "must be divisible by mesh size"
-"""Part of the assertion of `EquipartitionSharder.shard` (hooks/context_parallel.py)."""
+# Part of the assertion message of `EquipartitionSharder.shard` (hooks/context_parallel.py).
+_NOT_DIVISIBLE = "must be divisible by mesh size"
 
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a module with this `__dict__` has a hook: `cache_context` adds an empty registry."""
+    """Return whether a module with this `__dict__` has a hook."""
+    # An empty registry does not count: `cache_context` adds one to every denoiser.
     registry = attributes.get(HOOK_ATTRIBUTE)
     return registry is not None and bool(registry.hooks)
 
 
 def is_argument_error(error: BaseException) -> bool:
     """Return whether a pipeline's own `check_inputs` raised the error (every pipelines/*/pipeline_*.py)."""
+    # The exception is a plain ValueError, so the only evidence is the function that raised it.
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
@@ -76,13 +78,14 @@ def is_argument_error(error: BaseException) -> bool:
 
 
 def find_denoising_step(frame: FrameType) -> int | None:
-    """Return the step of the denoising loop that a frame of `__call__` is in; None outside of the loop.
+    """Return the denoising step that a frame of `__call__` is in; None outside of the denoising loop.
 
-    The loop of every pipeline is `for i, t in enumerate(timesteps)` (pipelines/*/pipeline_*.py). In a loop over `t`
-    that does not count in `i` the step is 0.
+    Every pipeline has a loop `for i, t in enumerate(timesteps)` (pipelines/*/pipeline_*.py). In loops over `t` without
+    an index `i` the step is 0.
     """
     if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
         return None
+    # `i` and `t` keep their values after the loop, so the line number decides.
     if not any(first <= frame.f_lineno <= last for first, last in _find_loops(frame.f_code)):
         return None
     step = frame.f_locals.get("i")
@@ -91,7 +94,7 @@ def find_denoising_step(frame: FrameType) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _find_loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """Return the first and last line of the body of each loop over `t`; none where the source is not available."""
+    """Return the first and last line of each loop over `t`; nothing if the source is not available."""
     try:
         lines, start = inspect.getsourcelines(code)
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -106,22 +109,22 @@ def _read_names(target: ast.expr) -> set[str]:
 
 
 def read_float32_modules(model: Any) -> tuple[str, ...]:
-    """Return the names of modules that stay in float32: `_keep_in_fp32_modules` (models/modeling_utils.py)."""
+    """Return the names of modules that stay in float32 (models/modeling_utils.py, `_keep_in_fp32_modules`)."""
     return tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
 
 
 def read_repeated_blocks(model: Any) -> frozenset[str]:
-    """Return the classes of a model's repeated blocks: `_repeated_blocks` (models/modeling_utils.py)."""
+    """Return the class names of a model's repeated blocks (models/modeling_utils.py, `_repeated_blocks`)."""
     return frozenset(getattr(model, "_repeated_blocks", None) or ())
 
 
-def read_parallel_plan(model: Any, way: str) -> Mapping[str, Any]:
-    """Return how a model is split by "context" (`_cp_plan`) or "tensor" (`_tp_plan`); models/modeling_utils.py."""
-    return getattr(model, {"context": "_cp_plan", "tensor": "_tp_plan"}[way], None) or {}
+def read_parallel_plan(model: Any, kind: str) -> Mapping[str, Any]:
+    """Return a model's plan for "context" or "tensor" parallelism (models/modeling_utils.py)."""
+    return getattr(model, {"context": "_cp_plan", "tensor": "_tp_plan"}[kind], None) or {}
 
 
 def read_tensor_parallel_devices() -> tuple[str, ...]:
-    """Return the device types on which weights can be split (hooks/tensor_parallel.py)."""
+    """Return the device types that support tensor parallelism (hooks/tensor_parallel.py)."""
     return tuple(importlib.import_module("diffusers.hooks.tensor_parallel")._SUPPORTED_TP_DEVICES)
 
 
@@ -134,22 +137,21 @@ def make_tensor_parallel_config(ranks: int, mesh: Any) -> Any:
 
 @contextmanager
 def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
-    """Let `enable_parallelism` take a mesh and a device as they are, while the block runs.
-
-    `_resolve_parallel_config` (models/modeling_utils.py) derives both from torch's accelerator and divides by the
-    number of its devices, which is zero on a CPU.
-    """
+    """Make `enable_parallelism` use a given mesh and device during the block (models/modeling_utils.py)."""
     import torch
 
-    kinds = importlib.import_module("diffusers.models._modeling_parallel")
+    # `_resolve_parallel_config` derives both from torch's accelerator and divides by its device count, which is zero on
+    # a machine without accelerator.
+    parallel = importlib.import_module("diffusers.models._modeling_parallel")
 
     def resolve(config: Any) -> Any:
-        which = "context" if isinstance(config, kinds.ContextParallelConfig) else "tensor"
-        resolved = kinds.ParallelConfig(**{f"{which}_parallel_config": config})
+        kind = "context" if isinstance(config, parallel.ContextParallelConfig) else "tensor"
+        resolved = parallel.ParallelConfig(**{f"{kind}_parallel_config": config})
         resolved.setup(torch.distributed.get_rank(), torch.distributed.get_world_size(), device, mesh=mesh)
         model._parallel_config = resolved
         return resolved
 
+    # On the instance: other models of the class keep their method.
     vars(model)["_resolve_parallel_config"] = resolve
     try:
         yield
@@ -158,53 +160,54 @@ def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
 
 
 def is_uneven_share(error: AssertionError) -> bool:
-    """Return whether a sequence cannot be split into equal parts (hooks/context_parallel.py)."""
-    return _UNEVEN in str(error)
+    """Return whether the error says that a sequence is not divisible by the mesh size (hooks/context_parallel.py)."""
+    return _NOT_DIVISIBLE in str(error)
 
 
 def allow_uneven_shares(model: Any) -> None:
-    """Let context parallelism split a sequence into parts of different lengths (models/_modeling_parallel.py)."""
+    """Allow context parallelism to split a sequence into unequal parts (models/_modeling_parallel.py)."""
     model._parallel_config.context_parallel_config.ulysses_anything = True
 
 
-def name_dtype_argument() -> str:
-    """Return the name of the dtype's argument: newer versions warn about `torch_dtype` (utils/deprecation_utils.py)."""
+def read_dtype_argument() -> str:
+    """Return the name of `from_pretrained`'s dtype argument (utils/deprecation_utils.py)."""
+    # Newer versions warn about `torch_dtype`, older ones do not know `dtype`.
     deprecation = importlib.import_module("diffusers.utils.deprecation_utils")
     return "dtype" if hasattr(deprecation, "_resolve_dtype") else "torch_dtype"
 
 
-def casts_components(kind: Any) -> bool:
-    """Return whether `kind.from_pipe` casts components to float32 unless a dtype is given.
+def casts_components(pipeline_class: Any) -> bool:
+    """Return whether `from_pipe` of a class casts components to float32 by default.
 
-    Pipelines do, by way of `_get_signature_keys` (pipelines/pipeline_utils.py); the AutoPipeline classes do not.
+    Pipeline classes do (pipelines/pipeline_utils.py), the AutoPipeline classes do not.
     """
-    return hasattr(kind, "_get_signature_keys")
+    return hasattr(pipeline_class, "_get_signature_keys")
 
 
 def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
-    """Return the names of the models that offloading leaves on the device (pipelines/pipeline_utils.py)."""
+    """Return the names of models that CPU offloading skips (pipelines/pipeline_utils.py)."""
     return tuple(getattr(pipe, "_exclude_from_cpu_offload", ()))
 
 
 def supports_group_offloading(model: Any) -> bool:
-    """Return whether a model's layers may be moved one by one; other libraries' may (models/modeling_utils.py)."""
+    """Return whether a model supports group offloading; models of other libraries do (models/modeling_utils.py)."""
     return bool(getattr(model, "_supports_group_offloading", True))
 
 
 def read_step_count(pipe: Any) -> int | None:
-    """Return the number of steps of the running call, where a pipeline notes it (`_num_timesteps`, pipelines/*/)."""
+    """Return the number of steps of the running call, if the pipeline stores it (pipelines/*/, `_num_timesteps`)."""
     count = getattr(pipe, "_num_timesteps", None)
     return count if isinstance(count, int) else None
 
 
 def read_progress_bar_config(pipe: Any) -> dict[str, Any]:
-    """Return what `set_progress_bar_config` was called with; empty if it was not (pipelines/pipeline_utils.py)."""
+    """Return the arguments of the last `set_progress_bar_config` call (pipelines/pipeline_utils.py)."""
     return getattr(pipe, "_progress_bar_config", None) or {}
 
 
 @contextmanager
 def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
-    """Let `make_bar` make the progress bars of `from_pretrained` during the block (utils/logging.py, `tqdm`)."""
+    """Create the progress bars of `from_pretrained` with `make_bar` during the block (utils/logging.py, `tqdm`)."""
     logging: Any = importlib.import_module("diffusers.utils.logging")
     before, logging.tqdm = logging.tqdm, make_bar
     try:
@@ -214,7 +217,7 @@ def use_progress_bars(make_bar: Callable[..., Any]) -> Iterator[None]:
 
 
 def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None:
-    """Return alpha and sigma of a noise level, by multistep schedulers' `_sigma_to_alpha_sigma_t`; None for others."""
+    """Return alpha and sigma of a noise level; None for a scheduler without `_sigma_to_alpha_sigma_t`."""
     import torch
 
     convert = getattr(scheduler, "_sigma_to_alpha_sigma_t", None)
@@ -225,13 +228,13 @@ def read_alpha_sigma(scheduler: Any, sigma: float) -> tuple[float, float] | None
 
 
 def unpack_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return packed latents as images, by `_unpack_latents` (pipelines/flux/pipeline_flux.py); others as they are."""
+    """Return packed latents as (batch, channels, height, width); others unchanged (pipelines/flux/pipeline_flux.py)."""
     unpack: Callable[..., torch.Tensor] | None = getattr(pipe, "_unpack_latents", None)
     return latents if unpack is None else unpack(latents, height, width, pipe.vae_scale_factor)
 
 
-def find_renamed_class(config: Mapping[str, Any], kind: type) -> type:
-    """Return the class that replaces an older one for a model's config (models/model_loading_utils.py)."""
+def find_renamed_class(config: Mapping[str, Any], model_class: type) -> type:
+    """Return the current class for a config that names an older one (models/model_loading_utils.py)."""
     loading: Any = importlib.import_module("diffusers.models.model_loading_utils")
-    found: type = loading._fetch_remapped_cls_from_config(config, kind)
-    return found
+    renamed: type = loading._fetch_remapped_cls_from_config(config, model_class)
+    return renamed

@@ -1,4 +1,4 @@
-"""Private details of torch. Seen in torch 2.13. Paths below are relative to the package."""
+"""Private APIs of torch, as of torch 2.13. Paths are relative to the package."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ __all__ = [
     "find_inductor_cache",
     "find_property",
     "find_rebuild",
-    "forget_compiled_call",
     "has_fallback",
     "int_mm",
     "is_autocast_enabled",
@@ -65,14 +64,14 @@ __all__ = [
     "make_wrapper_subclass",
     "pad_sequence",
     "parse_graph_break",
-    "pause_collection_after_compile",
+    "pause_gc_after_compile",
     "pop_function_mode",
     "push_function_mode",
     "read_address",
     "read_buffer_table",
     "read_child_table",
     "read_compile_times_s",
-    "read_device_kind",
+    "read_device_type",
     "read_function_modes",
     "read_global_hooks",
     "read_hook_tables",
@@ -84,9 +83,10 @@ __all__ = [
     "refresh_factories",
     "register_compiler",
     "register_device_module",
+    "remove_compiled_call",
     "restore_compiled_call",
     "scaled_mm",
-    "set_triton_assembler",
+    "set_ptxas_path",
     "skip_in_graphs",
     "tree_flatten",
     "tree_map",
@@ -95,13 +95,14 @@ __all__ = [
     "unwrap_compiled",
 ]
 
-# Classes and functions that have no public name:
-#   FakeTensor (_subclasses/fake_tensor.py): what a tracer passes in place of a tensor;
+# Classes and functions without a public name, re-exported from here:
+#   FakeTensor (_subclasses/fake_tensor.py): the tensors that Dynamo and torch.export trace with;
 #   TorchDispatchMode (utils/_python_dispatch.py): documented under this private path;
-#   tree_* (utils/_pytree.py): nested arguments; torch.utils.pytree is newer than torch 2.6;
+#   tree_* (utils/_pytree.py): nested arguments; torch.utils.pytree does not exist in torch 2.6;
 #   read_function_modes, pop_function_mode, push_function_mode (overrides.py): this thread's stack of function modes;
-#   DeviceContext (utils/_device.py): the mode behind `with torch.device(…)` and set_default_device.
+#   DeviceContext (utils/_device.py): the mode behind `with torch.device(…)` and `set_default_device`.
 
+# The attributes of a module with its forward hooks (nn/modules/module.py).
 MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -109,40 +110,39 @@ MODULE_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-"""Where a module holds the hooks around its forward (nn/modules/module.py)."""
+# The tables with the hooks themselves; the other tables contain flags per hook.
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-"""Of these, the tables of the hooks themselves; the others say how a hook is called."""
+# The attributes of a module with its own weights (nn/modules/module.py).
 WEIGHT_TABLES = ("_parameters", "_buffers")
-"""Where a module holds its own weights (nn/modules/module.py)."""
+# The method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py).
 CONVOLUTION_FORWARD = "_conv_forward"
-"""The method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py)."""
 _COMPUTING_HOOKS = ("WeightNorm", "SpectralNorm")
+# The symbol of `c10::impl::device_guard_impl_registry`.
 _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
-"""The symbol of `c10::impl::device_guard_impl_registry`."""
+# The logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py).
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
-"""The only place where Dynamo reports a graph break (_dynamo/symbolic_convert.py)."""
+# The logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).
 CACHE_LOGGER = "torch.compiler._cache"
-"""Where `torch.compiler.load_cache_artifacts` reports what it cannot read (compiler/_cache.py)."""
 _BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
 _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
 
 
 def parse_graph_break(message: str) -> tuple[str, int, str] | None:
-    """Return file, line and reason of a graph break from the log's message; None if it is another message."""
-    found = _BREAK.search(message)
-    if found is None:
+    """Return file, line and reason of a graph break from a log message; None for other messages."""
+    match = _BREAK.search(message)
+    if match is None:
         return None
     reason = _REASON.search(message)
-    return found["file"].strip(), int(found["line"]), reason["reason"].strip() if reason else ""
+    return match["file"].strip(), int(match["line"]), reason["reason"].strip() if reason else ""
 
 
 def unwrap_compiled(module: Any) -> Any:
-    """Return the module inside of what `torch.compile` made; any other object as it is (_dynamo/eval_frame.py)."""
+    """Return the original module of a compiled module; other objects unchanged (_dynamo/eval_frame.py)."""
     return getattr(module, "_orig_mod", module)
 
 
 def is_compiled(module: Any) -> bool:
-    """Return whether `torch.compile` made the module (_dynamo/eval_frame.py, `OptimizedModule`)."""
+    """Return whether a module is the result of `torch.compile` (_dynamo/eval_frame.py, `OptimizedModule`)."""
     return hasattr(module, "_orig_mod")
 
 
@@ -152,38 +152,41 @@ def is_compiler_error(error: BaseException) -> bool:
 
 
 def read_compile_times_s() -> dict[str, list[float]]:
-    """Return the seconds that the compiler's phases took in this process (_dynamo/utils.py)."""
+    """Return the seconds per compiler phase in this process (_dynamo/utils.py)."""
+    # Through sys.modules: importing Dynamo only to find that nothing was compiled would take seconds.
     return dict(getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}))
 
 
 def scaled_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply 8-bit matrices with scales; torch has no public function for it (`torch._scaled_mm`)."""
+    """Multiply float8 matrices with scales (`torch._scaled_mm`; there is no public function)."""
     return torch._scaled_mm(*args, **kwargs)
 
 
 def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply int8 matrices; torch has no public function for it (`torch._int_mm`)."""
+    """Multiply int8 matrices (`torch._int_mm`; there is no public function)."""
     return torch._int_mm(left, right)
 
 
+# The function that a function mode receives for `torch.nn.utils.rnn.pad_sequence`.
 pad_sequence: Callable[..., torch.Tensor] = torch._C._nn.pad_sequence
-"""What a function mode sees when `torch.nn.utils.rnn.pad_sequence` is called."""
 
 
 def allow_half_precision_attention() -> None:
-    """Let the plain attention kernel add up in half precision; there is no public switch in every supported torch."""
+    """Allow the math attention kernel to accumulate in half precision."""
+    # The public function is in one vendor's part of `torch.backends`, and not in every supported torch.
     if hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
         torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
 
 
 def find_property(name: str) -> Any:
-    """Return the getter of a tensor's property, as a function mode sees it (`torch._C.TensorBase`, _tensor.py)."""
-    found = getattr(torch._C.TensorBase, name, None) or vars(torch.Tensor).get(name)
-    return getattr(found, "__get__", None)
+    """Return the getter of a tensor property, as a function mode receives it (`torch._C.TensorBase`, _tensor.py)."""
+    descriptor = getattr(torch._C.TensorBase, name, None) or vars(torch.Tensor).get(name)
+    return getattr(descriptor, "__get__", None)
 
 
 def find_default_device() -> torch.device | None:
-    """Return the device of `with torch.device(…)` or `set_default_device`, without building a tensor (__init__.py)."""
+    """Return the device of `with torch.device(…)` or `set_default_device`, or None (__init__.py)."""
+    # `torch.get_default_device()` creates a tensor, which would run our own modes and patches.
     for mode in reversed(read_function_modes()):
         if isinstance(mode, DeviceContext):
             return mode.device
@@ -192,10 +195,8 @@ def find_default_device() -> torch.device | None:
 
 
 def refresh_factories() -> None:
-    """Fill torch's cached set of functions that take a device again (utils/_device.py).
-
-    transformers replaces `torch.linspace` while it loads, and the set may hold that one.
-    """
+    """Rebuild torch's cached set of functions that take a device (utils/_device.py)."""
+    # transformers replaces `torch.linspace` while it loads a model, and the set may contain that replacement.
     _device_constructors.cache_clear()
     _device_constructors()
 
@@ -204,17 +205,17 @@ def refresh_factories() -> None:
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place; inference tensors raise (_C/__init__.pyi)."""
+    """Return the version counter of in-place writes; raises for inference tensors (_C/__init__.pyi)."""
     return tensor._version
 
 
 def read_address(owner: Any) -> int:
-    """Return the address of a storage or a generator in C++, which its Python objects share (`_cdata`, storage.py)."""
+    """Return the C++ address of a storage or generator; several Python objects can share it (`_cdata`, storage.py)."""
     return int(owner._cdata)
 
 
 def read_parameter_table(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """Return the table of a module's own parameters; writing to it registers nothing (nn/modules/module.py)."""
+    """Return the table of a module's own parameters; writes bypass registration (nn/modules/module.py)."""
     return module._parameters
 
 
@@ -224,19 +225,19 @@ def read_buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]
 
 
 def read_child_table(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Return the table of the modules directly inside a module (nn/modules/module.py)."""
+    """Return the table of a module's children (nn/modules/module.py)."""
     return module._modules
 
 
 def read_hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the tables of hooks after and before a module's forward; filled in place (nn/modules/module.py)."""
+    """Return a module's tables of forward hooks and pre-hooks; torch changes them in place (nn/modules/module.py)."""
     return module._forward_hooks, module._forward_pre_hooks
 
 
 def list_computed_weights(module: torch.nn.Module) -> list[str]:
     """Return the names of weights that `weight_norm` and `spectral_norm` compute before each forward.
 
-    They are attributes that a hook of the class `WeightNorm` or `SpectralNorm` sets (nn/utils/weight_norm.py,
+    These are attributes set by a hook of class `WeightNorm` or `SpectralNorm` (nn/utils/weight_norm.py,
     nn/utils/spectral_norm.py).
     """
     hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ in _COMPUTING_HOOKS]
@@ -244,17 +245,17 @@ def list_computed_weights(module: torch.nn.Module) -> list[str]:
 
 
 def read_schema(func: Any) -> Any:
-    """Return the schema of an operation: its name, arguments and results (_ops.py, `OpOverload`)."""
+    """Return the schema of an operation (_ops.py, `OpOverload`)."""
     return func._schema
 
 
 def can_decompose(func: Any) -> bool:
-    """Return whether `func.decompose` takes an operation apart (_ops.py, `OpOverload._can_decompose`)."""
+    """Return whether `func.decompose` supports an operation (_ops.py, `OpOverload._can_decompose`)."""
     return bool(func._can_decompose())
 
 
+# Creates a tensor subclass with shape and device but without storage (csrc/autograd/python_variable.cpp).
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-"""Make a tensor of a subclass that has a shape and a device, and no memory (csrc/autograd/python_variable.cpp)."""
 
 
 def read_timeout(options: Any) -> Any:
@@ -264,14 +265,14 @@ def read_timeout(options: Any) -> Any:
 
 # For the emulator: device names, dispatch keys and pickling.
 
+# The original `torch.Generator`, also while the emulator replaces that name (csrc/Generator.cpp).
 PlainGenerator = torch._C.Generator
-"""The class `torch.Generator`, also while that name is replaced (csrc/Generator.cpp)."""
+# The `__torch_function__` of a subclass that implements `__torch_dispatch__` only (documented under this name).
 disable_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a subclass that is seen in dispatch only (documented under this name)."""
 
 
 def find_rebuild(is_parameter: bool) -> Callable[..., Any]:
-    """Return what unpickles a parameter, or a tensor of a device that has no storages (_utils.py)."""
+    """Return the function that unpickles a parameter, or a tensor on a device without storages (_utils.py)."""
     utils: Any = torch._utils
     name = "_rebuild_parameter" if is_parameter else "_rebuild_device_tensor_from_cpu_tensor"
     rebuild: Callable[..., Any] = getattr(utils, name)
@@ -279,64 +280,62 @@ def find_rebuild(is_parameter: bool) -> Callable[..., Any]:
 
 
 def is_tracing() -> bool:
-    """Return whether the compiler traces a graph in this thread (_guards.py)."""
+    """Return whether Dynamo is tracing in this thread (_guards.py)."""
     return torch._guards.TracingContext.try_get() is not None
 
 
 def is_recompiling() -> bool:
-    """Return whether the graph being compiled replaces one for other inputs (_guards.py, `CompileId`)."""
+    """Return whether the current compilation is a recompilation of a frame (_guards.py, `CompileId`)."""
     compile_id = torch._guards.CompileContext.current_compile_id()
     return bool(compile_id is not None and compile_id.frame_compile_id)
 
 
 def is_transformed() -> bool:
-    """Return whether `torch.jit.trace` or a functorch transform such as `vmap` runs in this thread."""
+    """Return whether `torch.jit.trace` or a functorch transform such as `vmap` is active in this thread."""
     return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_autocast_enabled() -> bool:
-    """Return whether autocast is on for any device type (amp/autocast_mode.py)."""
+    """Return whether autocast is enabled for any device type (amp/autocast_mode.py)."""
     return torch._C._is_any_autocast_enabled()
 
 
 def count_dispatch_modes() -> int:
-    """Return how many `TorchDispatchMode`s are active in this thread (utils/_python_dispatch.py)."""
+    """Return the number of active `TorchDispatchMode`s in this thread (utils/_python_dispatch.py)."""
     return torch._C._len_torch_dispatch_stack()
 
 
 def count_function_modes() -> int:
-    """Return how many `TorchFunctionMode`s are active in this thread, without listing them (overrides.py)."""
+    """Return the number of active `TorchFunctionMode`s in this thread (overrides.py)."""
     return torch._C._len_torch_function_stack()
 
 
-def forget_compiled_call(module: Any) -> Any:
-    """Undo `Module.compile()` for a module (nn/modules/module.py, `_compiled_call_impl`); return what was removed."""
-    return vars(module).pop("_compiled_call_impl", None)  # the class's own is None
+def remove_compiled_call(module: Any) -> Any:
+    """Undo `Module.compile()` and return the compiled call (nn/modules/module.py, `_compiled_call_impl`)."""
+    return vars(module).pop("_compiled_call_impl", None)  # the class attribute is None
 
 
 def restore_compiled_call(layer: Any, compiled: Any) -> None:
-    """Undo `forget_compiled_call`."""
+    """Undo `remove_compiled_call`."""
     layer._compiled_call_impl = compiled
 
 
-def pause_collection_after_compile() -> AbstractContextManager[Any]:
-    """Keep Dynamo from running the garbage collector after each graph (_dynamo/config.py, since torch 2.8)."""
+def pause_gc_after_compile() -> AbstractContextManager[Any]:
+    """Stop Dynamo from collecting garbage after each graph during the block (_dynamo/config.py, since torch 2.8)."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
 
 def find_compiler(name: str) -> Callable[..., Any]:
-    """Return a compiler backend by its name (_dynamo/backends/registry.py)."""
+    """Return a `torch.compile` backend by name (_dynamo/backends/registry.py)."""
     compiler: Callable[..., Any] = torch._dynamo.lookup_backend(name)
     return compiler
 
 
-def set_triton_assembler() -> None:
-    """Name Triton's assembler, whose version is in every kernel's key, as torch's compile workers do.
-
-    torch sets the path in its workers, and in this process only after the version was read: kernels that the workers
-    compiled would not be found again (_inductor/runtime/compile_tasks.py).
-    """
+def set_ptxas_path() -> None:
+    """Set the path of `ptxas` as Inductor's compile workers do (_inductor/runtime/compile_tasks.py)."""
+    # The version of ptxas is part of every Triton kernel's cache key. Workers set the path before they read it, this
+    # process sets it later: without this call the kernels compiled by workers would miss the cache (torch 2.13).
     tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
     set_path = getattr(tasks, "_set_triton_ptxas_path", None)
     if set_path is not None:
@@ -344,68 +343,66 @@ def set_triton_assembler() -> None:
 
 
 def find_inductor_cache() -> str:
-    """Return the directory that inductor caches in by default (_inductor/runtime/cache_dir_utils.py)."""
+    """Return Inductor's default cache directory (_inductor/runtime/cache_dir_utils.py)."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.path.abspath(default_cache_dir())
 
 
 def read_global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the tables of hooks around every module's forward; they are filled in place (nn/modules/module.py)."""
+    """Return the tables of global forward hooks and pre-hooks; torch changes them in place (nn/modules/module.py)."""
     from torch.nn.modules import module
 
     return module._global_forward_hooks, module._global_forward_pre_hooks
 
 
 def load_dynamo() -> None:
-    """Import Dynamo, which compares `torch.Tensor.__new__` with its own version of it (_dynamo/polyfills/tensor.py).
-
-    It has to be imported before that function is replaced.
-    """
+    """Import Dynamo. Call this before `torch.Tensor.__new__` is patched."""
+    # On import, Dynamo compares its polyfill with the signature of `Tensor.__new__` (_dynamo/polyfills/tensor.py).
     importlib.import_module("torch._dynamo")
 
 
 def register_compiler(compile_graph: Callable[..., Any], name: str) -> None:
-    """Register a backend of `torch.compile` (`torch._dynamo.register_backend`, documented under this name)."""
+    """Register a `torch.compile` backend (`torch._dynamo.register_backend`, documented under this name)."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     dynamo.register_backend(compile_graph, name=name)
 
 
 def skip_in_graphs(package: str) -> None:
-    """Let Dynamo never trace a package's functions (_dynamo/trace_rules.py)."""
+    """Exclude the functions of a package from Dynamo's tracing (_dynamo/trace_rules.py)."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.add(package)
 
 
 def read_private_use_name() -> str:
-    """Return the name of the device that holds `PrivateUse1`; "privateuseone" while it is free."""
+    """Return the name of the `PrivateUse1` backend; "privateuseone" if none was registered."""
     return str(torch._C._get_privateuse1_backend_name())
 
 
 def claim_private_use(name: str, module: Any) -> None:
-    """Give `PrivateUse1` a name and a device written in Python (utils/backend_registration.py)."""
+    """Rename `PrivateUse1` and register a device module written in Python (utils/backend_registration.py)."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(rename=name, backend_module=module)
 
 
 def register_device_module(name: str, module: Any) -> None:
-    """Make a module `torch.NAME` (`torch._register_device_module`, documented for backends)."""
+    """Register a module as `torch.NAME` (`torch._register_device_module`, documented for backends)."""
     torch._register_device_module(name, module)
 
 
-def read_device_kind(name: str) -> Any:
-    """Return torch's `DeviceType` of a name; None if torch has no such type (csrc/autograd/init.cpp)."""
-    kinds: Any = torch._C._autograd.DeviceType
-    return getattr(kinds, name, None)
+def read_device_type(name: str) -> Any:
+    """Return torch's `DeviceType` by name, or None (csrc/autograd/init.cpp)."""
+    device_types: Any = torch._C._autograd.DeviceType
+    return getattr(device_types, name, None)
 
 
-def make_guard(kind: Any) -> Any:
-    """Return a device guard written in Python, registered for `PrivateUse1` (csrc/acc/Module.cpp)."""
+def make_guard(device_type: Any) -> Any:
+    """Register and return a device guard written in Python for `PrivateUse1` (csrc/acc/Module.cpp)."""
 
     class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
-            return kind
+            return device_type
 
     guard = Guard()
     torch._C._acc.register_python_privateuseone_device_guard(guard)
@@ -413,20 +410,21 @@ def make_guard(kind: Any) -> Any:
 
 
 def find_guard_table(length: int) -> Any:
-    """Return libc10's table of device guards, which C++ reads before it touches a device (c10/core/impl)."""
+    """Return libc10's table of device guards, which C++ looks up for every device type (c10/core/impl)."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
     except (OSError, ValueError) as error:
         raise VirtualDeviceError(
-            f"this build of torch ({torch.__version__}) does not export its table of device guards: {error}",
-            hint="virtual mps, hpu and xpu need torch for Linux; neuron, npu and mlu work everywhere",
+            f"torch {torch.__version__} does not export its table of device guards: {error}",
+            hint="virtual mps, hpu and xpu require torch for Linux; neuron, npu and mlu work on every system",
         ) from error
 
 
 def is_decomposed(func: Any) -> bool:
-    """Return whether torch takes an operation apart before a device sees it; TorchScript's own overloads are not."""
+    """Return whether torch decomposes an operation before it reaches a device."""
     name = func.name()
+    # TorchScript has overloads that the dispatcher does not know; asking for their kernels raises.
     return name in _list_operations() and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     )
@@ -443,7 +441,7 @@ def has_fallback(key: str) -> bool:
 
 
 def exclude_dispatch_key(key: str) -> AbstractContextManager[Any]:
-    """Return a context that leaves a dispatch key out (csrc/utils/python_dispatch.cpp)."""
+    """Return a context manager that excludes a dispatch key (csrc/utils/python_dispatch.cpp)."""
     guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(
         torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     )

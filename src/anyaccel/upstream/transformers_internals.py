@@ -1,13 +1,14 @@
-"""Private details of transformers. Seen in transformers 5.22.2. Paths below are relative to the package."""
+"""Private APIs of transformers, as of transformers 5.22.2. Paths are relative to the package."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CAPTURE_MARK", "is_transformers_model", "read_float32_modules"]
+__all__ = ["OUTPUT_HOOKS_ATTRIBUTE", "is_transformers_model", "read_float32_modules"]
 
-CAPTURE_MARK = "_output_capturing_hooks_installed"
-"""Set on a model that added hooks to itself; without those hooks it must not be set (utils/output_capturing.py)."""
+# Set on a model that has registered its output hooks (utils/output_capturing.py). A copy without the hooks must not
+# have this attribute, or transformers does not register them again.
+OUTPUT_HOOKS_ATTRIBUTE = "_output_capturing_hooks_installed"
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -16,9 +17,9 @@ def is_transformers_model(model: Any) -> bool:
 
 
 def read_float32_modules(model: Any, dtype: str) -> tuple[str, ...]:
-    """Return the names of modules that stay in float32 in a model of another dtype (modeling_utils.py).
+    """Return the names of modules that stay in float32 when the model has another dtype (modeling_utils.py).
 
-    `_keep_in_fp32_modules` holds for float16 only, `_keep_in_fp32_modules_strict` for bfloat16 too.
+    `_keep_in_fp32_modules` applies to float16 only, `_keep_in_fp32_modules_strict` to bfloat16 too.
     """
     name = "_keep_in_fp32_modules" if dtype == "float16" else "_keep_in_fp32_modules_strict"
     return tuple(getattr(model, name, None) or ())

@@ -1,1 +1,1 @@
-"""Verification: the sheet of a device held against the device itself, written down as evidence."""
+"""Verification of a device sheet on the device itself, recorded as evidence."""

@@ -1,4 +1,4 @@
-"""The device that is probed, with its sheet; and how what was seen is told."""
+"""Device under test, and the result of a probe."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Observation", "ProbeContext", "describe_error", "fill"]
 
+# Absolute POSIX and Windows folders, but not the paths of URLs.
 _FOLDERS = re.compile(r"(?<![\w:/])(?:/[^\s/:'\"]+)+/|\b[A-Za-z]:\\(?:[^\s\\]+\\)+")
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen: `yes` or an effect, with the figures; nothing where it was not tried, and why."""
+    """Result of a probe."""
 
     seen: str
+    """`yes`, an effect such as `error`, or empty if the probe did not run."""
     detail: str = ""
+    """Measured values, or the reason why the probe did not run."""
 
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """A device and its sheet as it reads for the product and the versions, before the device was asked anything."""
+    """Device to probe, and its sheet for this product and these versions, without results of earlier probes."""
 
     sheet: Sheet
     driver: Driver
@@ -42,7 +45,7 @@ class ProbeContext:
 
     @property
     def device(self) -> torch.device:
-        """The device in torch's terms."""
+        """The `torch.device`; loads the driver."""
         import torch
 
         self.driver.load()
@@ -50,26 +53,27 @@ class ProbeContext:
 
     @property
     def virtual(self) -> bool:
-        """Whether the device is a virtual one."""
+        """Whether the device is virtual."""
         return self.accelerator is not None
 
     def spare_bytes(self) -> int:
-        """How much a probe may take: a third of what is free; the host's, where the device is virtual."""
+        """Return the memory that a probe may use: a third of the free memory."""
+        # The tensors of a virtual device are in host memory.
         if self.virtual:
             return open_device("cpu").driver.memory(0).free_bytes // 3
         try:
             return self.driver.memory(self.index).free_bytes // 3
         except NotMeasurableError:
-            return 0
+            return 0  # skips the large probes
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line, without the folders of this machine."""
+    """Return an error in one line, without the folders of this machine, because evidence files are published."""
     return _FOLDERS.sub("", summarize_error(error))[:300]
 
 
 def fill(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """The same normal numbers every time, on the host."""
+    """Return normally distributed CPU values that depend only on the shape and the seed."""
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

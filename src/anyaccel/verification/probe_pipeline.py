@@ -1,4 +1,4 @@
-"""A tiny pipeline, placed on a device and held against the CPU's picture."""
+"""Probe of a tiny pipeline: placed on a device, and compared with the CPU's image."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from anyaccel.recipes import recipes, run
 from anyaccel.recipes.recipe import Recipe
 from anyaccel.verification.context import describe_error
 
-__all__ = ["CONDITIONS", "FEW", "TOLERANCE", "probe_pipeline", "settle_process"]
+__all__ = ["CONDITIONS", "FEW", "TOLERANCE", "configure_process", "probe_pipeline"]
 
+# Default recipes: one for each of the most common kinds of denoiser.
 FEW = ("stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3", "flux", "flux-2-klein", "pixart-alpha")
-"""One of each kind of denoiser that people run most."""
+# Allowed difference in float32, relative to the largest value of the image (at least 1).
 TOLERANCE = 1e-3
-"""Of the range of a picture, which is at least from 0 to 1, in float32."""
-_LAST_DIGITS = 1e-6
+# Relative change of the weights in `measure_sensitivity`.
+_PERTURBATION = 1e-6
 _TRIALS = 4
-_TIMES = 10
+_SENSITIVITY_FACTOR = 10
 CONDITIONS = (
-    "float32 products and convolutions in full: torch.set_float32_matmul_precision('highest'), and no TF32 in cuDNN",
-    "tiny pipelines with random weights, placed by anyaccel in float32, against plain diffusers on the CPU",
-    "a picture may differ by 1e-3 of its range, or by ten times what the CPU's own differs by when its weights change "
-    "by one part in a million, whichever is more",
+    "full float32 precision: torch.set_float32_matmul_precision('highest'), and no TF32 in cuDNN",
+    "tiny pipelines with random weights, placed by anyaccel in float32, compared with plain diffusers on the CPU",
+    "allowed difference: 1e-3 of the image range or, if larger, ten times the difference on the CPU after a relative "
+    "change of the weights by 1e-6",
 )
 
 
-def settle_process(threads: int) -> None:
-    """Make float32 mean float32, and share the cores; nobody reads the warnings of a tiny pipeline."""
+def configure_process(threads: int) -> None:
+    """Set full float32 precision and the number of threads, and silence library warnings."""
     import torch
 
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False  # takes no GPU: without one it is only a switch
+    torch.backends.cudnn.allow_tf32 = False  # only a flag; works without a GPU
     silence_process()
 
 
@@ -44,42 +45,44 @@ def probe_pipeline(name: str, device: Any) -> PipelineFinding:
     recipe = recipes()[name]
     try:
         expected = run(recipe, recipe.make())
-    except Exception as error:  # noqa: BLE001 - libraries of other versions lack what a recipe is made of
-        return _tell(recipe, error=f"not on this CPU either: {describe_error(error)}", right=None)
+    except Exception as error:  # noqa: BLE001 - other library versions may lack the classes of a recipe
+        return _make_finding(recipe, error=f"fails on the CPU too: {describe_error(error)}", right=None)
     try:
-        seen = run(recipe, place(recipe.make(), device, dtype="float32"))
-    except Exception as error:  # noqa: BLE001 - a failure is a finding here, and is shown with its words
-        return _tell(recipe, error=describe_error(error), right=False)
-    if expected.shape != seen.shape:
-        return _tell(recipe, runs=True, error=f"its shape is {seen.shape}, not {expected.shape}", right=False)
-    difference = float(f"{abs(expected - seen).max():.3g}")
+        actual = run(recipe, place(recipe.make(), device, dtype="float32"))
+    except Exception as error:  # noqa: BLE001 - any failure is a finding, reported with its message
+        return _make_finding(recipe, error=describe_error(error), right=False)
+    if expected.shape != actual.shape:
+        return _make_finding(
+            recipe, runs=True, error=f"the shape is {actual.shape}, expected {expected.shape}", right=False
+        )
+    difference = float(f"{abs(expected - actual).max():.3g}")
     allowed = TOLERANCE * max(1.0, float(abs(expected).max()))
-    if difference > allowed:
-        allowed = max(allowed, _TIMES * measure_sensitivity(recipe, expected))
+    if difference > allowed:  # the sensitivity takes four more runs on the CPU, so it is measured only if needed
+        allowed = max(allowed, _SENSITIVITY_FACTOR * measure_sensitivity(recipe, expected))
     allowed = float(f"{allowed:.3g}")
-    return _tell(recipe, runs=True, max_difference=difference, allowed=allowed, right=difference <= allowed)
+    return _make_finding(recipe, runs=True, max_difference=difference, allowed=allowed, right=difference <= allowed)
 
 
 def measure_sensitivity(recipe: Recipe, expected: Any) -> float:
-    """How far the CPU's own picture moves when weights change in their last digits: what rounding alone may do.
+    """Return how far the CPU's image changes when the weights change by 1e-6, which is about the effect of rounding.
 
-    Some tiny models with random weights choose between codes, or amplify every rounding error a thousandfold.
+    Some tiny models with random weights quantize to codes, or amplify each rounding error a thousandfold.
     """
     import torch
 
-    moved = []
+    differences = []
     for seed in range(_TRIALS):
         pipe: Any = recipe.make()
-        chance = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for component in pipe.components.values():
                 for weight in component.parameters() if isinstance(component, torch.nn.Module) else ():
-                    weight.mul_(1 + _LAST_DIGITS * torch.randn(weight.shape, generator=chance).to(weight.dtype))
-        moved.append(float(abs(run(recipe, pipe) - expected).max()))
-    return max(moved)
+                    weight.mul_(1 + _PERTURBATION * torch.randn(weight.shape, generator=generator).to(weight.dtype))
+        differences.append(float(abs(run(recipe, pipe) - expected).max()))
+    return max(differences)
 
 
-def _tell(
+def _make_finding(
     recipe: Recipe,
     *,
     right: bool | None,

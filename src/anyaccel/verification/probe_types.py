@@ -1,4 +1,4 @@
-"""Asking a device about a number type: whether it is kept, whether its arithmetic is right, and how fast it is."""
+"""Probe of a dtype: whether the device keeps it, computes correctly in it, and how fast it is."""
 
 from __future__ import annotations
 
@@ -16,119 +16,122 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_type"]
 
+# Absolute tolerance by dtype, for matrix products and softmaxes with results near 1.
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
-"""By type, for products and softmaxes whose results are near 1."""
-_SLOW_SHARE = 1.2
-"""A type that takes so many times as long as the one to take instead is slow."""
+# Ratio to the time of the replacement dtype from which a dtype counts as slow.
+_SLOW_RATIO = 1.2
 _RUNS = 100
-_PATIENCE_S = 0.5
-"""After this no further run is begun."""
+# Time after which no further run starts.
+_MAX_SECONDS = 0.5
 
 
-def probe_type(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Numbers of a type stored, added, multiplied and, where the sheet calls it slow, timed."""
+def probe_type(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+    """Store, add and multiply values of a dtype and, if the sheet calls it slow, time it."""
     dtype = name.removeprefix("dtypes.")
     if dtype.startswith("float8"):
-        return _probe_float8(bench, dtype, claim)
-    effect = probe_dtype(dtype, bench.device)
+        return _probe_float8(context, dtype, claim)
+    effect = probe_dtype(dtype, context.device)
     if effect is not None:
-        return Observation(effect, "two numbers, added and read back")
+        return Observation(effect, "added two values and read them back")
     if dtype in _TOLERANCES:
-        sight = _compare_products(bench, dtype)
-        if sight.seen != "yes":
-            return sight
+        observation = _compare_products(context, dtype)
+        if observation.seen != "yes":
+            return observation
     else:
-        sight = Observation("yes", "two numbers, added and read back")
-    if isinstance(claim, DtypeLimit) and claim.effect == "slow" and not bench.virtual:
-        return _time_type(bench, dtype, claim.becomes or "float32")
-    return sight
+        observation = Observation("yes", "added two values and read them back")
+    if isinstance(claim, DtypeLimit) and claim.effect == "slow" and not context.virtual:
+        return _time_type(context, dtype, claim.becomes or "float32")
+    return observation
 
 
-def _compare_products(bench: ProbeContext, dtype: str) -> Observation:
-    """A matrix product and a softmax, against the host in float64 from the same rounded numbers."""
+def _compare_products(context: ProbeContext, dtype: str) -> Observation:
+    """Compare a matrix product and a softmax with the CPU in float64, from the same rounded inputs."""
     import torch
 
     left, right = (fill((48, 48), seed).to(getattr(torch, dtype)) for seed in (1, 2))
-    exact, there = (left.double() @ right.double()) / 7, (left.to(bench.device) @ right.to(bench.device)) / 7
-    spread = torch.softmax(left.double(), -1), torch.softmax(left.to(bench.device), -1)
-    difference = max(float((a - b.cpu().double()).abs().max()) for a, b in ((exact, there), spread))
-    right_enough = difference <= _TOLERANCES[dtype]
-    detail = f"a product and a softmax differ from the host's by {difference:.1e}, {_TOLERANCES[dtype]:.0e} allowed"
-    return Observation("yes" if right_enough else "wrong", detail)
+    # A sum of 48 products of normal values has a standard deviation of about 7.
+    products = (left.double() @ right.double()) / 7, (left.to(context.device) @ right.to(context.device)) / 7
+    softmaxes = torch.softmax(left.double(), -1), torch.softmax(left.to(context.device), -1)
+    difference = max(float((a - b.cpu().double()).abs().max()) for a, b in (products, softmaxes))
+    tolerance = _TOLERANCES[dtype]
+    detail = f"a product and a softmax differ from the CPU's by {difference:.1e}, {tolerance:.0e} allowed"
+    return Observation("yes" if difference <= tolerance else "wrong", detail)
 
 
-def _probe_float8(bench: ProbeContext, dtype: str, claim: Claim | Unknown) -> Observation:
-    """Stored and cast, in a scaled product, and added.
-
-    A sheet that takes the type speaks of storage and products; one that refuses it, of any of the three.
-    """
+def _probe_float8(context: ProbeContext, dtype: str, claim: Claim | Unknown) -> Observation:
+    """Store and cast float8 values, and use them in a scaled product and in an addition."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
-    numbers = fill((32, 32)).to(kind)
+    values = fill((32, 32)).to(kind)
     try:
-        stored = torch.equal(numbers.to(bench.device).float().cpu(), numbers.float())
-    except Exception as error:  # an error of the device is a finding
+        stored = torch.equal(values.to(context.device).float().cpu(), values.float())
+    except Exception as error:  # an error of the device is a result
         if is_out_of_memory(error):
             raise
         return Observation("error", f"cannot be stored: {describe_error(error)}")
-    product, addition = _try(lambda: _multiply_float8(bench.device, numbers)), _try(lambda: _add(bench.device, numbers))
+    product = _try(lambda: _multiply_float8(context.device, values))
+    addition = _try(lambda: _add(context.device, values))
     detail = f"stored: {'right' if stored else 'wrong'}; scaled product: {product}; addition: {addition}"
-    refused = product != "right" or (isinstance(claim, Limit) and addition != "right")
-    return Observation("wrong" if not stored else "error" if refused else "yes", detail)
+    # A sheet with float8 claims storage and products only. A limit is confirmed by a failure of any of the three.
+    fails = product != "right" or (isinstance(claim, Limit) and addition != "right")
+    return Observation("wrong" if not stored else "error" if fails else "yes", detail)
 
 
-def _multiply_float8(device: torch.device, numbers: torch.Tensor) -> bool:
+def _multiply_float8(device: torch.device, values: torch.Tensor) -> bool:
     import torch
 
     from anyaccel.upstream.torch_internals import scaled_mm
 
-    # The other side is e4m3fn for both: NVIDIA has no product of e5m2 with e5m2.
+    # The other side is e4m3fn for both dtypes, because cuBLAS does not multiply e5m2 with e5m2:
+    # https://github.com/pytorch/pytorch/issues/132005
     other = fill((32, 32), 1).to(torch.float8_e4m3fn)
-    one = torch.ones((), device=device)
-    there = scaled_mm(numbers.to(device), other.to(device).t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return bool(torch.allclose(there.cpu().float(), numbers.float() @ other.float().t(), rtol=0.05, atol=0.1))
+    scale = torch.ones((), device=device)
+    actual = scaled_mm(values.to(device), other.to(device).t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    return bool(torch.allclose(actual.cpu().float(), values.float() @ other.float().t(), rtol=0.05, atol=0.1))
 
 
-def _add(device: torch.device, numbers: torch.Tensor) -> bool:
-    there = numbers.to(device)
-    return bool(((there + there).float().cpu() - 2 * numbers.float()).abs().max() <= numbers.float().abs().max())
+def _add(device: torch.device, values: torch.Tensor) -> bool:
+    on_device = values.to(device)
+    difference = (on_device + on_device).float().cpu() - 2 * values.float()
+    return bool(difference.abs().max() <= values.float().abs().max())
 
 
 def _try(run: Callable[[], bool]) -> str:
     try:
         return "right" if run() else "wrong"
-    except Exception as error:  # an error of the device is a finding
+    except Exception as error:  # an error of the device is a result
         if is_out_of_memory(error):
             raise
         return describe_error(error)
 
 
-def _time_type(bench: ProbeContext, dtype: str, instead: str) -> Observation:
+def _time_type(context: ProbeContext, dtype: str, replacement: str) -> Observation:
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for one another on a busy host spoil the figure
-    share = _time(bench, dtype) / _time(bench, instead)
+    torch.set_num_threads(1)  # threads that wait for each other on a busy CPU distort the times
+    ratio = _time(context, dtype) / _time(context, replacement)
     torch.set_num_threads(threads)
-    figure = f"some {float(f'{share:.1g}'):.0f}" if share >= 10 else f"{share:.1f}"
-    detail = f"a product and a convolution take {figure} times as long as in {instead}"
-    return Observation("slow" if share > _SLOW_SHARE else "yes", detail)
+    # Large ratios vary between runs, so they are rounded to one digit.
+    figure = f"about {float(f'{ratio:.1g}'):.0f}" if ratio >= 10 else f"{ratio:.1f}"
+    detail = f"a product and a convolution take {figure} times as long as in {replacement}"
+    return Observation("slow" if ratio > _SLOW_RATIO else "yes", detail)
 
 
-def _time(bench: ProbeContext, dtype: str) -> float:
-    """Seconds for a matrix product and, in a floating type, a convolution, in the best of some runs."""
+def _time(context: ProbeContext, dtype: str) -> float:
+    """Return the seconds of a matrix product and, for floating dtypes, a convolution (best of several runs)."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
-    matrix = fill((256, 256)).to(kind).to(bench.device)
-    image, kernel = (fill(shape).to(kind).to(bench.device) for shape in ((1, 32, 32, 32), (32, 32, 3, 3)))
+    matrix = fill((256, 256)).to(kind).to(context.device)
+    image, kernel = (fill(shape).to(kind).to(context.device) for shape in ((1, 32, 32, 32), (32, 32, 3, 3)))
     times: list[float] = []
-    while len(times) < _RUNS and sum(times) < _PATIENCE_S:
+    while len(times) < _RUNS and sum(times) < _MAX_SECONDS:
         start = time.perf_counter()
         matrix @ matrix
         if kind.is_floating_point:
             torch.nn.functional.conv2d(image, kernel)
-        bench.driver.synchronize(bench.index)
+        context.driver.synchronize(context.index)
         times.append(time.perf_counter() - start)
     return min(times)

@@ -1,6 +1,6 @@
-"""A process that probes a device: what kills it, or poisons its driver, loses one finding and not the others.
+"""Worker process that probes a device. A crash, or a driver that stops responding, costs one finding only.
 
-It is started afresh, since a driver that has begun does not survive a fork, and is asked one line of JSON at a time.
+It is a new process, because an initialized driver does not survive a fork. Requests and answers are JSON lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.errors import AnyaccelError
 from anyaccel.processes.json_line_worker import JsonLineWorker, connecting_to_parent
 from anyaccel.verification.context import ProbeContext, describe_error
-from anyaccel.verification.probe_pipeline import probe_pipeline, settle_process
+from anyaccel.verification.probe_pipeline import configure_process, probe_pipeline
 from anyaccel.verification.probes import probe
 
 __all__ = ["ProbeWorker", "ProbeWorkerDiedError", "ProbeWorkerKilledError", "make_probe_context", "read_versions"]
@@ -29,18 +29,18 @@ _PACKAGES = ("torch", "diffusers", "transformers", "accelerate")
 
 
 class ProbeWorkerDiedError(AnyaccelError):
-    """The process ended before it answered; the message says how."""
+    """The process ended before it answered."""
 
 
 class ProbeWorkerKilledError(ProbeWorkerDiedError):
-    """It was killed from outside: for memory, or since it took too long. That says nothing of the device."""
+    """The process was killed, for its memory use or a timeout, which is not a property of the device."""
 
 
 @dataclass
 class ProbeWorker:
-    """One process that answers about one device; it is started when it is first asked, and again after it died.
+    """Handle of a worker process for one device. It starts with the first request, and again after a crash.
 
-    A context manager: the process ends with it.
+    It is a context manager, and the process ends with it.
     """
 
     device: str
@@ -48,16 +48,16 @@ class ProbeWorker:
     _worker: JsonLineWorker | None = None
 
     def probe_claim(self, name: str) -> Finding:
-        """What the device does about one claim."""
-        return Finding(**self._ask({"claim": name}))
+        """Probe one claim of the sheet."""
+        return Finding(**self._request({"claim": name}))
 
     def probe_pipeline(self, name: str, threads: int) -> PipelineFinding:
-        """What one pipeline gives there; the host computes its picture in so many threads."""
-        return PipelineFinding(**self._ask({"pipeline": name, "threads": threads}))
+        """Run one pipeline on the device and, with `threads` threads, on the CPU."""
+        return PipelineFinding(**self._request({"pipeline": name, "threads": threads}))
 
     def read_versions(self) -> dict[str, str]:
-        """The versions of what ran."""
-        return self._ask({"versions": True})
+        """Return the versions of the libraries and the driver."""
+        return self._request({"versions": True})
 
     def __enter__(self) -> ProbeWorker:
         return self
@@ -70,38 +70,44 @@ class ProbeWorker:
             self._worker.kill()
             self._worker = None
 
-    def _ask(self, task: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, task: dict[str, Any]) -> dict[str, Any]:
         if self._worker is None:
+            # The worker must import the same packages, also those that are only on `sys.path`.
             path = os.pathsep.join(filter(None, sys.path))
             self._worker = JsonLineWorker(__name__, self.device, str(int(self.quick)), env={"PYTHONPATH": path})
         worker = self._worker
         try:
             answer: dict[str, Any] = worker.request(task, _TIMEOUT_S)
         except EOFError:
-            status, hint = worker.close(), "the next one has a process of its own"
+            status, hint = worker.close(), "the next probe runs in a new process"
             lines = [line.strip() for line in worker.stderr.splitlines() if line.strip()]
             self._worker = None
+            # SIGKILL comes from the kernel (out of memory) or from the timeout in `request`.
             if status == -signal.SIGKILL:
-                raise ProbeWorkerKilledError(f"killed: for memory, or after {_TIMEOUT_S:.0f} s", hint=hint) from None
-            words = describe_error(RuntimeError(lines[-1])) if lines else "it left no word"
-            raise ProbeWorkerDiedError(f"the process died with status {status}: {words}", hint=hint) from None
-        if answer.pop("spoilt"):
+                raise ProbeWorkerKilledError(
+                    f"killed: out of host memory, or no answer within {_TIMEOUT_S:.0f} s", hint=hint
+                ) from None
+            output = describe_error(RuntimeError(lines[-1])) if lines else "no output"
+            raise ProbeWorkerDiedError(f"the process died with status {status}: {output}", hint=hint) from None
+        if answer.pop("broken"):
             self._stop()
         return answer
 
 
 def make_probe_context(device: str, quick: bool) -> ProbeContext:
-    """A device that is here, with its sheet as it reads for the product and the versions alone."""
+    """Open a device of this machine, with its sheet for this product and these versions."""
     opened = open_device(device)
-    known = sheet(opened.sheet.name)
-    product = type(opened.driver)(known).product(opened.index)
-    written = known.on(product=product, versions=this_machine().versions)
-    return ProbeContext(written, type(opened.driver)(written), opened.index, product=product, quick=quick)
+    # The sheet of the opened device includes probe results; the claims to verify are those of the written sheet.
+    written = sheet(opened.sheet.name)
+    product = type(opened.driver)(written).product(opened.index)
+    claims = written.on(product=product, versions=this_machine().versions)
+    return ProbeContext(claims, type(opened.driver)(claims), opened.index, product=product, quick=quick)
 
 
 def read_versions(sheet: Sheet) -> dict[str, str]:
-    """What runs here; a package that lies on the path without being installed is asked itself."""
+    """Return the versions of the libraries, of what torch was built for, and of the kernel driver."""
     machine = this_machine()
+    # A package on `sys.path` without metadata has only its `__version__`.
     not_installed = [name for name in _PACKAGES if name not in machine.versions]
     versions = {name: str(importlib.import_module(name).__version__) for name in not_installed}
     builds = {f"torch built for {name}": version for name, version in machine.torch_builds.items()}
@@ -110,33 +116,34 @@ def read_versions(sheet: Sheet) -> dict[str, str]:
     return {**machine.versions, **versions, **builds, **driver}
 
 
-def _answer(bench: ProbeContext, task: dict[str, Any]) -> dict[str, Any]:
+def _answer(context: ProbeContext, task: dict[str, Any]) -> dict[str, Any]:
     if "claim" in task:
-        return asdict(probe(bench, task["claim"]))
+        return asdict(probe(context, task["claim"]))
     if "versions" in task:
-        return read_versions(bench.sheet)
-    settle_process(task["threads"])
-    return asdict(probe_pipeline(task["pipeline"], bench.device))
+        return read_versions(context.sheet)
+    configure_process(task["threads"])
+    return asdict(probe_pipeline(task["pipeline"], context.device))
 
 
-def _is_spoilt(bench: ProbeContext) -> bool:
-    """Whether the driver answers nothing any more, as after an illegal access to memory."""
+def _is_broken(context: ProbeContext) -> bool:
+    """Return whether the driver has stopped working, for example after an illegal memory access."""
     import torch
 
     try:
-        return bool((torch.ones(2).to(bench.device) + 1).cpu().sum() != 4)
+        return bool((torch.ones(2).to(context.device) + 1).cpu().sum() != 4)
     except RuntimeError:
         return True
 
 
 def main() -> None:
-    """Answer one task after the other."""
+    """Answer the requests of the parent process."""
     with connecting_to_parent() as (tasks, answer):
         device, quick = sys.argv[1:]
-        settle_process(os.cpu_count() or 1)
-        bench = make_probe_context(device, quick == "1")
+        configure_process(os.cpu_count() or 1)
+        context = make_probe_context(device, quick == "1")
+        # A broken driver stays broken, so the parent starts a new process after this answer.
         for task in tasks:
-            answer(_answer(bench, task) | {"spoilt": _is_spoilt(bench)})
+            answer(_answer(context, task) | {"broken": _is_broken(context)})
 
 
 if __name__ == "__main__":

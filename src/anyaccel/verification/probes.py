@@ -1,4 +1,4 @@
-"""Asking a device about the claims of its sheet, one by one: what it does, and in which figures.
+"""Probes of the claims on a device sheet.
 
 Each probe returns an `Observation`; a device error is one too, and a probe that does not fit in memory is skipped.
 A virtual device is probed only for what it enforces; limits that it only records are read from its ledger.
@@ -26,43 +26,45 @@ if TYPE_CHECKING:
 __all__ = ["find_claims", "judge", "probe"]
 
 _BATCH_TOLERANCE = 1e-3
+# Absolute tolerance for short sums of values near 1, in float32.
 _TOLERANCE = 1e-4
-"""For sums of few numbers near 1, in float32."""
+# Ratio to the time of a read on the CPU from which a read counts as slow.
 _SLOW_READ = 3.0
-"""A read that takes so many times as long as one on the host is slow."""
+# Extra time of a first run from which it counts as compiled.
 _SLOW_SHAPE_MS = 10.0
-"""A first run that takes so much longer than the second one was compiled."""
-_LABEL_SHARE = 0.1
+# Allowed relative difference of the reported memory from the product's label.
+_MEMORY_TOLERANCE = 0.1
+# Sections of a sheet that virtual devices enforce.
 _ENFORCED = ("dtypes", "random_numbers", "data_dependent_shapes", "host_round_trip", "largest_tensor", "operations")
-"""What virtual devices enforce."""
+# Messages of TorchInductor and Triton when their toolchain is missing.
 _NO_TOOLS = re.compile(r"C(\+\+)? compiler|TritonMissing|No module named|Python\.h", re.IGNORECASE)
 
 
 def find_claims(sheet: Sheet) -> list[str]:
-    """The claims of a sheet that are about the device's behaviour, in its order."""
+    """Return the names of the claims with a probe, in the order of the sheet."""
     return [name for name, _ in sheet.claims() if name.split(".")[0] in _PROBES]
 
 
-def probe(bench: ProbeContext, name: str) -> Finding:
-    """Hold one claim against the device."""
-    claim = dict(bench.sheet.claims())[name]
-    reason = _find_reason_against(bench, name, claim)
-    return judge(bench.sheet, name, Observation("", reason) if reason else _look(bench, name, claim))
+def probe(context: ProbeContext, name: str) -> Finding:
+    """Probe one claim on the device."""
+    claim = dict(context.sheet.claims())[name]
+    reason = _find_skip_reason(context, name, claim)
+    return judge(context.sheet, name, Observation("", reason) if reason else _run_probe(context, name, claim))
 
 
-def judge(sheet: Sheet, name: str, sight: Observation) -> Finding:
-    """What was seen, beside what the sheet says."""
+def judge(sheet: Sheet, name: str, observation: Observation) -> Finding:
+    """Compare an observation with the claim on the sheet."""
     claim = dict(sheet.claims())[name]
     expected = _expect(claim)
-    verdict: Verdict = "agrees" if sight.seen == expected else "contradicts"
+    verdict: Verdict = "agrees" if observation.seen == expected else "contradicts"
     if isinstance(claim, Unknown):
         verdict = "new"
     return Finding(
         claim=name,
         expected=expected,
-        seen=sight.seen,
-        verdict=verdict if sight.seen else "not tried",
-        detail=sight.detail,
+        seen=observation.seen,
+        verdict=verdict if observation.seen else "not tried",
+        detail=observation.detail,
     )
 
 
@@ -72,91 +74,95 @@ def _expect(claim: Claim | Unknown) -> str:
     return claim.effect if isinstance(claim, Limit) else "yes"
 
 
-def _find_reason_against(bench: ProbeContext, name: str, claim: Claim | Unknown) -> str:
-    """Why a claim is not tried; empty where it is."""
+def _find_skip_reason(context: ProbeContext, name: str, claim: Claim | Unknown) -> str:
+    """Return why a claim is not probed, or an empty string."""
     if isinstance(claim, Limit) and claim.conditional:
         where = ", ".join([*claim.only_on, *claim.only_if])
-        return f"it holds for {where}, and the device does not say whether it is one of them"
-    if not bench.virtual:
+        return f"it applies to {where}, and the device does not report whether it is one of them"
+    if not context.virtual:
         return ""
     if isinstance(claim, Unknown):
-        return "a virtual device knows no more than its sheet"
+        return "a virtual device has no information beyond its sheet"
     if name.split(".")[0] not in _ENFORCED:
-        return "a virtual device does not stand for it"
+        return "virtual devices do not emulate this"
     if isinstance(claim, Limit) and claim.evidence == "inferred" and claim.contradicted_by:
-        return "a virtual device does not enforce what is inferred and contradicted"
+        return "virtual devices do not enforce a limit that is inferred and contradicted"
     return ""
 
 
-def _look(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
-    """Run the probe; whatever the device raises is what was seen."""
+def _run_probe(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+    """Run the probe. An error of the device is an observation."""
     import torch
 
-    if bench.accelerator is not None:
-        bench.accelerator.ledger.clear()
+    if context.accelerator is not None:
+        context.accelerator.ledger.clear()
     try:
+        # `_probe_training` enables gradients again; the others must not pay for them.
         with torch.no_grad():
-            sight = _PROBES[name.split(".")[0]](bench, name, claim)
+            observation = _PROBES[name.split(".")[0]](context, name, claim)
     except ImportError as error:
         return Observation("", f"a library is missing: {describe_error(error)}")
-    except Exception as error:  # noqa: BLE001 - an error of the device is a finding, and is shown with its words
+    except Exception as error:  # noqa: BLE001 - an error of the device is a result
         if is_out_of_memory(error):
-            return Observation("", f"the memory did not suffice: {describe_error(error)}")
-        sight = Observation("error", describe_error(error))
-    if bench.accelerator is not None and sight.seen == "yes":
-        met = next((row.effect for row in bench.accelerator.ledger.rows() if row.limit == name), None)
-        return sight if met is None else Observation(met, "as the virtual device wrote down")
-    return sight
+            return Observation("", f"out of memory: {describe_error(error)}")
+        observation = Observation("error", describe_error(error))
+    if context.accelerator is not None and observation.seen == "yes":
+        # Limits such as `slow` do not change a result; the virtual device only records them.
+        effect = next((row.effect for row in context.accelerator.ledger.rows() if row.limit == name), None)
+        return observation if effect is None else Observation(effect, "recorded by the virtual device")
+    return observation
 
 
-def _probe_random_numbers(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def _probe_random_numbers(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
-    drawn = torch.randn(65536, device=bench.device).cpu()
-    mean, deviation = float(drawn.mean()), float(drawn.std())
-    plausible = bool(torch.isfinite(drawn).all()) and abs(mean) < 0.03 and abs(deviation - 1) < 0.03
+    samples = torch.randn(65536, device=context.device).cpu()
+    mean, deviation = float(samples.mean()), float(samples.std())
+    plausible = bool(torch.isfinite(samples).all()) and abs(mean) < 0.03 and abs(deviation - 1) < 0.03
     first, again, other = (
-        torch.randn(64, device=bench.device, generator=torch.Generator(bench.device).manual_seed(seed)).cpu()
+        torch.randn(64, device=context.device, generator=torch.Generator(context.device).manual_seed(seed)).cpu()
         for seed in (7, 7, 8)
     )
-    determined = torch.equal(first, again) and not torch.equal(first, other)
-    detail = f"mean {mean:.3f}, deviation {deviation:.3f}; one seed gives {'one' if determined else 'no one'} noise"
-    return Observation("yes" if plausible and determined else "wrong", detail)
+    reproducible = torch.equal(first, again) and not torch.equal(first, other)
+    seeding = "determines" if reproducible else "does not determine"
+    detail = f"mean {mean:.3f}, deviation {deviation:.3f}; a seed {seeding} the noise"
+    return Observation("yes" if plausible and reproducible else "wrong", detail)
 
 
-def _probe_data_dependent_shapes(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def _probe_data_dependent_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def find(count: int) -> bool:
         values = torch.zeros(64)
         values[:count] = 1.0
-        there = values.to(bench.device)
-        places, masked = there.nonzero().cpu(), there[there > 0].cpu()
-        return torch.equal(places, values.nonzero()) and torch.equal(masked, values[values > 0])
+        on_device = values.to(context.device)
+        indices, masked = on_device.nonzero().cpu(), on_device[on_device > 0].cpu()
+        return torch.equal(indices, values.nonzero()) and torch.equal(masked, values[values > 0])
 
     right, extra_ms = _time_first_runs(find, [3, 7, 12, 20, 31, 45, 57])
     if not right:
-        return Observation("wrong", "nonzero or a mask differs from the host's")
-    slow = extra_ms > _SLOW_SHAPE_MS and not bench.virtual
+        return Observation("wrong", "nonzero or boolean indexing differs from the CPU")
+    slow = extra_ms > _SLOW_SHAPE_MS and not context.virtual
     return Observation(
-        "slow" if slow else "yes", f"nonzero and a mask are right; a new size takes {extra_ms:.1f} ms longer"
+        "slow" if slow else "yes", f"nonzero and boolean indexing are right; a new size takes {extra_ms:.1f} ms longer"
     )
 
 
-def _probe_new_shapes(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def _probe_new_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def multiply(size: int) -> bool:
-        there = fill((size, size)).to(bench.device)
-        return bool(torch.isfinite(torch.softmax(there @ there, -1).cpu()).all())
+        matrix = fill((size, size)).to(context.device)
+        return bool(torch.isfinite(torch.softmax(matrix @ matrix, -1).cpu()).all())
 
     right, extra_ms = _time_first_runs(multiply, [33, 57, 90, 121, 177, 203, 251])
     seen = "wrong" if not right else "slow" if extra_ms > _SLOW_SHAPE_MS else "yes"
-    return Observation(seen, f"a product in a new shape takes {extra_ms:.1f} ms longer than the second time")
+    return Observation(seen, f"the first product in a new shape takes {extra_ms:.1f} ms longer than the second")
 
 
 def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool, float]:
-    """Whether all is right, and how many milliseconds the first run of a size takes more than the second (median)."""
+    """Return whether all results are right, and the median extra milliseconds of the first run of a size."""
+    # The run before the loop loads the kernels, and the difference below is the cost of the new shape.
     right, extra = run(sizes[0] + 1), []
     for size in sizes:
         times = []
@@ -168,37 +174,38 @@ def _time_first_runs(run: Callable[[int], bool], sizes: list[int]) -> tuple[bool
     return right, max(0.0, statistics.median(extra))
 
 
-def _probe_round_trip(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def _probe_round_trip(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
     def measure(device: torch.device) -> float:
-        number = torch.zeros((), device=device)
+        counter = torch.zeros((), device=device)
         times = []
         for _ in range(200):
-            number = number + 1
+            counter = counter + 1  # work for `item` to wait for
             start = time.perf_counter()
-            number.item()
+            counter.item()
             times.append(time.perf_counter() - start)
         return 1e6 * statistics.median(times)
 
-    if bench.virtual:
-        torch.zeros((), device=bench.device).item()
-        return Observation("yes", "the ledger says what it costs")
-    there, here = measure(bench.device), measure(torch.device("cpu"))
-    detail = f"item() after an addition takes {there:.1f} µs, {here:.1f} µs on the host (medians of 200)"
-    return Observation("slow" if there > _SLOW_READ * here else "yes", detail)
+    if context.virtual:
+        torch.zeros((), device=context.device).item()
+        return Observation("yes", "the ledger has the effect")
+    device_us, cpu_us = measure(context.device), measure(torch.device("cpu"))
+    detail = f"item() after an addition takes {device_us:.1f} µs, {cpu_us:.1f} µs on the CPU (medians of 200)"
+    return Observation("slow" if device_us > _SLOW_READ * cpu_us else "yes", detail)
 
 
-def _probe_batches(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def _probe_batches(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
-    unet = _make_unet().to(bench.device)
-    pictures = fill((4, 3, 16, 16)).to(bench.device)
-    together = unet(pictures, 10).sample.cpu()
-    alone = torch.cat([unet(picture[None], 10).sample.cpu() for picture in pictures])
-    difference = float((together - alone).abs().max())
-    right = difference <= _BATCH_TOLERANCE  # not a number is not right either
-    detail = f"four pictures through a UNet differ from each alone by {difference:.1e}, {_BATCH_TOLERANCE:.0e} allowed"
+    unet = _make_unet().to(context.device)
+    images = fill((4, 3, 16, 16)).to(context.device)
+    batched = unet(images, 10).sample.cpu()
+    single = torch.cat([unet(image[None], 10).sample.cpu() for image in images])
+    difference = float((batched - single).abs().max())
+    right = difference <= _BATCH_TOLERANCE  # false for NaN
+    detail = f"a batch of four through a UNet differs from single images by {difference:.1e}, "
+    detail += f"{_BATCH_TOLERANCE:.0e} allowed"
     return Observation("yes" if right else "wrong", detail)
 
 
@@ -206,6 +213,7 @@ def _make_unet() -> Any:
     import torch
     from diffusers import UNet2DModel
 
+    # A fixed seed, without a change to the random state of the caller.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         unet: Any = UNet2DModel(
@@ -219,10 +227,10 @@ def _make_unet() -> Any:
     return unet.eval()
 
 
-def _probe_training(bench: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def _probe_training(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
-    def find_gradients(device: torch.device) -> torch.Tensor:
+    def compute_gradients(device: torch.device) -> torch.Tensor:
         weights = (fill((16, 16), 1) / 4).to(device).requires_grad_()
         loss = torch.nn.functional.silu(fill((8, 16), 2).to(device) @ weights).square().mean()
         loss.backward()
@@ -230,19 +238,19 @@ def _probe_training(bench: ProbeContext, name: str, claim: Claim | Unknown) -> O
         return weights.grad.cpu()
 
     with torch.enable_grad():
-        there, here = find_gradients(bench.device), find_gradients(torch.device("cpu"))
-    difference = float((there - here).abs().max())
-    detail = f"the gradients of a layer differ from the host's by {difference:.1e}"
+        actual, expected = compute_gradients(context.device), compute_gradients(torch.device("cpu"))
+    difference = float((actual - expected).abs().max())
+    detail = f"the gradients of a layer differ from the CPU's by {difference:.1e}"
     return Observation("yes" if difference <= _TOLERANCE else "wrong", detail)
 
 
-def _probe_compiler(bench: ProbeContext, name: str, claim: Compiler | Unknown) -> Observation:
+def _probe_compiler(context: ProbeContext, name: str, claim: Compiler | Unknown) -> Observation:
     import torch
 
-    if bench.quick:
-        return Observation("", "left out, to be quick")
+    if context.quick:
+        return Observation("", "skipped by --quick")
     if isinstance(claim, Unknown):
-        return Observation("", "the sheet names no backend to compile with")
+        return Observation("", "the sheet names no compiler backend")
 
     def compute(values: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(values * 2 + 1).sum(-1)
@@ -250,25 +258,27 @@ def _probe_compiler(bench: ProbeContext, name: str, claim: Compiler | Unknown) -
     values = fill((8, 32))
     compiled: Any = torch.compile(compute, backend=claim.backend, fullgraph=claim.fullgraph, dynamic=False)
     try:
-        there = compiled(values.to(bench.device)).cpu()
+        actual = compiled(values.to(context.device)).cpu()
     except Exception as error:
         if _NO_TOOLS.search(f"{type(error).__name__} {error}"):
-            return Observation("", f"the compiler's own tools are not here: {describe_error(error)}")
+            return Observation("", f"the tools of the compiler are missing: {describe_error(error)}")
         raise
-    difference = float((there - compute(values)).abs().max())
+    difference = float((actual - compute(values)).abs().max())
     detail = f"a small function compiled with {claim.backend} differs by {difference:.1e}"
     return Observation("yes" if difference <= _TOLERANCE else "wrong", detail)
 
 
-def _probe_product(bench: ProbeContext, name: str, claim: Product) -> Observation:
-    if claim.name != bench.product:
-        return Observation("", f"this is {bench.product}" if bench.product else "the device does not tell its product")
+def _probe_product(context: ProbeContext, name: str, claim: Product) -> Observation:
+    if claim.name != context.product:
+        return Observation(
+            "", f"this is {context.product}" if context.product else "the device does not report its product"
+        )
     if claim.memory_bytes is None:
-        return Observation("", "the sheet gives no figure for its memory")
-    total = bench.driver.memory(bench.index).total_bytes
-    near = abs(total - claim.memory_bytes) <= _LABEL_SHARE * claim.memory_bytes
-    detail = f"reports {total / 1e9:.1f} GB of memory, and the sheet says {claim.memory_bytes / 1e9:.1f}"
-    return Observation("yes" if near else "wrong", detail)
+        return Observation("", "the sheet has no memory size for it")
+    total = context.driver.memory(context.index).total_bytes
+    close = abs(total - claim.memory_bytes) <= _MEMORY_TOLERANCE * claim.memory_bytes
+    detail = f"reports {total / 1e9:.1f} GB of memory; the sheet says {claim.memory_bytes / 1e9:.1f} GB"
+    return Observation("yes" if close else "wrong", detail)
 
 
 _PROBES: dict[str, Callable[[ProbeContext, str, Any], Observation]] = {

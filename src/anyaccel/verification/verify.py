@@ -1,9 +1,9 @@
-"""`verify`: a sheet held against its device, claim by claim, and tiny pipelines against the CPU.
+"""`verify`: check a device sheet claim by claim on the device, and tiny pipelines against the CPU.
 
-    verification = verify("cuda", pipelines="all", signed_off_by="A. Name", say=print)
+    verification = verify("cuda", pipelines="all", signed_off_by="A. Name", on_message=print)
     Path("evidence.json").write_text(verification.to_json())
 
-On a virtual device it says what the emulator enforces, and nothing of hardware; its file says so.
+On a virtual device, this verifies the emulator and not hardware; the file says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from anyaccel.checking.fresh_process import can_fork
 from anyaccel.errors import UsageError, VirtualDeviceError, nearest
 from anyaccel.recipes import recipes
 from anyaccel.verification.context import Observation, ProbeContext
-from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, TOLERANCE, probe_pipeline, settle_process
+from anyaccel.verification.probe_pipeline import CONDITIONS, FEW, TOLERANCE, configure_process, probe_pipeline
 from anyaccel.verification.probe_worker import (
     ProbeWorker,
     ProbeWorkerDiedError,
@@ -44,9 +44,9 @@ __all__ = ["describe_pipeline", "verify"]
 
 _ROOT = Path(__file__).parents[3]
 _TIMEOUT_S = 7200.0
-_MOST_JOBS = 4
+_MAX_JOBS = 4
 
-Say = Callable[[str], None]
+OnMessage = Callable[[str], None]
 FindingT = TypeVar("FindingT", Finding, PipelineFinding)
 
 
@@ -58,151 +58,156 @@ def verify(
     jobs: int | None = None,
     signed_off_by: str = "",
     commit: str | None = None,
-    say: Say = lambda line: None,
+    on_message: OnMessage = lambda line: None,
 ) -> Verification:
-    """Hold a device's sheet against the device: `verify("cuda")`, `verify("virtual:mps")`.
+    """Verify the sheet of a device on the device: `verify("cuda")`, `verify("virtual:mps")`.
 
-    Pipelines are a handful, all, or recipes by name; `jobs` processes run them side by side. Lines of progress go to
-    `say`. The probes run in processes of their own: what one of them kills is a finding too.
+    `pipelines` is `few`, `all` or recipe names; `jobs` processes run them concurrently. Progress messages go to
+    `on_message`. Probes run in separate processes, and a crash of one is a finding too.
     """
     names = _choose_recipes(pipelines)
     if jobs is not None and jobs < 1:
-        raise UsageError(f"at least one process must run, not {jobs}", hint="for example jobs=4")
+        raise UsageError(f"jobs must be at least 1, not {jobs}", hint="for example jobs=4")
     spec = read_device(device)
     if spec.virtual:
-        return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, say)
-    bench = make_probe_context(device, quick)
+        return _verify_virtual(spec.require_name(), names, jobs or 1, signed_off_by, commit, on_message)
+    context = make_probe_context(device, quick)
+    # More workers than pipelines would idle; each one loads the driver and uses device memory.
     cores = os.cpu_count() or 1
-    jobs = min(jobs or min(_MOST_JOBS, cores), max(1, len(names)))
+    jobs = min(jobs or min(_MAX_JOBS, cores), max(1, len(names)))
     with ExitStack() as stack:
-        probers = [stack.enter_context(ProbeWorker(device, quick)) for _ in range(jobs)]
-        versions = probers[0].read_versions()
-        findings = _probe_claims(probers[0], bench.sheet, say)
-        found = _probe_pipelines(probers, names, max(1, cores // jobs), say)
-    return _conclude(bench, findings, found, versions, signed_off_by, commit)
+        workers = [stack.enter_context(ProbeWorker(device, quick)) for _ in range(jobs)]
+        versions = workers[0].read_versions()
+        findings = _probe_claims(workers[0], context.sheet, on_message)
+        pipeline_findings = _probe_pipelines(workers, names, max(1, cores // jobs), on_message)
+    return _make_verification(context, findings, pipeline_findings, versions, signed_off_by, commit)
 
 
-def _choose_recipes(asked: Literal["few", "all"] | Sequence[str]) -> list[str]:
-    known = list(recipes())
-    if asked == "all":
-        return known
-    names = list(FEW) if asked == "few" else [asked] if isinstance(asked, str) else list(asked)
+def _choose_recipes(requested: Literal["few", "all"] | Sequence[str]) -> list[str]:
+    available = list(recipes())
+    if requested == "all":
+        return available
+    names = list(FEW) if requested == "few" else [requested] if isinstance(requested, str) else list(requested)
     for name in names:
-        if name not in known:
-            raise UsageError(f"no recipe is called {name!r}", hint=nearest(name, ["few", "all", *known]))
+        if name not in available:
+            raise UsageError(f"unknown recipe {name!r}", hint=nearest(name, ["few", "all", *available]))
     return names
 
 
-def _probe_claims(prober: ProbeWorker, known: Sheet, say: Say) -> tuple[Finding, ...]:
-    """One claim after the other in one process, so that nothing else disturbs the clock."""
+def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> tuple[Finding, ...]:
+    """Probe the claims one after the other in one process, because some of them measure time."""
     findings = []
-    for name in find_claims(known):
+    for name in find_claims(sheet):
         try:
-            finding = prober.probe_claim(name)
+            finding = worker.probe_claim(name)
         except ProbeWorkerDiedError as death:
+            # A crash is an error of the device; a kill from outside is not.
             seen = "" if isinstance(death, ProbeWorkerKilledError) else "error"
-            finding = judge(known, name, Observation(seen, death.message))
-        findings.append(_told(finding, say))
+            finding = judge(sheet, name, Observation(seen, death.message))
+        findings.append(_report(finding, on_message))
     return tuple(findings)
 
 
 def _probe_pipelines(
-    probers: list[ProbeWorker], names: list[str], threads: int, say: Say
+    workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
 ) -> tuple[PipelineFinding, ...]:
-    """Each process takes the next pipeline that nobody has; the findings come in the order of the names."""
-    waiting, stopped = iter(names), threading.Event()
-    found: dict[str, PipelineFinding] = {}
+    """Distribute the pipelines over the processes, and return the findings in the order of the names."""
+    queue, stopped = iter(names), threading.Event()
+    findings: dict[str, PipelineFinding] = {}
 
-    def work(prober: ProbeWorker) -> None:
-        while not stopped.is_set() and (name := next(waiting, None)) is not None:
+    def work(worker: ProbeWorker) -> None:
+        while not stopped.is_set() and (name := next(queue, None)) is not None:
             try:
-                found[name] = prober.probe_pipeline(name, threads)
+                findings[name] = worker.probe_pipeline(name, threads)
             except ProbeWorkerDiedError as death:
-                found[name] = _tell_death(name, death.message)
-            say(f"{len(found)} of {len(names)}: {describe_pipeline(found[name])}")
+                findings[name] = _make_crash_finding(name, death.message)
+            on_message(f"{len(findings)} of {len(names)}: {describe_pipeline(findings[name])}")
 
-    with ThreadPoolExecutor(len(probers)) as pool:  # a thread waits for each process
-        working = [pool.submit(work, prober) for prober in probers]
+    with ThreadPoolExecutor(len(workers)) as pool:  # each thread waits for one process
+        running = [pool.submit(work, worker) for worker in workers]
         try:
-            for one in working:
-                one.result()
-        finally:  # an interruption ends the processes, and no new ones are to begin
+            for thread in running:
+                thread.result()
+        finally:  # after an interrupt, the threads must not start new processes
             stopped.set()
-    return tuple(found[name] for name in names)
+    return tuple(findings[name] for name in names)
 
 
-def _tell_death(name: str, words: str) -> PipelineFinding:
+def _make_crash_finding(name: str, message: str) -> PipelineFinding:
     return PipelineFinding(
         recipe=name,
         pipeline=recipes()[name].pipeline,
         dtype="float32",
         runs=False,
-        error=words,
+        error=message,
         tolerance=TOLERANCE,
         right=False,
     )
 
 
 def describe_pipeline(finding: PipelineFinding) -> str:
-    """One pipeline in a line."""
+    """Return the result of one pipeline in one line."""
     verdict = {True: "right", False: "wrong", None: "not tried"}[finding.right]
     figure = "" if finding.max_difference is None else f", differs by {finding.max_difference:.1e}"
     return f"{finding.recipe}: {verdict}{figure}{': ' if finding.error else ''}{finding.error}"
 
 
 def _verify_virtual(
-    name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, say: Say
+    name: str, names: list[str], jobs: int, signed_off_by: str, commit: str | None, on_message: OnMessage
 ) -> Verification:
-    """The same in forked processes that have the virtual device; `say` is called there."""
+    """Verify a virtual device in forked processes, which also call `on_message`."""
     from anyaccel.emulator.run_forked import run_forked
 
-    known = sheet(name)
+    device_sheet = sheet(name)
     if not can_fork():
         raise UsageError(
-            "torch computes in several threads here, and a virtual device needs a process that is forked",
+            "a virtual device needs a forked process, and torch already uses several threads in this one",
             hint=f"set OMP_NUM_THREADS=1 before torch is imported, or run: anyaccel devices virtual:{name} --verify",
         )
 
     if names:
-        importlib.import_module("anyaccel.runtime.pipeline")  # once here, rather than in every process
+        importlib.import_module("anyaccel.runtime.pipeline")  # before the forks, so that they do not import it again
 
     def probe_all(accelerator: VirtualAccelerator) -> tuple[Finding, ...]:
-        bench = _make_virtual_bench(accelerator)
-        return tuple(_told(probe(bench, claim), say) for claim in find_claims(bench.sheet))
+        context = _make_virtual_context(accelerator)
+        return tuple(_report(probe(context, claim), on_message) for claim in find_claims(context.sheet))
 
     def run_share(share: list[str]) -> list[PipelineFinding]:
         def use(accelerator: VirtualAccelerator) -> list[PipelineFinding]:
-            bench = _make_virtual_bench(accelerator)
-            return [_told(probe_pipeline(recipe, bench.device), say) for recipe in share]
+            context = _make_virtual_context(accelerator)
+            return [_report(probe_pipeline(recipe, context.device), on_message) for recipe in share]
 
         try:
+            # Strict, because a probe must see the error that the device would raise.
             return run_forked(name, use, strict=True, timeout_s=_TIMEOUT_S)
         except VirtualDeviceError as death:
-            return [_tell_death(recipe, death.message) for recipe in share]
+            return [_make_crash_finding(recipe, death.message) for recipe in share]
 
     findings = run_forked(name, probe_all, strict=True, timeout_s=_TIMEOUT_S)
     with ThreadPoolExecutor(jobs) as pool:
-        parts = pool.map(run_share, [share for start in range(jobs) if (share := names[start::jobs])])
-    found = {one.recipe: one for part in parts for one in part}
-    bench = ProbeContext(known, Driver(known), 0)
-    pipelines = tuple(found[one] for one in names)
-    return _conclude(bench, findings, pipelines, read_versions(known), signed_off_by, commit, virtual=True)
+        shares = pool.map(run_share, [share for start in range(jobs) if (share := names[start::jobs])])
+    by_recipe = {finding.recipe: finding for share in shares for finding in share}
+    context = ProbeContext(device_sheet, Driver(device_sheet), 0)
+    pipelines = tuple(by_recipe[recipe] for recipe in names)
+    return _make_verification(
+        context, findings, pipelines, read_versions(device_sheet), signed_off_by, commit, virtual=True
+    )
 
 
-def _make_virtual_bench(accelerator: VirtualAccelerator) -> ProbeContext:
-    settle_process(threads=1)
+def _make_virtual_context(accelerator: VirtualAccelerator) -> ProbeContext:
+    configure_process(threads=1)
     opened = open_device(accelerator.name)
     return ProbeContext(accelerator.sheet, opened.driver, 0, accelerator=accelerator)
 
 
-def _told(finding: FindingT, say: Say) -> FindingT:
-    """The finding, told on the way."""
-    say(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
+def _report(finding: FindingT, on_message: OnMessage) -> FindingT:
+    """Log a finding and return it."""
+    on_message(f"{finding.claim}: {finding.verdict}" if isinstance(finding, Finding) else describe_pipeline(finding))
     return finding
 
 
-def _conclude(
-    bench: ProbeContext,
+def _make_verification(
+    context: ProbeContext,
     findings: tuple[Finding, ...],
     pipelines: tuple[PipelineFinding, ...],
     versions: dict[str, str],
@@ -212,10 +217,10 @@ def _conclude(
 ) -> Verification:
     machine = this_machine()
     return Verification(
-        device=bench.sheet.name,
+        device=context.sheet.name,
         virtual=virtual,
-        product=bench.product or "",
-        device_name=f"virtual {bench.sheet.title}" if virtual else bench.driver.device_name(bench.index),
+        product=context.product or "",
+        device_name=f"virtual {context.sheet.title}" if virtual else context.driver.device_name(context.index),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         commit=_read_commit() if commit is None else commit,
         versions=versions,
@@ -229,9 +234,10 @@ def _conclude(
 
 
 def _read_commit() -> str:
-    """The commit of the checkout that this runs from; empty where it is none."""
+    """Return the commit of the checkout, or an empty string for an installed package."""
     if not (_ROOT / ".git").exists():
         return ""
+    # Without optional locks, `describe --dirty` does not write to the index of the checkout.
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip()

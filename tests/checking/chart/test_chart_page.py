@@ -1,4 +1,4 @@
-"""The pages of the chart and of the report in a real browser; and, without one, what is put into them."""
+"""Pages of the chart and the report in a real browser, and their content without one."""
 
 import json
 import re
@@ -33,9 +33,9 @@ HINT = "keep the scheduler's timesteps on the CPU and call set_begin_index"
 
 CLIPBOARD = ["clipboardReadWrite", "clipboardSanitizedWrite"]
 
-WORKS = Attempt("works", max_difference=0.0, waits_a_step=0.0, found=(NARROWED,))
-WAITS = Attempt("waits", max_difference=1e-6, waits_a_step=4.5, found=(ROUND_TRIP, NARROWED))
-WRONG = Attempt("wrong", max_difference=float("inf"), waits_a_step=0.0)
+WORKS = Attempt("works", max_difference=0.0, waits_per_step=0.0, findings=(NARROWED,))
+WAITS = Attempt("waits", max_difference=1e-6, waits_per_step=4.5, findings=(ROUND_TRIP, NARROWED))
+WRONG = Attempt("wrong", max_difference=float("inf"), waits_per_step=0.0)
 STOPS = Attempt("stops", error="RuntimeError: <no> float64 & no way")
 NAMES = {
     "alpha": ("AlphaPipeline", "flux"),
@@ -47,7 +47,7 @@ NAMES = {
 
 
 def make_document() -> dict[str, Any]:
-    """Five pipelines on two devices: all work on neuron when placed, and two do not on mps."""
+    """Return a chart of five pipelines on two devices. Placed, all work on neuron and two fail on mps."""
     on_mps = {"unclip": ChartCell("mps", WRONG, WRONG), "beta": ChartCell("mps", STOPS, STOPS)}
     lines = tuple(
         ChartRow(
@@ -58,8 +58,8 @@ def make_document() -> dict[str, Any]:
         )
         for name, (pipeline, family) in NAMES.items()
     )
-    made = {"date": "2026-11-15", "versions": {"diffusers": "0.42.1", "torch": "2.13.0"}}
-    document = as_document(Chart(("mps", "neuron"), lines, 12.5, made))
+    environment = {"date": "2026-11-15", "versions": {"diffusers": "0.42.1", "torch": "2.13.0"}}
+    document = as_document(Chart(("mps", "neuron"), lines, 12.5, environment))
     ran = {"runs": True, "right": True, "max_difference": 1e-6, "error": ""}
     machine = {
         "name": "NVIDIA H200",
@@ -82,7 +82,7 @@ def make_report() -> Report:
         violations=(violation,), graphs=graphs,
     )  # fmt: skip
     stops = DeviceReport(device="neuron", virtual=True, placed=True, finished=False, error="TypeError: no")
-    return Report(subject="<mine>", pipeline="Mine", devices={"mps": waits, "neuron": stops}, notes=("It is small.",))
+    return Report(target="<mine>", pipeline="Mine", devices={"mps": waits, "neuron": stops}, notes=("It is small.",))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def browser() -> Iterator[Chrome]:
 
 
 class Page:
-    """The chart as a person meets it."""
+    """The chart in the browser, used like a person would."""
 
     def __init__(self, chrome: Chrome, address: str, width: int) -> None:
         self.chrome = chrome
@@ -113,8 +113,8 @@ class Page:
         return self.chrome.find_element(By.CSS_SELECTOR, selector).text
 
     def rows(self) -> list[str]:
-        found = self.chrome.find_elements(By.CSS_SELECTOR, "tr[data-recipe]")
-        return [row.get_attribute("data-recipe") or "" for row in found if row.is_displayed()]
+        rows = self.chrome.find_elements(By.CSS_SELECTOR, "tr[data-recipe]")
+        return [row.get_attribute("data-recipe") or "" for row in rows if row.is_displayed()]
 
     def choose(self, name: str, value: str) -> None:
         Select(self.chrome.find_element(By.ID, name)).select_by_value(value)
@@ -216,7 +216,7 @@ def test_sorting_changes_the_order(chart: Page) -> None:
     assert chart.rows() == ["zeta", "alpha", "beta", "unclip", "delta"]
 
 
-def test_the_keyboard_is_enough(chart: Page) -> None:
+def test_the_chart_works_with_the_keyboard_only(chart: Page) -> None:
     chart.click('tr[data-recipe="alpha"] td[data-device="mps"]')
     chart.press(Keys.ESCAPE)
     focused = (
@@ -235,12 +235,12 @@ def test_the_keyboard_is_enough(chart: Page) -> None:
 
 
 @WIDTHS
-def test_a_link_restores_what_was_seen(chart: Page, pages: Path, width: int) -> None:
+def test_a_link_restores_the_view(chart: Page, pages: Path, width: int) -> None:
     link = (pages / "chart.html").as_uri() + "#state=not&device=mps&sort=-name&flat=1&cell=unclip%40mps&nonsense=1"
     page = Page(chart.chrome, link, width)
     assert page.rows() == ["unclip", "beta"]
     ledger = page.text("#panel")
-    assert "The reason: diffusers itself enlarges the picture" in ledger
+    assert "Reason: diffusers selects another interpolation mode" in ledger
     assert "infinite" in ledger
     page.chrome.execute_script("location.hash = '#q=zeta'")
     WebDriverWait(page.chrome, 60).until(lambda _: page.rows() == ["zeta"])
@@ -248,10 +248,10 @@ def test_a_link_restores_what_was_seen(chart: Page, pages: Path, width: int) -> 
     assert read_errors(page.chrome) == []
 
 
-def test_hardware_is_told_apart(chart: Page) -> None:
+def test_hardware_results_are_marked(chart: Page) -> None:
     assert chart.chrome.find_elements(By.CSS_SELECTOR, 'tr[data-recipe="alpha"] td[data-device="cuda"] .seen')
     ledger = chart.open_cell("alpha", "cuda")
-    assert "NVIDIA H200: runs, and gives the right picture" in ledger
+    assert "NVIDIA H200: correct image" in ledger
     assert "2026-11-14 · torch 2.11.0 · largest difference 1.0e-6" in ledger
     assert "1 of 1" in chart.text('.device[data-device="cuda"]')
 
@@ -281,52 +281,52 @@ def test_the_report_is_drawn_and_fits(browser: Chrome, pages: Path, width: int) 
 
 
 def read_data(page: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match
+    return json.loads(match[1])
 
 
-def test_the_data_comes_back_whole() -> None:
+def test_the_embedded_data_can_be_read_back() -> None:
     document = make_document()
     page = write_page(document)
     seen = read_data(page)
     assert seen["sites"] == document["sites"]
     assert seen["lines"][0] == document["lines"][0]
     assert NASTY in [code for _, _, code in seen["sites"]]
-    assert page.count("</script>") == 3, "the data's own one is written in another way"
+    assert page.count("</script>") == 3, "the tag in the data is escaped"
     assert "\u2028" not in page
 
 
-def test_numbers_that_are_not_finite_are_words() -> None:
+def test_values_that_are_not_finite_become_words() -> None:
     document = make_document() | {"more": [float("nan"), float("-inf"), 1.5]}
     assert read_data(write_page(document))["more"] == ["not a number", "infinite", 1.5]
 
 
 @pytest.mark.parametrize("page", [write_page(make_document()), write_report_page(make_report())])
-def test_nothing_is_asked_of_the_network(page: str) -> None:
+def test_the_pages_load_nothing_from_the_network(page: str) -> None:
     assert "default-src 'none'" in page
     assert re.findall(r'(?:src|href)="(?!data:)[^"]*"', page) == []
     assert "@import" not in page
-    assert "{{" not in page.replace("{{style}}", "", 1), "every place is filled"
+    assert "{{" not in page.replace("{{style}}", "", 1), "every placeholder is filled"
 
 
 @pytest.mark.parametrize("state", ["works", "waits", "wrong", "stops", None])
-def test_a_badge_says_it_in_words(state: State | None) -> None:
+def test_a_badge_has_text_and_enough_contrast(state: State | None) -> None:
     drawn = ElementTree.fromstring(make_badge("mps", f"{state} (virtual)", state))
     assert drawn.get("aria-label") == f"mps: {state} (virtual)"
-    texts = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert texts == ["mps", f"{state} (virtual)"]
     for path in drawn.iter("{http://www.w3.org/2000/svg}path"):
         assert contrast_with_white(path.get("fill") or "") >= 4.5
 
 
-def contrast_with_white(colour: str) -> float:
-    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+def contrast_with_white(color: str) -> float:
+    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
 
 
-def test_a_badge_takes_any_text() -> None:
+def test_a_badge_accepts_any_text() -> None:
     drawn = ElementTree.fromstring(make_badge('<a> & "b"\x00', "漢字\u2028"))
     assert drawn.get("aria-label") == '<a> & "b": 漢字'
     short, long = (ElementTree.fromstring(make_badge("mps", text)) for text in ("works", "works and works"))

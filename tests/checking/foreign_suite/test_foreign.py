@@ -1,4 +1,4 @@
-"""A suite of somebody's who knows diffusers and has never heard of anyaccel."""
+"""Test suite for diffusers that knows nothing of anyaccel."""
 
 import os
 
@@ -23,7 +23,7 @@ def make_model():
     ).eval()
 
 
-def test_the_model_gives_a_picture_of_the_same_size():
+def test_the_output_has_the_size_of_the_input():
     model = make_model().to(DEVICE)
     sample = torch.ones(1, 3, 8, 8).to(DEVICE)
     with torch.no_grad():
@@ -31,8 +31,8 @@ def test_the_model_gives_a_picture_of_the_same_size():
     assert next(model.parameters()).device.type == torch.device(DEVICE).type
 
 
-def test_the_schedule_is_precise():
+def test_the_schedule_is_in_float64():
     scheduler = DDIMScheduler()
     scheduler.set_timesteps(4)
-    weights = scheduler.alphas_cumprod.double().to(DEVICE)  # which not every device has
+    weights = scheduler.alphas_cumprod.double().to(DEVICE)  # not available on every device
     assert weights.shape == (1000,)

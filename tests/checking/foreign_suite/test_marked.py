@@ -1,4 +1,4 @@
-"""Tests that their author has marked."""
+"""Tests with the `accelerator` marker."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.mark.accelerator("mps", "neuron")
-def test_in_a_process_each(accelerator):
+def test_in_a_separate_process(accelerator):
     assert accelerator.virtual
     ones = torch.ones(3).to(accelerator.device)
     assert ones.device.type == accelerator.name
@@ -15,7 +15,7 @@ def test_in_a_process_each(accelerator):
 
 
 @pytest.mark.accelerator("neuron")
-def test_the_ledger_tells(accelerator):
+def test_the_ledger_records_a_violation(accelerator):
     torch.ones(3, dtype=torch.float64).to(accelerator.device)
     accelerator.ledger.assert_clean("error")
 

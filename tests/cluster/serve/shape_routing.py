@@ -32,13 +32,13 @@ class SleepingReplica:
         from ray import serve
 
         yield str(serve.get_replica_context().replica_id.unique_id)
-        await asyncio.sleep(message.work["seconds"])
+        await asyncio.sleep(message.spec["seconds"])
 
 
 def send(handle: Any, name: str, side: int, seconds: float) -> tuple[int, str]:
     """Send one image; return its side length and the id of its replica."""
-    work = {"model": "any", "width": side, "height": side, "seconds": seconds}
-    replicas = list(handle.options(stream=True).generate.remote(RunJob(name, work, {})))
+    spec = {"model": "any", "width": side, "height": side, "seconds": seconds}
+    replicas = list(handle.options(stream=True).generate.remote(RunJob(name, spec, {})))
     REPLICA_LOAD.release(name)
     return side, replicas[0]
 
@@ -79,7 +79,7 @@ def find_groups() -> dict[str, Any]:
     ):  # fmt: skip
         try:
             groups: Any = [
-                (group.device, group.replicas, group.scales, group.at_once)
+                (group.device, group.replicas, group.scales, group.max_concurrent)
                 for group in find_device_groups(devices, replicas, 4)
             ]
         except UsageError as error:

@@ -245,21 +245,21 @@ def test_replica_load_prefers_idle_replicas_then_those_with_the_same_shape() -> 
 def make_facts(**changes: Any) -> ModelFacts:
     facts = ModelFacts(
         name="m", pipeline="P", device="a:0", virtual=True, dtype="float32", tasks=("generate", "edit"),
-        takes={"generate": ("prompt", "width"), "edit": ("image",)}, multiple=8, sizes=((64, 64), (128, 128)),
-        fixed_sizes=False, steps=8, guidance=2.0, joins={"unet": True}, at_once=2, plan="plan of a",
+        parameters={"generate": ("prompt", "width"), "edit": ("image",)}, multiple=8, sizes=((64, 64), (128, 128)),
+        fixed_sizes=False, steps=8, guidance=2.0, batched={"unet": True}, max_concurrent=2, plan="plan of a",
     )  # fmt: skip
     return replace(facts, **changes)
 
 
 def test_a_pool_accepts_what_all_of_its_devices_accept() -> None:
     other = make_facts(
-        device="b:0", tasks=("generate",), takes={"generate": ("prompt",)}, multiple=12, sizes=((64, 64),),
-        fixed_sizes=True, joins={"unet": False}, plan="plan of b",
+        device="b:0", tasks=("generate",), parameters={"generate": ("prompt",)}, multiple=12, sizes=((64, 64),),
+        fixed_sizes=True, batched={"unet": False}, plan="plan of b",
     )  # fmt: skip
     (merged,) = merge_facts([[make_facts()], [other]], 5)
-    assert (merged.tasks, merged.takes) == (("generate",), {"generate": ("prompt",)})
-    assert (merged.multiple, merged.sizes, merged.fixed_sizes, merged.at_once) == (24, ((64, 64),), True, 5)
-    assert (merged.device, merged.joins) == ("a:0, b:0", {"unet": True})
+    assert (merged.tasks, merged.parameters) == (("generate",), {"generate": ("prompt",)})
+    assert (merged.multiple, merged.sizes, merged.fixed_sizes, merged.max_concurrent) == (24, ((64, 64),), True, 5)
+    assert (merged.device, merged.batched) == ("a:0, b:0", {"unet": True})
     assert "plan of a" in merged.plan
     assert "plan of b" in merged.plan
     heartbeats = [Heartbeat(None, 5, {1: 2}, ("m",)), Heartbeat(7, 6, {2: 1}, ("m", "n"))]

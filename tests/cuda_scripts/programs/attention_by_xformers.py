@@ -1,4 +1,4 @@
-"""Attention by xformers, which is for CUDA alone."""
+"""xformers attention, which requires CUDA."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Less memory, as the guide for small cards has it."""
+"""Attention slicing, as in the guide for GPUs with little memory."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One pipeline made of another's parts."""
+"""A pipeline created from the components of another."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The pipeline that fits the model, for painting inside a mask."""
+"""AutoPipeline for inpainting."""
 
 import sys
 
@@ -11,7 +11,7 @@ models, output = sys.argv[1:3]
 pipeline = AutoPipelineForInpainting.from_pretrained(f"{models}/stable-diffusion-xl", torch_dtype=torch.float32)
 pipeline.to("cuda")
 
-init_image = load_image(f"{models}/picture.png").convert("RGB")
+init_image = load_image(f"{models}/image.png").convert("RGB")
 mask_image = load_image(f"{models}/mask.png").convert("RGB")
 generator = torch.Generator("cuda").manual_seed(92)
 image = pipeline(

@@ -1,4 +1,4 @@
-"""The pipeline that fits the model, with two images a prompt."""
+"""AutoPipeline with two images per prompt."""
 
 import sys
 

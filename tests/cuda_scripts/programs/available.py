@@ -1,4 +1,4 @@
-"""The device that there is, or the CPU."""
+"""The GPU if available, otherwise the CPU."""
 
 import sys
 

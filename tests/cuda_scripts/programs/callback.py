@@ -1,4 +1,4 @@
-"""Something that is done after each step."""
+"""A callback after each step."""
 
 import sys
 

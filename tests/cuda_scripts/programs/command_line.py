@@ -8,7 +8,7 @@ from diffusers import StableDiffusionPipeline
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Generate pictures.")
+    parser = argparse.ArgumentParser(description="Generate images.")
     parser.add_argument("models", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--prompt", default="a castle")

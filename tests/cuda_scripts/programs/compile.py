@@ -1,4 +1,4 @@
-"""A denoiser that is compiled."""
+"""A compiled denoiser."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A ControlNet of its own beside Stable Diffusion."""
+"""Stable Diffusion with a separately loaded ControlNet."""
 
 import sys
 
@@ -15,7 +15,7 @@ pipe = StableDiffusionControlNetPipeline.from_pretrained(
 pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
 pipe.to("cuda")
 
-canny_image = load_image(f"{models}/picture.png")
+canny_image = load_image(f"{models}/image.png")
 generator = torch.Generator(device="cuda").manual_seed(2)
 image = pipe("disco dancer with colorful lights", image=canny_image, num_inference_steps=3, generator=generator).images[
     0

@@ -1,4 +1,4 @@
-"""A graph of CUDA's own: nothing stands in for it."""
+"""A CUDA graph, which has no equivalent on other devices."""
 
 import sys
 

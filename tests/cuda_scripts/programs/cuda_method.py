@@ -1,4 +1,4 @@
-"""Models and tensors that are sent by the method, not by the name."""
+"""Models and tensors moved with `.cuda()`."""
 
 import sys
 
@@ -10,7 +10,7 @@ from PIL import Image
 models, output = sys.argv[1:3]
 
 vae = AutoencoderKL.from_pretrained(f"{models}/stable-diffusion", subfolder="vae").cuda().eval()
-image = Image.open(f"{models}/picture.png").convert("RGB")
+image = Image.open(f"{models}/image.png").convert("RGB")
 pixels = torch.from_numpy(np.array(image)).float().permute(2, 0, 1)[None] / 127.5 - 1
 pixels = pixels.pin_memory().cuda(non_blocking=True)
 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The loop taken apart: tokenizer, text encoder, UNet, scheduler and VAE by hand."""
+"""A hand-written loop with tokenizer, text encoder, UNet, scheduler and VAE."""
 
 import sys
 

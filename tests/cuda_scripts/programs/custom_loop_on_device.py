@@ -1,4 +1,4 @@
-"""A loop whose timesteps, noise and masks are all made on the device."""
+"""A hand-written loop with timesteps, noise and masks created on the device."""
 
 import sys
 

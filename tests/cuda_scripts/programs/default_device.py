@@ -1,4 +1,4 @@
-"""Models that are made on the device, and what is made under a default device."""
+"""Models and tensors created under a default device."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Placed while it is loaded."""
+"""Placement with `device_map` at load time."""
 
 import sys
 

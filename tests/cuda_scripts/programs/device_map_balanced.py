@@ -1,4 +1,4 @@
-"""Spread over the devices that are there."""
+"""A balanced `device_map` over all devices."""
 
 import sys
 

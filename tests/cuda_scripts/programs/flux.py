@@ -1,4 +1,4 @@
-"""FLUX in bfloat16, models offloaded."""
+"""FLUX in bfloat16 with model offloading."""
 
 import sys
 

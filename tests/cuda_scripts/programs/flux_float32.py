@@ -1,4 +1,4 @@
-"""FLUX on the device as a whole."""
+"""FLUX entirely on the device."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A seed for each picture of a batch."""
+"""One seed per image of a batch."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Groups of layers that wait on the host."""
+"""Group offloading."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The type first, then the device."""
+"""A cast to half precision, then a move to the device."""
 
 import sys
 

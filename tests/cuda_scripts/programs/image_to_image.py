@@ -1,4 +1,4 @@
-"""A picture and how strongly to change it."""
+"""Image to image with a strength."""
 
 import sys
 
@@ -12,7 +12,7 @@ device = "cuda"
 pipe = StableDiffusionImg2ImgPipeline.from_pretrained(f"{models}/stable-diffusion", torch_dtype=torch.float32)
 pipe = pipe.to(device)
 
-init_image = Image.open(f"{models}/picture.png").convert("RGB").resize((16, 16))
+init_image = Image.open(f"{models}/image.png").convert("RGB").resize((16, 16))
 generator = torch.Generator(device=device).manual_seed(1024)
 prompt = "A fantasy landscape, trending on artstation"
 images = pipe(

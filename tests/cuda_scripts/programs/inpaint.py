@@ -1,4 +1,4 @@
-"""A picture and a mask."""
+"""Inpainting with an image and a mask."""
 
 import sys
 
@@ -11,7 +11,7 @@ models, output = sys.argv[1:3]
 pipe = StableDiffusionInpaintPipeline.from_pretrained(f"{models}/stable-diffusion-inpaint", torch_dtype=torch.float32)
 pipe.to("cuda")
 
-image = load_image(f"{models}/picture.png")
+image = load_image(f"{models}/image.png")
 mask_image = load_image(f"{models}/mask.png")
 torch.manual_seed(0)
 image = pipe(

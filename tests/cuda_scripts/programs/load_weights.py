@@ -1,4 +1,4 @@
-"""Weights from files, read straight to the device."""
+"""Weights loaded from files directly to the device."""
 
 import sys
 

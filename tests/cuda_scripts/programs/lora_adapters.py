@@ -1,4 +1,4 @@
-"""Two adapters, weighted against each other."""
+"""Two weighted LoRA adapters."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""LoRA weights that are fused into the model, which is then taken off again."""
+"""LoRA weights fused into the model and unfused again."""
 
 import sys
 

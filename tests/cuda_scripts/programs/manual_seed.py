@@ -1,4 +1,4 @@
-"""Reproducible without a generator: every seed that there is."""
+"""Reproducible results without a generator: all global seeds."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""How much memory it takes, and giving it back."""
+"""Memory statistics and `empty_cache`."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""A loop under torch's older spelling of autocast, with a scaler."""
+"""A loop with the deprecated `torch.cuda.amp` autocast and a scaler."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A text encoder of transformers' and a denoiser, each with a map of its own."""
+"""A transformers text encoder and a denoiser, each with its own `device_map`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Whole models that wait on the host until they are needed."""
+"""Model offloading."""
 
 import sys
 

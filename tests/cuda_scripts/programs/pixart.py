@@ -1,4 +1,4 @@
-"""PixArt, its text encoder used alone first."""
+"""PixArt with a separate call of its text encoder."""
 
 import gc
 import sys

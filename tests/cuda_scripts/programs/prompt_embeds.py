@@ -1,4 +1,4 @@
-"""A prompt that is encoded by hand, on the device."""
+"""A prompt encoded by hand on the device."""
 
 import sys
 

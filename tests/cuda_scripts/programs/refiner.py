@@ -1,4 +1,4 @@
-"""A base and a refiner, each for a part of the steps."""
+"""A base model and a refiner that share the steps."""
 
 import sys
 

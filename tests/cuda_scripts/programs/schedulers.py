@@ -1,4 +1,4 @@
-"""One scheduler after another."""
+"""Several schedulers in turn."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Layers that wait on the host until they are needed."""
+"""Sequential offloading."""
 
 import sys
 

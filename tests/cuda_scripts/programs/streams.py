@@ -1,4 +1,4 @@
-"""Work on a stream of its own, and settings for a device that is the current one."""
+"""A separate stream, and a device context."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Half precision, as most model cards show it."""
+"""Half precision, as on most model cards."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A word that was learned."""
+"""A textual-inversion token."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A worker thread that makes the pictures, as small servers do."""
+"""A worker thread that generates images, as in small servers."""
 
 import queue
 import sys

@@ -1,4 +1,4 @@
-"""How long it takes, by events."""
+"""Timing with CUDA events."""
 
 import sys
 

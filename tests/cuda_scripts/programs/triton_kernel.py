@@ -1,4 +1,4 @@
-"""A kernel that is written in triton's language: nothing stands in for it."""
+"""A Triton kernel, which has no equivalent on other devices."""
 
 import sys
 

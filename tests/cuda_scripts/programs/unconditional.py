@@ -1,4 +1,4 @@
-"""DDPM, first by its pipeline and then by a loop."""
+"""DDPM with its pipeline and with a hand-written loop."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A picture that is decoded in tiles."""
+"""An image decoded in tiles."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A video, with a VAE in float32 beside a transformer in bfloat16."""
+"""A video with a float32 VAE and a bfloat16 transformer."""
 
 import sys
 

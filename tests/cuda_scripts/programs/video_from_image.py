@@ -1,4 +1,4 @@
-"""A picture that begins to move, its models offloaded and its forward in pieces."""
+"""Image to video with model offloading and forward chunking."""
 
 import sys
 
@@ -12,7 +12,7 @@ models, output = sys.argv[1:3]
 pipe = StableVideoDiffusionPipeline.from_pretrained(f"{models}/stable-video-diffusion", torch_dtype=torch.float32)
 pipe.enable_model_cpu_offload()
 pipe.unet.enable_forward_chunking()
-image = load_image(f"{models}/picture.png")
+image = load_image(f"{models}/image.png")
 frames = pipe(
     image,
     height=16,

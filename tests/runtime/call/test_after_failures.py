@@ -1,4 +1,4 @@
-"""A placement, a retry or a call that is refused, fails or is interrupted leaves a pipeline that can be used."""
+"""A pipeline stays usable after a placement, a retry or a call that is rejected, fails or is interrupted."""
 
 import threading
 import warnings
@@ -17,8 +17,7 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime.call import run as call
 from anyaccel.runtime.placement import memory_plan, place
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.runtime.workarounds import function_modes
-from anyaccel.runtime.workarounds import model_inputs as boundary
+from anyaccel.runtime.workarounds import function_modes, model_inputs
 from anyaccel.runtime.workarounds.model_inputs import find_input_adapters
 from tests.conftest import NEEDS_RECIPES
 
@@ -33,7 +32,7 @@ def make() -> Any:
 
 
 def make_overflowing() -> Any:
-    """A pipeline whose autoencoder overflows in float16."""
+    """Return a pipeline with a VAE that overflows in float16."""
     pipe = make()
     with torch.no_grad():
         pipe.vae.decoder.conv_norm_out.weight.mul_(4e4)
@@ -51,7 +50,7 @@ def on_virtual_hpu(use: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("out of memory")], ids=["ctrl-c", "oom"])
-def test_a_placement_that_fails_half_way(error: BaseException) -> None:
+def test_a_placement_that_fails_during_the_move(error: BaseException) -> None:
     expected = run(RECIPE, make())
 
     def use() -> Any:
@@ -59,7 +58,7 @@ def test_a_placement_that_fails_half_way(error: BaseException) -> None:
         run(RECIPE, pipe)
         cast = place._cast
 
-        def cast_and_fail(pipe: Any, placement: Any, where: Any, move: Any) -> None:
+        def cast_and_fail(pipe: Any, placement: Any, target: Any, move: Any) -> None:
             cast(pipe, placement, torch.device("cpu"), move)
             raise error
 
@@ -67,7 +66,7 @@ def test_a_placement_that_fails_half_way(error: BaseException) -> None:
             patch.setattr(place, "_cast", cast_and_fail)
             with pytest.raises((KeyboardInterrupt, DoesNotFitError)):
                 pipe.to("hpu", memory="resident")
-        left = run(RECIPE, pipe)  # where the weights lie
+        left = run(RECIPE, pipe)  # on the device of the weights
         return left, str(find_placement(pipe).device), run(RECIPE, pipe.to("hpu"))  # type: ignore[union-attr]
 
     left, device, again = on_virtual_hpu(use)
@@ -76,7 +75,7 @@ def test_a_placement_that_fails_half_way(error: BaseException) -> None:
     assert numpy.abs(again - expected).max() < 1e-4
 
 
-def test_a_placement_that_is_refused_leaves_the_earlier_one() -> None:
+def test_a_rejected_placement_leaves_the_earlier_one_in_use() -> None:
     def use() -> Any:
         pipe = anyaccel.place(make(), "hpu", dtype="float32", memory="layer")
         before = run(RECIPE, pipe)
@@ -91,45 +90,45 @@ def test_a_placement_that_is_refused_leaves_the_earlier_one() -> None:
     assert numpy.array_equal(before, after)
 
 
-def test_a_model_that_was_mended_is_placed_again() -> None:
+def test_a_model_that_was_moved_to_float32_is_placed_again() -> None:
     def use() -> None:
         pipe = anyaccel.place(make_overflowing(), "hpu", dtype="float16")
         run(RECIPE, pipe)
         assert pipe.vae.dtype is torch.float32
         for arguments in (("hpu",), (torch.bfloat16,)):
             pipe.to(*arguments)
-            run(RECIPE, pipe)  # raised: a float32 input for weights in half precision
+            run(RECIPE, pipe)  # once failed: float32 inputs for weights in half precision
 
     on_virtual_hpu(use)
 
 
-def test_a_model_is_mended_where_weights_wait_on_disk() -> None:
+def test_a_model_with_weights_on_disk_is_retried_in_float32() -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         warnings.simplefilter("ignore")
         pipe = anyaccel.place(make_overflowing(), "mps", dtype="float16", memory="phase")
         return [run(RECIPE, pipe) for _ in range(2)], pipe.plan.report.float32_models.value
 
-    images, mended = run_forked("mps", use)
-    assert mended == ("vae",)
+    images, float32_models = run_forked("mps", use)
+    assert float32_models == ("vae",)
     assert all(numpy.isfinite(image).all() for image in images)
 
 
-def test_a_retry_that_is_interrupted_leaves_the_model_as_it_was() -> None:
+def test_an_interrupted_retry_restores_the_model() -> None:
     def use() -> Any:
         pipe = anyaccel.place(make_overflowing(), "hpu", dtype="float16")
-        calls, once = [], call._CallRun._once
+        calls, run_once = [], call._ChunkRun._run_once
 
         def interrupt_third(self: Any) -> Any:
             calls.append(self)
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return once(self)
+            return run_once(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call._CallRun, "_once", interrupt_third)
+            patch.setattr(call._ChunkRun, "_run_once", interrupt_third)
             with pytest.raises(KeyboardInterrupt):
                 run(RECIPE, pipe)
-        left = pipe.vae.dtype, {boundary.cast_to for boundary in find_input_adapters(pipe.vae)}
+        left = pipe.vae.dtype, {adapter.cast_to for adapter in find_input_adapters(pipe.vae)}
         return left, numpy.isfinite(run(RECIPE, pipe)).all()
 
     left, finite = on_virtual_hpu(use)
@@ -137,11 +136,11 @@ def test_a_retry_that_is_interrupted_leaves_the_model_as_it_was() -> None:
     assert finite
 
 
-def test_ctrl_c_while_a_model_is_entered_leaves_the_callers_modes() -> None:
+def test_ctrl_c_at_the_start_of_a_model_restores_the_function_modes() -> None:
     def use() -> bool:
         pipe = anyaccel.place(make(), "hpu", dtype="float32")
         before = run(RECIPE, pipe)
-        enter, entered = function_modes.enter_model, []
+        enter, entered = function_modes.enter_model_mode, []
 
         def interrupt_second(*args: Any) -> Any:
             entered.append(enter(*args))
@@ -151,7 +150,7 @@ def test_ctrl_c_while_a_model_is_entered_leaves_the_callers_modes() -> None:
 
         with torch.device("cpu"):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(boundary, "enter_model", interrupt_second)
+                patch.setattr(model_inputs, "enter_model_mode", interrupt_second)
                 with pytest.raises(KeyboardInterrupt):
                     run(RECIPE, pipe)
             assert torch.get_default_device().type == "cpu"
@@ -160,7 +159,7 @@ def test_ctrl_c_while_a_model_is_entered_leaves_the_callers_modes() -> None:
     assert on_virtual_hpu(use)
 
 
-def test_a_thread_that_waits_uses_the_placement_that_was_made_meanwhile() -> None:
+def test_a_waiting_thread_uses_the_new_placement() -> None:
     def use() -> list[str]:
         pipe = anyaccel.place(make(), "hpu", dtype="float32")
         placement = find_placement(pipe)
@@ -171,14 +170,14 @@ def test_a_thread_that_waits_uses_the_placement_that_was_made_meanwhile() -> Non
             waiting.set()
             try:
                 run(RECIPE, pipe)
-            except RuntimeError as error:  # two devices
+            except RuntimeError as error:  # tensors on two devices
                 errors.append(str(error))
 
         thread = threading.Thread(target=run_call)
         with placement.lock:
             thread.start()
             waiting.wait()
-            thread.join(0.2)  # it waits for the lock now
+            thread.join(0.2)  # enough for the thread to wait for the lock
             pipe.to("cpu")
         thread.join()
         return errors
@@ -186,7 +185,7 @@ def test_a_thread_that_waits_uses_the_placement_that_was_made_meanwhile() -> Non
     assert on_virtual_hpu(use) == []
 
 
-def test_a_model_that_its_user_moved_runs_where_it_is() -> None:
+def test_a_model_that_the_user_moved_runs_on_its_device() -> None:
     stock = make()
     latents = torch.randn(1, stock.vae.config.latent_channels, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -203,7 +202,7 @@ def test_a_model_that_its_user_moved_runs_where_it_is() -> None:
         with torch.no_grad():
             return decoded, whole, vae.decode(latents).sample
 
-    decoded, whole, alone = on_virtual_hpu(use)
+    decoded, whole, after_deletion = on_virtual_hpu(use)
     assert torch.equal(decoded, expected)
-    assert torch.equal(alone, expected)
+    assert torch.equal(after_deletion, expected)
     assert numpy.abs(whole - image).max() < 1e-4

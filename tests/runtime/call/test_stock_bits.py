@@ -1,4 +1,4 @@
-"""On a CPU in float32 with default options a placed pipeline gives stock diffusers' bits."""
+"""On a CPU in float32 with default options, a placed pipeline returns the bits of stock diffusers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from anyaccel.processes.forked_call import call_in_fork
 from anyaccel.recipes import recipes, run
 from tests.conftest import NEEDS_RECIPES
 
-pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore")]  # what diffusers says of its own old pipelines
+pytestmark = [NEEDS_RECIPES, pytest.mark.filterwarnings("ignore")]  # diffusers warns about its deprecated pipelines
 
 FEW = ("stable-diffusion", "flux", "wan", "stable-audio", "qwen-image", "kandinsky-2-2", "controlnet", "ltx-2")
 
@@ -25,7 +25,8 @@ def check(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEW)
 def test_some_pipelines_give_stock_bits(name: str) -> None:
-    call_in_fork(lambda: check(name))  # some compute gradients, which are not allowed in the tests' own process
+    # In a fork: some pipelines compute gradients, after which the test process could not fork virtual devices.
+    call_in_fork(lambda: check(name))
 
 
 @pytest.mark.slow

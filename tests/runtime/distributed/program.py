@@ -1,6 +1,6 @@
-"""What each rank runs: every case in turn, alone and then shared with the other rank.
+"""The program of each rank: runs every case on one rank and then split over both.
 
-`torchrun --nproc-per-node 2 program.py DEVICE FOLDER CASE…` leaves `FOLDER/RANK.json`: a finding for each case.
+`torchrun --nproc-per-node 2 program.py DEVICE FOLDER CASE…` writes `FOLDER/RANK.json` with a result per case.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.utils import logging as of_diffusers
+from diffusers.utils import logging as diffusers_logging
 
 import anyaccel
-from anyaccel.planning import parallel as deciding
+from anyaccel.planning import parallel as parallel_planning
 from anyaccel.recipes import recipes
 from anyaccel.recipes import run as run_recipe
 
@@ -29,17 +29,17 @@ def place(name: str, **options: Any) -> Any:
     return anyaccel.place(recipes()[name].make(), DEVICE, dtype="fp32", **options)
 
 
-def make(name: str, **options: Any) -> Any:
+def generate(name: str, **options: Any) -> Any:
     return run_recipe(recipes()[name], place(name, **options))
 
 
-def apart(one: Any, other: Any) -> float:
-    return float(np.abs(np.asarray(one, dtype=np.float64) - np.asarray(other, dtype=np.float64)).max())
+def largest_difference(first: Any, second: Any) -> float:
+    return float(np.abs(np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)).max())
 
 
 def split(name: str, parallel: str, **options: Any) -> dict[str, Any]:
-    """A picture alone and shared: how far apart they are, and what a rank had of the model while it ran."""
-    alone = make(name)
+    """Compare the split image with that of one rank, and record the rows, tokens and weights of this rank."""
+    expected = generate(name)
     pipe = place(name, parallel=parallel, **options)
     denoiser = getattr(pipe, "transformer", None) or pipe.unet
     rows, tokens = set(), set()
@@ -47,24 +47,24 @@ def split(name: str, parallel: str, **options: Any) -> dict[str, Any]:
         if isinstance(module, torch.nn.Linear) and "DTensor" not in type(module.weight).__name__:
             module.register_forward_pre_hook(lambda _, args: tokens.add(tuple(args[0].shape)))
             module.register_forward_pre_hook(lambda _, args: rows.add(args[0].shape[0]))
-    shared = run_recipe(recipes()[name], pipe)
-    weights = [getattr(one, "_local_tensor", one).numel() for one in denoiser.parameters()]
+    image = run_recipe(recipes()[name], pipe)
+    weights = [getattr(parameter, "_local_tensor", parameter).numel() for parameter in denoiser.parameters()]
     return {
-        "apart": apart(alone, shared),
-        "spread": float(np.std(alone)),
+        "difference": largest_difference(expected, image),
+        "spread": float(np.std(expected)),
         "plan": str(pipe.plan.parallel),
         "reason": pipe.plan.parallel.reason,
-        "compiling": str(pipe.plan.compile_policy),
+        "compile_policy": str(pipe.plan.compile_policy),
         "device": str(pipe.plan.device),
         "rows": sorted(rows),
         "tokens": sorted({shape[1] for shape in tokens if len(shape) == 3}),
         "weights": sum(weights),
-        "all_weights": sum(one.numel() for one in denoiser.parameters()),
-        "sum": float(np.asarray(shared, dtype=np.float64).sum()),
+        "all_weights": sum(parameter.numel() for parameter in denoiser.parameters()),
+        "sum": float(np.asarray(image, dtype=np.float64).sum()),
     }
 
 
-def refuse(name: str, parallel: str, **options: Any) -> dict[str, Any]:
+def reject(name: str, parallel: str, **options: Any) -> dict[str, Any]:
     pipe: Any = recipes()[name].make()
     try:
         anyaccel.place(pipe, DEVICE, dtype="fp32", parallel=parallel, **options)
@@ -74,55 +74,59 @@ def refuse(name: str, parallel: str, **options: Any) -> dict[str, Any]:
     return {}
 
 
-def latents(pipe: Any, **more: Any) -> Any:
+def run_flux(pipe: Any, **more: Any) -> Any:
     call = {name: value for name, value in recipes()["flux"].call().items() if name != "generator"}
     return pipe(**call | {"output_type": "pt"} | more).images.cpu().numpy()
 
 
 def no_seed() -> dict[str, Any]:
-    """Nobody names a seed, and each rank's own generator stands elsewhere."""
+    """Run without a seed; the default generators of the ranks have different states."""
     pipe = place("flux", parallel="context:2")
     torch.manual_seed(100 + RANK)
-    first, second = latents(pipe), latents(pipe)
+    first, second = run_flux(pipe), run_flux(pipe)
     torch.manual_seed(100)
-    alone = latents(place("flux"))
-    return {"sum": float(first.sum()), "next": float(second.sum()), "apart": apart(first, alone)}
-
-
-def other_seeds() -> dict[str, Any]:
-    """Seeds and generators that differ between ranks: those of rank 0 hold."""
-    pipe, alone = place("flux", parallel="context:2"), place("flux")
-    seeded = latents(pipe, seed=7 + RANK)
-    generated = latents(pipe, generator=torch.Generator().manual_seed(7 + RANK))
+    expected = run_flux(place("flux"))
     return {
-        "seed": apart(seeded, latents(alone, seed=7)),
-        "generator": apart(generated, latents(alone, generator=torch.Generator().manual_seed(7))),
+        "sum": float(first.sum()),
+        "next": float(second.sum()),
+        "difference": largest_difference(first, expected),
+    }
+
+
+def different_seeds() -> dict[str, Any]:
+    """Run with seeds and generators that differ between ranks: rank 0 decides."""
+    pipe, single = place("flux", parallel="context:2"), place("flux")
+    seeded = run_flux(pipe, seed=7 + RANK)
+    generated = run_flux(pipe, generator=torch.Generator().manual_seed(7 + RANK))
+    return {
+        "seed": largest_difference(seeded, run_flux(single, seed=7)),
+        "generator": largest_difference(generated, run_flux(single, generator=torch.Generator().manual_seed(7))),
     }
 
 
 def placed_twice() -> dict[str, Any]:
-    """Placed again as before it runs on; placed in another way it cannot be."""
+    """Place again with the same split, which works, and without a split, which raises."""
     pipe = place("flux", parallel="context:2")
-    before = latents(pipe, seed=3)
+    before = run_flux(pipe, seed=3)
     pipe.to(DEVICE)
-    after = latents(pipe, seed=3)
+    after = run_flux(pipe, seed=3)
     try:
         pipe.to(DEVICE, parallel=None)
     except anyaccel.errors.UsageError as error:
-        return {"apart": apart(before, after), "message": error.message}
+        return {"difference": largest_difference(before, after), "message": error.message}
     return {}
 
 
 def still_fails(name: str, parallel: str = "context:2") -> dict[str, Any]:
-    """Whether what a plan refuses for diffusers' sake still fails there."""
-    kept = dict(deciding._KNOWN_FAILURES)
-    deciding._KNOWN_FAILURES.clear()
+    """Check that a pipeline that plans reject because of diffusers still fails."""
+    failures = dict(parallel_planning._KNOWN_FAILURES)
+    parallel_planning._KNOWN_FAILURES.clear()
     try:
-        make(name, parallel=parallel)
+        generate(name, parallel=parallel)
     except RuntimeError as error:
         return {"failed": str(error)}
     finally:
-        deciding._KNOWN_FAILURES.update(kept)
+        parallel_planning._KNOWN_FAILURES.update(failures)
     return {}
 
 
@@ -136,25 +140,25 @@ CASES: dict[str, Case] = {
     "auto flux": lambda: split("flux", "auto"),
     "auto unet": lambda: split("stable-diffusion", "auto"),
     "two experts": lambda: split("wan-two-experts", "context:2"),
-    "tensor refused": lambda: refuse("flux", "tensor:2"),
-    "no tensor plan": lambda: refuse("wan", "tensor:2"),
-    "no context plan": lambda: refuse("stable-diffusion", "context:2"),
-    "wrong count": lambda: refuse("flux", "context:4"),
-    "rows that see one another": lambda: refuse("text-to-video-zero", "cfg"),
+    "tensor rejected": lambda: reject("flux", "tensor:2"),
+    "no tensor plan": lambda: reject("wan", "tensor:2"),
+    "no context plan": lambda: reject("stable-diffusion", "context:2"),
+    "wrong count": lambda: reject("flux", "context:4"),
+    "attention across rows": lambda: reject("text-to-video-zero", "cfg"),
     "no seed": no_seed,
-    "other seeds": other_seeds,
+    "different seeds": different_seeds,
     "placed twice": placed_twice,
-    "masks of heads": lambda: still_fails("ltx"),
-    "attention of a batch": lambda: still_fails("stable-diffusion-self-attention-guidance", "cfg"),
+    "masks per head": lambda: still_fails("ltx"),
+    "attention of the whole batch": lambda: still_fails("stable-diffusion-self-attention-guidance", "cfg"),
     "reference tokens": lambda: still_fails("flux-2-klein-kv"),
 }
 
 
 def main() -> None:
-    of_diffusers.set_verbosity_error()
+    diffusers_logging.set_verbosity_error()
     logging.getLogger("anyaccel").setLevel(logging.ERROR)
-    found = {name: CASES[name]() for name in sys.argv[3:]}
-    Path(sys.argv[2], f"{RANK}.json").write_text(json.dumps(found))
+    results = {name: CASES[name]() for name in sys.argv[3:]}
+    Path(sys.argv[2], f"{RANK}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One model over two ranks, a process each: the picture of one rank, on the CPU and on virtual devices."""
+"""Two ranks compute the image of one rank, on the CPU and on virtual devices."""
 
 import json
 import os
@@ -15,22 +15,22 @@ from anyaccel.recipes import recipes
 from tests.conftest import ROOT
 
 CLOSE = 1e-4
-HALF = 2
+BATCH = 2
 ON_EVERY_DEVICE = ["flux context", "wan context", "guidance", "no seed"]
 MORE = {
     "cpu": [
-        "uneven context", "two experts", "auto flux", "auto unet", "tensor refused", "no tensor plan",
-        "no context plan", "wrong count", "rows that see one another", "other seeds", "placed twice", "masks of heads",
-        "attention of a batch", "reference tokens",
+        "uneven context", "two experts", "auto flux", "auto unet", "tensor rejected", "no tensor plan",
+        "no context plan", "wrong count", "attention across rows", "different seeds", "placed twice", "masks per head",
+        "attention of the whole batch", "reference tokens",
     ],
     "virtual:neuron,count=2,strict": ["flux tensor", "no tensor plan"],
-    "virtual:hpu,count=2,strict": ["tensor refused", "one model at a time"],
+    "virtual:hpu,count=2,strict": ["tensor rejected", "one model at a time"],
     "virtual:xpu,count=2,strict": ["flux tensor"],
 }  # fmt: skip
 
 
 def run_ranks(device: str, folder: Path, cases: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The findings of both ranks."""
+    """Return the results of both ranks."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.runtime.distributed.program", device, str(folder), *cases],
@@ -50,65 +50,66 @@ def run_ranks(device: str, folder: Path, cases: list[str]) -> tuple[dict[str, An
 @pytest.mark.parametrize(
     "device", [pytest.param(device, marks=pytest.mark.slow if ":" in device else ()) for device in MORE]
 )
-def test_two_ranks_make_the_picture_of_one(device: str, tmp_path: Path) -> None:
+def test_two_ranks_compute_the_image_of_one(device: str, tmp_path: Path) -> None:
     cases = ([] if "xpu" in device else ON_EVERY_DEVICE) + MORE[device]
-    found = run_ranks(device, tmp_path, cases)
+    ranks = run_ranks(device, tmp_path, cases)
     for case in cases:
-        CHECKS[case](*(one[case] for one in found))
+        CHECKS[case](*(rank[case] for rank in ranks))
     if device.startswith("virtual:"):
         name = device.removeprefix("virtual:").split(",")[0]
         case = "flux tensor" if "flux tensor" in cases else "flux context"
-        assert [one[case]["device"] for one in found] == [f"{name}:0", f"{name}:1"]
+        assert [rank[case]["device"] for rank in ranks] == [f"{name}:0", f"{name}:1"]
 
 
-def is_the_picture_of_one(*found: dict[str, Any]) -> None:
-    for one in found:
-        assert one["apart"] <= CLOSE
-        assert one["spread"] > 100 * CLOSE, "a flat picture shows nothing"
-        assert one["compiling"] == "never"
-    assert found[0]["sum"] == pytest.approx(found[1]["sum"], abs=CLOSE)
+def check_image(*ranks: dict[str, Any]) -> None:
+    """The ranks computed the image of a single rank."""
+    for rank in ranks:
+        assert rank["difference"] <= CLOSE
+        assert rank["spread"] > 100 * CLOSE, "a uniform image proves nothing"
+        assert rank["compile_policy"] == "never"
+    assert ranks[0]["sum"] == pytest.approx(ranks[1]["sum"], abs=CLOSE)
 
 
-def has_half_of_the_sequence(*found: dict[str, Any]) -> None:
-    is_the_picture_of_one(*found)
-    for one in found:
-        assert one["plan"] == "context:2"
-        assert one["weights"] == one["all_weights"]
+def check_context(*ranks: dict[str, Any]) -> None:
+    check_image(*ranks)
+    for rank in ranks:
+        assert rank["plan"] == "context:2"
+        assert rank["weights"] == rank["all_weights"]
 
 
-def check_flux(*found: dict[str, Any]) -> None:
-    has_half_of_the_sequence(*found)
-    for one in found:  # of 16 of the picture, of 32 of the text, and of both
-        assert one["tokens"] == [8, 16, 24]
+def check_flux(*ranks: dict[str, Any]) -> None:
+    check_context(*ranks)
+    for rank in ranks:  # half of 16 image tokens, of 32 text tokens, and of both
+        assert rank["tokens"] == [8, 16, 24]
 
 
-def check_wan(*found: dict[str, Any]) -> None:
-    has_half_of_the_sequence(*found)
-    for one in found:  # of 48 of three frames
-        assert 24 in one["tokens"]
-        assert 48 not in one["tokens"]
+def check_wan(*ranks: dict[str, Any]) -> None:
+    check_context(*ranks)
+    for rank in ranks:  # half of the 48 tokens of three frames
+        assert 24 in rank["tokens"]
+        assert 48 not in rank["tokens"]
 
 
-def check_tensor(*found: dict[str, Any]) -> None:
-    is_the_picture_of_one(*found)
-    for one in found:
-        assert one["plan"] == "tensor:2"
-        assert one["weights"] < 0.8 * one["all_weights"]
+def check_tensor(*ranks: dict[str, Any]) -> None:
+    check_image(*ranks)
+    for rank in ranks:
+        assert rank["plan"] == "tensor:2"
+        assert rank["weights"] < 0.8 * rank["all_weights"]
 
 
-def check_guidance(*found: dict[str, Any]) -> None:
-    is_the_picture_of_one(*found)
-    for one in found:
-        assert one["plan"] == "cfg:2"
-        assert one["rows"] == [1, HALF], "the batch of two was run whole once, to compare, and then in halves"
+def check_guidance(*ranks: dict[str, Any]) -> None:
+    check_image(*ranks)
+    for rank in ranks:
+        assert rank["plan"] == "cfg:2"
+        assert rank["rows"] == [1, BATCH], "the whole batch runs once, for the comparison, and halves after it"
 
 
-def says(*words: str) -> Any:
-    def check(*found: dict[str, Any]) -> None:
-        for one in found:
-            for word in words:
-                assert word in f"{one['message']} hint: {one['hint']}"
-            assert not one["moved"], "it is refused before weights are moved"
+def check_error(*texts: str) -> Any:
+    def check(*ranks: dict[str, Any]) -> None:
+        for rank in ranks:
+            for text in texts:
+                assert text in f"{rank['message']} hint: {rank['hint']}"
+            assert not rank["moved"], "it is rejected before weights are moved"
 
     return check
 
@@ -116,55 +117,59 @@ def says(*words: str) -> Any:
 def check_no_seed(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["sum"] == pytest.approx(second["sum"], abs=CLOSE)
     assert first["next"] == pytest.approx(second["next"], abs=CLOSE)
-    assert abs(first["sum"] - first["next"]) > CLOSE, "two pictures without a seed are two"
-    assert first["apart"] <= CLOSE
-    assert second["apart"] <= CLOSE
+    assert abs(first["sum"] - first["next"]) > CLOSE, "two calls without a seed give different images"
+    assert first["difference"] <= CLOSE
+    assert second["difference"] <= CLOSE
 
 
-def check_seeds(*found: dict[str, Any]) -> None:
-    for one in found:
-        assert one["seed"] <= CLOSE
-        assert one["generator"] <= CLOSE
+def check_seeds(*ranks: dict[str, Any]) -> None:
+    for rank in ranks:
+        assert rank["seed"] <= CLOSE
+        assert rank["generator"] <= CLOSE
 
 
-def check_twice(*found: dict[str, Any]) -> None:
-    for one in found:
-        assert one["apart"] <= CLOSE
-        assert "is split over devices by context:2 already" in one["message"]
+def check_second_placement(*ranks: dict[str, Any]) -> None:
+    for rank in ranks:
+        assert rank["difference"] <= CLOSE
+        assert "is already split with parallel='context:2'" in rank["message"]
 
 
-def check_failure(*found: dict[str, Any]) -> None:
-    for one in found:
-        assert one["failed"], "it does not fail any more: take it off the list of planning/parallel.py"
+def check_failure(*ranks: dict[str, Any]) -> None:
+    for rank in ranks:
+        assert rank["failed"], "it no longer fails: remove it from _KNOWN_FAILURES in planning/parallel.py"
 
 
 CHECKS = {
     "flux context": check_flux,
     "wan context": check_wan,
-    "uneven context": has_half_of_the_sequence,
-    "two experts": has_half_of_the_sequence,
-    "one model at a time": has_half_of_the_sequence,
+    "uneven context": check_context,
+    "two experts": check_context,
+    "one model at a time": check_context,
     "flux tensor": check_tensor,
     "guidance": check_guidance,
-    "auto flux": has_half_of_the_sequence,
+    "auto flux": check_context,
     "auto unet": check_guidance,
-    "tensor refused": says("diffusers splits weights on cuda, neuron, tpu, xpu, and not on", "parallel='context'"),
-    "no tensor plan": says("parallel='tensor:2': diffusers"),
-    "no context plan": says("no context-parallel plan for UNet2DConditionModel", "parallel='cfg'"),
-    "wrong count": says("takes 4 processes, a device each, and there are 2", "torchrun --nproc-per-node 4"),
-    "rows that see one another": says("the halves of a batch do not give what the batch gives", "leave parallel out"),
+    "tensor rejected": check_error(
+        "diffusers supports tensor parallelism on cuda, neuron, tpu, xpu, not on", "parallel='context'"
+    ),
+    "no tensor plan": check_error("parallel='tensor:2': diffusers"),
+    "no context plan": check_error("no context-parallel plan for UNet2DConditionModel", "parallel='cfg'"),
+    "wrong count": check_error(
+        "requires 4 processes, one per device, but 2 are running", "torchrun --nproc-per-node 4"
+    ),
+    "attention across rows": check_error("the halves of a batch differ from the whole batch", "omit parallel"),
     "no seed": check_no_seed,
-    "other seeds": check_seeds,
-    "placed twice": check_twice,
-    "masks of heads": check_failure,
-    "attention of a batch": check_failure,
+    "different seeds": check_seeds,
+    "placed twice": check_second_placement,
+    "masks per head": check_failure,
+    "attention of the whole batch": check_failure,
     "reference tokens": check_failure,
 }
 
 
-def test_one_process_is_told_how_to_start_several() -> None:
+def test_the_hint_for_a_single_process_is_the_torchrun_command() -> None:
     pipe = recipes()["flux"].make()
-    with pytest.raises(UsageError, match="takes 2 processes, a device each, and there is one") as raised:
+    with pytest.raises(UsageError, match="requires 2 processes, one per device, but only one is running") as raised:
         place(pipe, "cpu", parallel="context:2")
     assert raised.value.hint == "start the program with torchrun --nproc-per-node 2 program.py"
     assert place(pipe, "cpu", parallel="auto").plan.parallel.value is None

@@ -1,7 +1,7 @@
-"""Running tiny pipelines with less and less memory, and out of it at one allocation after another.
+"""Run tiny pipelines with decreasing memory, and with an out-of-memory error at each allocation in turn.
 
-python -m tests.runtime.placement.sweeps capacities hpu mps  the five pipelines at every capacity, down to the error
-python -m tests.runtime.placement.sweeps injections hpu mps  out of memory at every tenth allocation in turn
+python -m tests.runtime.placement.sweeps capacities hpu mps  five pipelines at decreasing capacities, until nothing fits
+python -m tests.runtime.placement.sweeps injections hpu mps  an out-of-memory error at every tenth allocation
 """
 
 import gc
@@ -30,44 +30,44 @@ from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import oom_history
 from anyaccel.storage.cache_dir import CACHE_VARIABLE
 
-FIVE = ("stable-diffusion", "stable-diffusion-xl", "pixart-alpha", "flux", "flux-2-klein")
+PIPELINES = ("stable-diffusion", "stable-diffusion-xl", "pixart-alpha", "flux", "flux-2-klein")
 SHRINK = 0.85
-SAME = 1e-3
+TOLERANCE = 1e-3
 
 
-def use_quietly() -> None:
-    """Keep advice and what recovery logs out of a sweep's output."""
+def silence_output() -> None:
+    """Silence warnings of libraries and the log messages of retries."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 def measure_full(name: str, device: str) -> tuple[int, Any]:
-    """What a pipeline holds at most with memory for all of it, and the CPU's picture."""
+    """Return the peak memory of a pipeline with unlimited memory, and the image of the CPU."""
 
     def use(accelerator: VirtualAccelerator) -> int:
-        use_quietly()
+        silence_output()
         pipe = place(recipes()[name].make(), device, dtype="float32")
         anyaccel.reset_peak_memory(device)
         run(recipes()[name], pipe)
         return anyaccel.max_memory(device)
 
-    def on_the_host() -> Any:
-        use_quietly()
+    def run_on_cpu() -> Any:
+        silence_output()
         return run(recipes()[name], recipes()[name].make())
 
-    return run_forked(device, use), call_in_fork(on_the_host)
+    return run_forked(device, use), call_in_fork(run_on_cpu)
 
 
 def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[str, Any]:
-    """One run with so many bytes: how it ended, what was planned, and what the ledger says."""
+    """Run with a memory capacity in bytes; return the rule, the predicted and the measured peak, or the error."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, Any]:
-        use_quietly()
+        silence_output()
         os.environ[CACHE_VARIABLE] = tempfile.mkdtemp()
         try:
             pipe = place(recipes()[name].make(), device, dtype="float32")
             anyaccel.reset_peak_memory(device)
-            made = run(recipes()[name], pipe)
+            image = run(recipes()[name], pipe)
         except DoesNotFitError as error:
             gc.collect()
             return {"error": str(error)}
@@ -76,14 +76,14 @@ def run_within(name: str, device: str, capacity: int, reference: Any) -> dict[st
             "rule": str(pipe.plan.memory_in_use),
             "predicted": forecast.peak_bytes if forecast else None,
             "peak": anyaccel.max_memory(device),
-            "off": float(numpy.abs(made - reference).max()),
+            "difference": float(numpy.abs(image - reference).max()),
         }
 
     return run_forked(device, use, memory=str(capacity))
 
 
 def sweep_capacities(name: str, device: str, shrink: float = SHRINK) -> Iterator[dict[str, Any]]:
-    """From all that is needed down to the first capacity at which nothing fits."""
+    """Run with decreasing capacities, from the peak memory down to the first capacity at which nothing fits."""
     full, reference = measure_full(name, device)
     capacity = int(full * 1.05)
     while capacity > 1000:
@@ -96,50 +96,52 @@ def sweep_capacities(name: str, device: str, shrink: float = SHRINK) -> Iterator
 
 
 @contextmanager
-def failing_at(number: int, counted: list[int]) -> Iterator[None]:
-    """Let one allocation of the device fail, by its number; `counted` holds how many there were."""
-    real = MemoryTracker.add
+def failing_at(number: int, counter: list[int]) -> Iterator[None]:
+    """Make one allocation of the device fail, by its number; `counter` receives the number of allocations."""
+    original = MemoryTracker.add
 
     def add(self: MemoryTracker, tensor: torch.Tensor, index: int) -> None:
-        known = self._alive.get(tensor.untyped_storage()._cdata)
-        if known is None or known[0]() is None:
-            counted[0] += 1
-            if counted[0] == number:
+        # A storage that is already tracked is a view or a copy of the Python object, not an allocation.
+        tracked = self._alive.get(tensor.untyped_storage()._cdata)
+        if tracked is None or tracked[0]() is None:
+            counter[0] += 1
+            if counter[0] == number:
                 raise torch.OutOfMemoryError("out of memory, injected")
-        real(self, tensor, index)
+        original(self, tensor, index)
 
     MemoryTracker.add = add  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MemoryTracker.add = real  # type: ignore[method-assign]
+        MemoryTracker.add = original  # type: ignore[method-assign]
 
 
 def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[str, Any]]:
-    """Runs with one failing allocation each, of one placed pipeline: how each ended, and what was left behind."""
+    """Run once per number with that allocation failing; return the outcomes and the memory that is not freed."""
 
     def use(accelerator: VirtualAccelerator) -> list[dict[str, Any]]:
-        use_quietly()
+        silence_output()
         rows: list[dict[str, Any]] = []
         folder = tempfile.mkdtemp()
         for number in numbers:
-            counted = [0]
-            oom_history._LEARNT.clear()
-            os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(dir=folder)  # what one run learnt is not the next's
+            counter = [0]
+            oom_history._OUTCOMES.clear()
+            os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(dir=folder)  # no outcomes of earlier runs
             row: dict[str, Any] = {"pipeline": name, "device": device, "allocation": number}
-            with failing_at(number, counted):
+            with failing_at(number, counter):
                 try:
                     pipe = place(recipes()[name].make(), device, dtype="float32")
-                    made = run(recipes()[name], pipe)
-                    row |= {"rule": str(pipe.plan.memory_in_use), "off": float(numpy.abs(made - reference).max())}
+                    image = run(recipes()[name], pipe)
+                    difference = float(numpy.abs(image - reference).max())
+                    row |= {"rule": str(pipe.plan.memory_in_use), "difference": difference}
                 except DoesNotFitError as error:
                     row["error"] = str(error)
-            row["allocations"] = counted[0]
+            row["allocations"] = counter[0]
             pipe = None
             gc.collect()
             row["left"] = anyaccel.memory(device).used_bytes
             rows.append(row)
-            if counted[0] < number:  # there are no more
+            if counter[0] < number:  # the run has fewer allocations, so nothing failed
                 break
         shutil.rmtree(folder)
         return rows
@@ -148,17 +150,21 @@ def inject(name: str, device: str, numbers: range, reference: Any) -> list[dict[
 
 
 def main() -> None:
-    """Print a row a line; exit 1 if one is wrong."""
-    what, *devices = sys.argv[1:]
+    """Print one row per line; exit with status 1 if one is wrong."""
+    sweep, *devices = sys.argv[1:]
     wrong = 0
     for device in devices:
-        for name in FIVE:
-            if what == "capacities":
+        for name in PIPELINES:
+            if sweep == "capacities":
                 rows: Any = sweep_capacities(name, device)
             else:
                 rows = inject(name, device, range(1, 10**6, 10), measure_full(name, device)[1])
             for row in rows:
-                bad = row.get("off", 0) > SAME or row.get("left", 0) or row.get("peak", 0) > row.get("capacity", 2**62)
+                bad = (
+                    row.get("difference", 0) > TOLERANCE
+                    or row.get("left", 0)
+                    or row.get("peak", 0) > row.get("capacity", 2**62)
+                )
                 wrong += bool(bad)
                 print(json.dumps(row | ({"wrong": True} if bad else {})), flush=True)
     sys.exit(bool(wrong))

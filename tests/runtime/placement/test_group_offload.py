@@ -1,4 +1,4 @@
-"""Streaming: layers come to a device with its own memory one by one, and nothing of that is left behind."""
+"""Streaming of layers to a device with its own memory, and its complete removal."""
 
 import copy
 import gc
@@ -28,14 +28,14 @@ from anyaccel.runtime.placement.group_offload import (
 )
 from anyaccel.tracing.footprint_measurement import supports_streaming
 from anyaccel.upstream import diffusers_internals
-from tests.runtime.placement.sweeps import SAME, use_quietly
+from tests.runtime.placement.sweeps import TOLERANCE, silence_output
 
 CPU = torch.device("cpu")
 NAME = "stable-diffusion"
 
 
 class Model(torch.nn.Module):
-    """Two layers that share a weight, a parameter and a buffer of its own, and a norm."""
+    """Two layers with a tied weight, a norm, a parameter and a buffer."""
 
     shift: torch.Tensor
 
@@ -52,31 +52,31 @@ class Model(torch.nn.Module):
         return normed * self.scale + self.shift
 
 
-def off(one: Any, other: Any) -> float:
-    return float(abs(one - other).max())
+def difference(first: Any, second: Any) -> float:
+    return float(abs(first - second).max())
 
 
-def list_left(model: torch.nn.Module) -> list[str]:
-    """What of a module's own attributes was not there when it was made."""
+def list_leftovers(model: torch.nn.Module) -> list[str]:
+    """Return the attributes of modules that hooks added."""
     added = ("_diffusers_hook", "_hf_hook", "_old_forward", "forward")
-    return [f"{path}.{name}" for path, part in model.named_modules() for name in added if name in vars(part)]
+    return [f"{path}.{name}" for path, module in model.named_modules() for name in added if name in vars(module)]
 
 
 def on_hpu(use: Callable[[], Any], *, streams: bool, **options: Any) -> Any:
-    def run_there(accelerator: VirtualAccelerator) -> Any:
-        use_quietly()
-        Driver.marks = streams
+    def run_on_device(accelerator: VirtualAccelerator) -> Any:
+        silence_output()
+        Driver.has_events = streams
         with torch.no_grad():
             return use()
 
-    return run_forked("hpu", run_there, timeout_s=300, **options)
+    return run_forked("hpu", run_on_device, timeout_s=300, **options)
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_model_is_as_it_was_when_streaming_ends(streams: bool) -> None:
+def test_stop_streaming_restores_the_model(streams: bool) -> None:
     def use() -> None:
         model, x = Model(), torch.randn(2, 4)
-        expected, names = model(x), {name: id(one) for name, one in model.named_parameters()}
+        expected, ids = model(x), {name: id(parameter) for name, parameter in model.named_parameters()}
 
         def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.Linear.forward(self, x) + 0  # type: ignore[arg-type]
@@ -84,20 +84,20 @@ def test_a_model_is_as_it_was_when_streaming_ends(streams: bool) -> None:
         own = types.MethodType(forward, model.second)
         model.second.forward = own  # type: ignore[method-assign]
         start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
-        assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {"cpu"}
-        for _ in range(2):  # the second time, layers are fetched ahead
-            given = model(x.to("hpu"))
-            assert given.device.type == "hpu"
-            assert off(given.cpu(), expected) < 1e-5
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+        for _ in range(2):  # the second call prefetches layers
+            output = model(x.to("hpu"))
+            assert output.device.type == "hpu"
+            assert difference(output.cpu(), expected) < 1e-5
         end_streaming_call(model)
-        assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {"cpu"}
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
 
         stop_streaming(model)
-        assert list_left(model) == ["second.forward"], "only what was there before"
+        assert list_leftovers(model) == ["second.forward"], "only the method that was set before"
         assert vars(model.second)["forward"] is own
-        assert {name: id(one) for name, one in model.named_parameters()} == names
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == ids
         assert model.second.weight is model.first.weight
-        assert all(one.requires_grad for one in model.parameters())
+        assert all(parameter.requires_grad for parameter in model.parameters())
         assert torch.equal(model(x), expected)
 
     on_hpu(use, streams=streams)
@@ -105,55 +105,55 @@ def test_a_model_is_as_it_was_when_streaming_ends(streams: bool) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_weights_return_to_the_memory_they_came_from(streams: bool) -> None:
-    """Copying them back took most of the time without a stream; with one, `weight.data = tensor` was lost."""
+    """Without a stream, diffusers copies weights back, which is slow; with one, it loses `weight.data = tensor`."""
 
     def use() -> None:
         model, x = Model(), torch.randn(2, 4)
         start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
-        places = {name: one.data_ptr() for name, one in model.named_parameters()}
+        addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         model(x.to("hpu"))
         end_streaming_call(model)
-        assert {name: one.data_ptr() for name, one in model.named_parameters()} == places
+        assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
         plain = Model()
         plain.load_state_dict(model.state_dict())
-        for one in (model, plain):
-            one.second.bias.data = torch.full((4,), 3.0)
+        for changed in (model, plain):
+            changed.second.bias.data = torch.full((4,), 3.0)
         for _ in range(2):
-            assert off(model(x.to("hpu")).cpu(), plain(x)) < 1e-5
+            assert difference(model(x.to("hpu")).cpu(), plain(x)) < 1e-5
 
     on_hpu(use, streams=streams)
 
 
-def test_the_next_layer_is_fetched_ahead_once_the_order_is_known() -> None:
+def test_the_second_call_prefetches_the_next_layer() -> None:
     def use() -> None:
         model, x = Model(), torch.randn(2, 4).to("hpu")
         start_streaming(model, torch.device("hpu", 0), use_stream=True, pin=True)
-        seen: list[str] = []
-        model.first.register_forward_hook(lambda *given: seen.append(model.second.bias.device.type))
+        devices: list[str] = []
+        model.first.register_forward_hook(lambda *args: devices.append(model.second.bias.device.type))
         model(x)
         model(x)
-        assert seen == ["cpu", "hpu"]
+        assert devices == ["cpu", "hpu"]
 
     on_hpu(use, streams=True)
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_attention_that_reads_the_weights_of_a_layer_it_does_not_call(streams: bool) -> None:
+def test_multihead_attention_gets_the_weights_of_its_output_projection(streams: bool) -> None:
     def use() -> None:
         model, x = torch.nn.MultiheadAttention(4, 2), torch.randn(3, 4)
         expected = model(x, x, x)[0]
         start_streaming(model, torch.device("hpu", 0), use_stream=streams, pin=streams)
-        there = x.to("hpu")
+        on_device = x.to("hpu")
         for _ in range(2):
-            assert off(model(there, there, there)[0].cpu(), expected) < 1e-5
+            assert difference(model(on_device, on_device, on_device)[0].cpu(), expected) < 1e-5
         stop_streaming(model)
-        assert not list_left(model)
+        assert not list_leftovers(model)
         assert torch.equal(model(x, x, x)[0], expected)
 
     on_hpu(use, streams=streams)
 
 
-def test_new_parameters_are_seen() -> None:
+def test_new_parameters_are_detected() -> None:
     model = Model()
     assert not has_new_weights(model)
     start_streaming(model, CPU, use_stream=False, pin=False)
@@ -165,14 +165,14 @@ def test_new_parameters_are_seen() -> None:
     assert not is_streamed(model)
 
 
-def test_hooks_of_others_stay() -> None:
-    class Doubling(ModelHook):
+def test_stop_streaming_does_not_remove_other_hooks() -> None:
+    class DoublingHook(ModelHook):
         def post_forward(self, module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
             return output * 2
 
     model, x = Model(), torch.randn(2, 4)
     expected = model(x)
-    HookRegistry.check_if_exists_or_initialize(model).register_hook(Doubling(), "doubling")  # type: ignore[no-untyped-call]
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(DoublingHook(), "doubling")  # type: ignore[no-untyped-call]
     start_streaming(model, CPU, use_stream=False, pin=False)
     assert torch.equal(model(x), expected * 2)
     stop_streaming(model)
@@ -181,17 +181,17 @@ def test_hooks_of_others_stay() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_which_models_can_be_streamed() -> None:
+def test_models_that_support_streaming() -> None:
     model = Model()
     assert supports_streaming(model)
     torch.nn.utils.weight_norm(model.first)
     assert not supports_streaming(model), "the weight is computed before the layer's forward"
     audio: Any = recipes()["stable-audio"].make()
-    assert not supports_streaming(audio.vae), "diffusers says so"
+    assert not supports_streaming(audio.vae), "diffusers excludes it"
 
 
-def test_what_of_diffusers_is_relied_on() -> None:
-    """Private names of diffusers; where one of these fails, `runtime/placement/group_offload.py` must follow."""
+def test_private_names_of_diffusers() -> None:
+    """If one of these fails after an update of diffusers, `runtime/placement/group_offload.py` must change too."""
     from diffusers.hooks import group_offloading
 
     assert diffusers_internals.GROUP_OFFLOADING == group_offloading._GROUP_OFFLOADING
@@ -210,61 +210,61 @@ def test_what_of_diffusers_is_relied_on() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_streamed_pipeline_is_a_pipeline(streams: bool) -> None:
+def test_a_streamed_pipeline_supports_all_operations(streams: bool) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"], init_lora_weights=False)
 
     def use() -> None:
         recipe = recipes()[NAME]
 
-        def picture(pipe: Any) -> Any:
+        def generate(pipe: Any) -> Any:
             return run(recipe, pipe)
 
         def used() -> int:
             gc.collect()
             return anyaccel.memory("hpu").used_bytes
 
-        expected = picture(recipe.make())
+        expected = generate(recipe.make())
         pipe = place(recipe.make(), "hpu", dtype="float32", memory="layer")
         models = find_models(pipe).values()
         assert all(is_streamed(model) for model in models)
-        assert off(picture(pipe), expected) < SAME
-        assert {one.device for model in models for one in (*model.parameters(), *model.buffers())} == {CPU}
+        assert difference(generate(pipe), expected) < TOLERANCE
+        assert {tensor.device for model in models for tensor in (*model.parameters(), *model.buffers())} == {CPU}
         before = used()
-        registries = [vars(part).get("_diffusers_hook") for model in models for part in model.modules()]
+        registries = [vars(module).get("_diffusers_hook") for model in models for module in model.modules()]
         hooks = {name for registry in registries if registry is not None for name in registry.hooks}
-        assert hooks == {"group_offloading"}, "nothing that grows with every call"
+        assert hooks == {"group_offloading"}, "no prefetch hooks, which grow with every call"
 
-        def stop(*given: Any) -> None:
+        def stop(*args: Any) -> None:
             raise InterruptedError
 
-        cut = pipe.unet.mid_block.register_forward_hook(stop)
+        handle = pipe.unet.mid_block.register_forward_hook(stop)
         with pytest.raises(InterruptedError):
-            picture(pipe)
-        cut.remove()
-        assert used() <= before, "what a call that was cut short fetched went back"
-        assert off(picture(pipe), expected) < SAME
+            generate(pipe)
+        handle.remove()
+        assert used() <= before, "an interrupted call releases its layers"
+        assert difference(generate(pipe), expected) < TOLERANCE
 
         copied = copy.deepcopy(pipe)
         with torch.no_grad():
             pipe.unet.conv_out.weight.mul_(2)
-        changed = picture(pipe)
-        assert off(changed, expected) > SAME, "a change in place counts"
-        assert off(picture(copied), expected) < SAME, "the copy has weights of its own"
+        changed = generate(pipe)
+        assert difference(changed, expected) > TOLERANCE, "a change in place takes effect"
+        assert difference(generate(copied), expected) < TOLERANCE, "the copy has its own weights"
         assert is_streamed(copied.unet)
 
-        pipe.unet.add_adapter(config)  # past the pipeline
-        adapted = picture(pipe)
-        assert off(adapted, changed) > SAME
+        pipe.unet.add_adapter(config)  # directly, not through the pipeline
+        adapted = generate(pipe)
+        assert difference(adapted, changed) > TOLERANCE
         pipe.to("cpu", memory="resident")
-        assert off(picture(pipe), adapted) < SAME
-        assert not [left for model in models for left in list_left(model) if left.endswith("_diffusers_hook")]
+        assert difference(generate(pipe), adapted) < TOLERANCE
+        assert not [name for model in models for name in list_leftovers(model) if name.endswith("_diffusers_hook")]
 
     on_hpu(use, streams=streams)
 
 
 @pytest.mark.long
-def test_two_pipelines_share_models() -> None:
+def test_two_pipelines_with_shared_models() -> None:
     def use() -> None:
         recipe = recipes()[NAME]
         expected = run(recipe, recipe.make())
@@ -273,28 +273,28 @@ def test_two_pipelines_share_models() -> None:
         second = library.StableDiffusionPipeline(**first.components, requires_safety_checker=False)
         place(second, "hpu", dtype="float32", memory="resident")
         assert not is_streamed(second.unet)
-        assert off(run(recipe, second), expected) < SAME
-        assert off(run(recipe, first), expected) < SAME
+        assert difference(run(recipe, second), expected) < TOLERANCE
+        assert difference(run(recipe, first), expected) < TOLERANCE
         first.to("hpu", memory="layer")
-        assert off(run(recipe, second), expected) < SAME
+        assert difference(run(recipe, second), expected) < TOLERANCE
         del second
         gc.collect()
-        assert off(run(recipe, first), expected) < SAME
+        assert difference(run(recipe, first), expected) < TOLERANCE
 
     on_hpu(use, streams=False)
 
 
 @pytest.mark.parametrize("name", [NAME, "stable-audio"])
-def test_the_peak_is_predicted_where_layers_are_fetched_ahead(name: str) -> None:
-    """Of the second the autoencoder stays on the device whole."""
+def test_the_peak_with_prefetching_is_predicted(name: str) -> None:
+    """The VAE of Stable Audio does not support streaming and stays on the device."""
 
     def use() -> tuple[int, int, int]:
         recipe = recipes()[name]
         expected = run(recipe, recipe.make())
         pipe = place(recipe.make(), "hpu", dtype="float32", memory="layer")
         anyaccel.reset_peak_memory("hpu")
-        assert off(run(recipe, pipe), expected) < SAME
-        weights = sum(one.nbytes for model in find_models(pipe).values() for one in model.parameters())
+        assert difference(run(recipe, pipe), expected) < TOLERANCE
+        weights = sum(parameter.nbytes for model in find_models(pipe).values() for parameter in model.parameters())
         return anyaccel.max_memory("hpu"), pipe.plan.report.forecast.peak_bytes, weights
 
     peak, predicted, weights = on_hpu(use, streams=True)

@@ -1,4 +1,4 @@
-"""Calls in less memory than they would like: planned to fit, recovered when they do not, and the same picture."""
+"""Calls with too little memory: they are planned to fit or recover from an error, and return the same image."""
 
 import gc
 import logging
@@ -19,8 +19,8 @@ from anyaccel.planning.options import PlacementOptions
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.placement import memory_plan, oom_history, oom_retry
-from anyaccel.runtime.placement.offload import _ROOM
-from tests.runtime.placement.sweeps import FIVE, SAME, failing_at, inject, measure_full, sweep_capacities
+from anyaccel.runtime.placement.offload import _OFFLOADER
+from tests.runtime.placement.sweeps import PIPELINES, TOLERANCE, failing_at, inject, measure_full, sweep_capacities
 
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
@@ -31,25 +31,25 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def check_capacities(name: str, device: str, shrink: float) -> list[dict[str, Any]]:
-    """Every run ended in the CPU's picture as planned, and the last in the error."""
+    """Check that all runs return the CPU's image within the predicted memory, and that the last one raises."""
     *rows, last = sweep_capacities(name, device, shrink)
     assert rows[0]["rule"] == "everything resident"
     for row in rows:
-        assert row["off"] < SAME, row
+        assert row["difference"] < TOLERANCE, row
         assert row["peak"] <= row["predicted"] * 1.02 <= row["capacity"] * 1.02, row
     assert "does not fit" in last["error"]
     return rows
 
 
 @pytest.mark.long
-def test_less_and_less_memory() -> None:
+def test_decreasing_memory() -> None:
     rows = check_capacities("stable-diffusion", "hpu", 0.6)
     order = list(dict.fromkeys(row["rule"].split(",")[0] for row in rows))
     assert order == ["everything resident", "one model at a time", "one layer at a time"]
 
 
 @pytest.mark.long
-def test_less_and_less_memory_that_the_host_shares() -> None:
+def test_decreasing_memory_on_a_device_with_unified_memory() -> None:
     rows = check_capacities("flux", "mps", 0.6)
     order = list(dict.fromkeys(row["rule"].split(",")[0] for row in rows))
     assert order == ["everything resident", "one phase at a time", "one layer at a time"]
@@ -57,7 +57,7 @@ def test_less_and_less_memory_that_the_host_shares() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["hpu", "mps"])
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_every_capacity(name: str, device: str) -> None:
     check_capacities(name, device, 0.85)
 
@@ -65,11 +65,11 @@ def test_every_capacity(name: str, device: str) -> None:
 def check_injections(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["left"] == 0, row
-        assert row.get("error") or row["off"] < SAME, row
-    assert any("rule" in row for row in rows), "no run ended in a picture"
+        assert row.get("error") or row["difference"] < TOLERANCE, row
+    assert any("rule" in row for row in rows), "no run returned an image"
 
 
-def test_out_of_memory_at_some_allocations() -> None:
+def test_an_out_of_memory_error_at_some_allocations() -> None:
     rows = inject("flux-2-klein", "hpu", range(5, 10**6, 450), measure_full("flux-2-klein", "hpu")[1])
     check_injections(rows)
     assert len({row["rule"] for row in rows if "rule" in row}) > 1, "no run had to recover"
@@ -77,96 +77,96 @@ def test_out_of_memory_at_some_allocations() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["hpu", "mps"])
-@pytest.mark.parametrize("name", FIVE)
-def test_out_of_memory_at_every_tenth_allocation(name: str, device: str) -> None:
+@pytest.mark.parametrize("name", PIPELINES)
+def test_an_out_of_memory_error_at_every_tenth_allocation(name: str, device: str) -> None:
     check_injections(inject(name, device, range(1, 10**6, 10), measure_full(name, device)[1]))
 
 
-def use_quietly() -> None:
+def silence_output() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
-def test_a_batch_that_ran_out_is_split_and_finished_and_remembered() -> None:
-    """The pictures are those that the seeds give alone, and the next process starts where this one ended."""
+def test_a_batch_that_runs_out_of_memory_is_split_and_the_outcome_is_stored() -> None:
+    """The images are those of single calls with the same seeds, and the next process starts with the stored rule."""
     call: dict[str, Any] = {"prompt": "a fox", "height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
     options = {"dtype": "float32", "memory": "resident", "vae_tiling": False, "attention_slicing": "max"}
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, str, int]:
-        use_quietly()
+        silence_output()
         pipe = place(recipes()["stable-diffusion"].make(), "hpu", **options)
-        alone = [pipe(**call, seed=seed).images[0] for seed in (3, 4, 5, 6)]
-        counted = [0]
-        with failing_at(700, counted):
-            made = pipe(**call, seed=3, num_images_per_prompt=4)
-        again = pipe(**call, seed=3, num_images_per_prompt=4)
-        used = str(made.plan.memory_in_use)
-        assert str(again.plan.memory_in_use) == used, "the next call starts where this one ended"
-        return float(numpy.abs(made.images - numpy.stack(alone)).max()), used, counted[0]
+        single = [pipe(**call, seed=seed).images[0] for seed in (3, 4, 5, 6)]
+        counter = [0]
+        with failing_at(700, counter):
+            result = pipe(**call, seed=3, num_images_per_prompt=4)
+        second = pipe(**call, seed=3, num_images_per_prompt=4)
+        used = str(result.plan.memory_in_use)
+        assert str(second.plan.memory_in_use) == used, "the next call starts with the rule of this one"
+        return float(numpy.abs(result.images - numpy.stack(single)).max()), used, counter[0]
 
-    off, rule, _ = run_forked("hpu", use)
-    assert off < SAME
+    difference, rule, _ = run_forked("hpu", use)
+    assert difference < TOLERANCE
     assert "2 images per call" in rule
 
-    def start_there(accelerator: VirtualAccelerator) -> str:
-        use_quietly()
-        assert not oom_history._LEARNT
+    def run_in_next_process(accelerator: VirtualAccelerator) -> str:
+        silence_output()
+        assert not oom_history._OUTCOMES
         pipe = place(recipes()["stable-diffusion"].make(), "hpu", **options)
         return str(pipe(**call, seed=3, num_images_per_prompt=4).plan.memory_in_use)
 
-    assert "2 images per call" in run_forked("hpu", start_there)
+    assert "2 images per call" in run_forked("hpu", run_in_next_process)
 
 
-def test_a_failed_call_leaves_memory_as_it_was() -> None:
+def test_a_failed_call_does_not_leak_memory() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[int, int, str]:
-        use_quietly()
+        silence_output()
         pipe = place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32")
         gc.collect()
         before = anyaccel.memory("hpu").used_bytes
-        words = ""
-        real = type(pipe.unet).forward
+        message = ""
+        original = type(pipe.unet).forward
 
         full = [True]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if full:
                 raise torch.OutOfMemoryError("out of memory, always")
-            return real(*args, **kwargs)
+            return original(*args, **kwargs)
 
         type(pipe.unet).forward = forward
         try:
             run(recipes()["stable-diffusion"], pipe)
         except DoesNotFitError as error:
-            words = str(error)
+            message = str(error)
         full.clear()
         gc.collect()
         after = anyaccel.memory("hpu").used_bytes
-        run(recipes()["stable-diffusion"], pipe)  # it can be used again
-        return before, after, words
+        run(recipes()["stable-diffusion"], pipe)  # the pipeline is still usable
+        return before, after, message
 
-    before, after, words = run_forked("hpu", use)
+    before, after, message = run_forked("hpu", use)
     assert before == after
-    assert "every way was tried" in words
-    assert "out of memory, always" in words
+    assert "out of memory with every rule" in message
+    assert "out of memory, always" in message
 
 
-def test_a_pin_that_cannot_hold_is_refused_with_the_numbers() -> None:
+def test_memory_resident_that_cannot_fit_is_rejected_with_the_sizes() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
-        use_quietly()
+        silence_output()
         place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32", memory="resident")
 
-    with pytest.raises(DoesNotFitError, match=r"'resident' was asked for: the weights .* are 559 KiB.* has 293 KiB"):
+    with pytest.raises(DoesNotFitError, match=r"'resident' does not fit: the weights .* are 559 KiB.* has 293 KiB"):
         run_forked("hpu", use, memory="300000")
 
 
-def test_waiting_on_a_host_that_shares_the_memory_is_refused_and_diffusers_own_way_is_not() -> None:
+def test_with_unified_memory_component_is_rejected_but_diffusers_own_offload_works() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[str, str, bool]:
         pipe = place(recipes()["stable-diffusion"].make(), "mps", dtype="float32")
         with pytest.raises(UsageError, match="shares memory with the CPU") as caught:
             pipe.to("mps", memory="component")
         pipe.enable_model_cpu_offload(device="mps")
-        picture = pipe("a fox", num_inference_steps=1, height=16, width=16, output_type="np", seed=1).images
-        return caught.value.hint, str(pipe.plan.memory_in_use), bool(numpy.isfinite(picture).all())
+        image = pipe("a fox", num_inference_steps=1, height=16, width=16, output_type="np", seed=1).images
+        return caught.value.hint, str(pipe.plan.memory_in_use), bool(numpy.isfinite(image).all())
 
     hint, rule, finite = run_forked("mps", use)
     assert "memory='phase'" in hint
@@ -174,100 +174,100 @@ def test_waiting_on_a_host_that_shares_the_memory_is_refused_and_diffusers_own_w
     assert finite
 
 
-def test_a_pin_of_the_images_a_call_is_in_every_rule() -> None:
+def test_images_per_call_applies_to_every_rule() -> None:
     pipe = recipes()["stable-diffusion"].make()
 
-    def list_parts(at_once: int | None) -> set[int | None]:
-        rules = memory_plan.list_pipeline_rules(pipe, 4, at_once, PlacementOptions(), unified_memory=False)
+    def list_batch_sizes(images_per_call: int | None) -> set[int | None]:
+        rules = memory_plan.list_pipeline_rules(pipe, 4, images_per_call, PlacementOptions(), unified_memory=False)
         return {rule.images_per_call for rule in rules}
 
-    assert list_parts(None) == {None, 2, 1}
-    assert list_parts(2) == {2}
-    assert list_parts(4) == list_parts(8) == {None}, "all at once"
+    assert list_batch_sizes(None) == {None, 2, 1}
+    assert list_batch_sizes(2) == {2}
+    assert list_batch_sizes(4) == list_batch_sizes(8) == {None}, "the whole batch"
 
 
-def test_a_plan_that_does_not_know_how_little_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process took the memory after the device was asked: every rule down to the last but one fails."""
-    monkeypatch.setattr(memory_plan, "find_capacity", lambda *given: 2**40)
-    monkeypatch.setattr(oom_retry, "find_capacity", lambda *given: 2**40)
+def test_retries_reach_a_rule_that_fits_if_the_capacity_is_overestimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process takes the memory after it was measured, and all rules fail except the last ones."""
+    monkeypatch.setattr(memory_plan, "find_capacity", lambda *args: 2**40)
+    monkeypatch.setattr(oom_retry, "find_capacity", lambda *args: 2**40)
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, float, int]:
-        use_quietly()
+        silence_output()
         recipe = recipes()["stable-diffusion-xl"]
         reference = run(recipe, recipe.make())
         pipe = place(recipe.make(), "hpu", dtype="float32")
-        made = run(recipe, pipe)
+        image = run(recipe, pipe)
         rule = str(pipe.plan.memory_in_use)
         del pipe
         gc.collect()
-        return rule, float(numpy.abs(made - reference).max()), anyaccel.memory("hpu").used_bytes
+        return rule, float(numpy.abs(image - reference).max()), anyaccel.memory("hpu").used_bytes
 
-    rule, off, left = run_forked("hpu", use, memory="170000")
+    rule, difference, left = run_forked("hpu", use, memory="170000")
     assert rule.startswith("one layer at a time")
-    assert off < SAME
+    assert difference < TOLERANCE
     assert left == 0
 
 
-def test_an_error_that_is_about_something_else_is_raised_as_it_is() -> None:
+def test_errors_other_than_out_of_memory_are_raised_unchanged() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
-        use_quietly()
+        silence_output()
         pipe = place(recipes()["stable-diffusion"].make(), "hpu", dtype="float32")
-        pipe("a fox", height=16, width=16, num_inference_steps=2, callback_on_step_end=lambda *given: 1 / 0)
+        pipe("a fox", height=16, width=16, num_inference_steps=2, callback_on_step_end=lambda *args: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
         run_forked("hpu", use)
 
 
-def test_weights_on_disk_go_with_the_pipeline() -> None:
+def test_weights_on_disk_are_removed_with_the_pipeline() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[bool, bool, int]:
-        use_quietly()
+        silence_output()
         pipe = place(recipes()["stable-diffusion"].make(), "mps", dtype="float32", memory="phase")
-        folder = vars(pipe)[_ROOM].folder
+        folder = vars(pipe)[_OFFLOADER].folder
         run(recipes()["stable-diffusion"], pipe)
-        there = folder.is_dir()
+        existed = folder.is_dir()
         left = anyaccel.memory("mps").used_bytes
         del pipe
         gc.collect()
-        return there, os.path.exists(folder), left
+        return existed, os.path.exists(folder), left
 
-    there, remained, left = run_forked("mps", use)
-    assert there
+    existed, remained, left = run_forked("mps", use)
+    assert existed
     assert not remained
-    assert left < 10_000, "the weights of the last phase were not let go"
+    assert left < 10_000, "the weights of the last phase are still loaded"
 
 
 @pytest.mark.long
-def test_a_pipeline_moves_on_from_any_residence() -> None:
+def test_a_pipeline_changes_from_any_residence_to_another() -> None:
     def use(accelerator: VirtualAccelerator) -> list[float]:
-        use_quietly()
+        silence_output()
         recipe = recipes()["stable-diffusion"]
         reference = run(recipe, recipe.make())
         pipe = place(recipe.make(), "hpu", dtype="float32")
-        off = []
+        differences = []
         for residence in ("component", "layer", "phase", "resident", "layer"):
             pipe.to("hpu", memory=residence)
-            off.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
+            differences.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
         pipe.to("cpu", memory=None)
-        off.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
-        return off
+        differences.append(float(numpy.abs(run(recipe, pipe) - reference).max()))
+        return differences
 
-    assert max(run_forked("hpu", use)) < SAME
+    assert max(run_forked("hpu", use)) < TOLERANCE
 
 
 @pytest.mark.long
-def test_a_smaller_type_is_the_last_resort_and_only_where_it_is_allowed() -> None:
+def test_smallest_dtype_allows_a_smaller_dtype_as_last_resort() -> None:
     name = "stable-diffusion"
     _, reference = measure_full(name, "hpu")
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, str, float]:
-        use_quietly()
+        silence_output()
         with pytest.raises(DoesNotFitError, match="at least"):
             run(recipes()[name], place(recipes()[name].make(), "hpu", dtype="float32"))
         pipe = place(recipes()[name].make(), "hpu", dtype="float32", smallest_dtype=torch.bfloat16)
-        made = run(recipes()[name], pipe)
-        return pipe.plan.dtype.value, pipe.plan.dtype.reason, float(numpy.abs(made - reference).max())
+        image = run(recipes()[name], pipe)
+        return pipe.plan.dtype.value, pipe.plan.dtype.reason, float(numpy.abs(image - reference).max())
 
-    dtype, reason, off = run_forked("hpu", use, memory="180KiB")
+    dtype, reason, difference = run_forked("hpu", use, memory="180KiB")
     assert dtype == "bfloat16"
     assert "float32 does not fit: " in reason
-    assert off < 0.05, "the picture of the same seed, in fewer digits"
+    assert difference < 0.05, "the image of the same seed, with less precision"

@@ -1,4 +1,4 @@
-"""`pipe.to(…)` in all its spellings: the right device, the vendor's switches, the plan."""
+"""`pipe.to(…)`: the device, the environment variables of the vendor, and the plan."""
 
 import os
 from typing import Any
@@ -23,7 +23,7 @@ def make(device: Any = None, **options: Any) -> Any:
     return pipe if device is None else anyaccel.place(pipe, device, **options)
 
 
-def test_every_spelling_of_a_device() -> None:
+def test_to_accepts_every_spelling_of_a_device() -> None:
     def use(accelerator: VirtualAccelerator) -> list[str]:
         import torch_neuronx  # type: ignore[import-not-found]
 
@@ -34,36 +34,36 @@ def test_every_spelling_of_a_device() -> None:
         pipe = make("cpu", dtype="fp32")
         return [pipe.to(spelling).plan.device for spelling in spellings] + [pipe.to("cpu").plan.device]
 
-    seen = run_forked("neuron", use, count=2)
+    devices = run_forked("neuron", use, count=2)
     first, second = "neuron:0", "neuron:1"
-    assert seen == [first, second, second, second, first, first, first, second, second, second, "cpu:0"]
+    assert devices == [first, second, second, second, first, first, first, second, second, second, "cpu:0"]
 
 
-def test_a_number_after_a_virtual_device_is_an_index_and_never_ignored() -> None:
+def test_a_number_after_a_virtual_device_is_an_index() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[str, str]:
-        with pytest.raises(DeviceUnavailableError, match="there is no neuron:4: this process sees 4") as caught:
+        with pytest.raises(DeviceUnavailableError, match="neuron:4 is not available: this process has 4") as caught:
             make("virtual:neuron:4")
         return make("virtual:neuron:3").plan.device, caught.value.hint
 
-    assert run_forked("neuron", use, count=4) == ("neuron:3", "take neuron:3 or lower")
-    with pytest.raises(UsageError, match="index 3, and the count is 1") as caught:
+    assert run_forked("neuron", use, count=4) == ("neuron:3", "use neuron:3 or lower")
+    with pytest.raises(UsageError, match="index 3, but the device count is 1") as caught:
         make("virtual:neuron:3")
-    assert caught.value.hint == "write virtual:neuron,count=3 for a count of 3, and neuron:2 for the last of them"
+    assert caught.value.hint == "use virtual:neuron,count=3 for 3 devices, and neuron:2 for the last one"
 
 
-def test_a_device_is_opened_once_from_generate_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_opens_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[object] = []
 
-    def note(spec: Any) -> OpenDevice:
+    def record(spec: Any) -> OpenDevice:
         opened.append(spec)
         return anyaccel.open_device(spec)
 
-    monkeypatch.setattr(place, "open_device", note)
+    monkeypatch.setattr(place, "open_device", record)
     anyaccel.generate("a red apple", device="cpu", seed=7, num_inference_steps=1)
     assert [str(spec) for spec in opened] == ["cpu"]
 
 
-def test_virtual_is_said() -> None:
+def test_the_plan_of_a_virtual_device_says_virtual() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[bool, str]:
         pipe = make("hpu")
         return pipe.plan.virtual, str(pipe.plan)
@@ -76,47 +76,48 @@ def test_virtual_is_said() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"hpu_migration": False}, {"sdp_on_bf16": False}, {"dtype": "fp32"}])
-def test_gaudis_switches(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`PT_HPU_*` stay for the process; the migration and the bfloat16 attention can be turned off."""
+def test_gaudi_environment_variables(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PT_HPU_*` are set for the process; GPU migration and bfloat16 attention can be disabled."""
     for name in ("PT_HPU_GPU_MIGRATION", "PT_HPU_MAX_COMPOUND_OP_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, Any, bool]:
-        switched: list[bool] = []
-        torch._C._set_math_sdp_allow_fp16_bf16_reduction = switched.append  # type: ignore[assignment]
+        enabled: list[bool] = []
+        torch._C._set_math_sdp_allow_fp16_bf16_reduction = enabled.append  # type: ignore[assignment]
         pipe = make("hpu", **options)
         run(recipes()["stable-diffusion"], pipe)
         migration, size = (os.environ.get(f"PT_HPU_{name}") for name in ("GPU_MIGRATION", "MAX_COMPOUND_OP_SIZE"))
-        assert pipe.plan.bf16_attention.value == bool(switched)
-        return migration, size, bool(switched)
+        assert pipe.plan.bf16_attention.value == bool(enabled)
+        return migration, size, bool(enabled)
 
-    off, in_bf16 = options.get("hpu_migration") is False, options.get("sdp_on_bf16", True) and "dtype" not in options
-    assert run_forked("hpu", use) == (None if off else "1", "1", in_bf16)
+    no_migration = options.get("hpu_migration") is False
+    in_bf16 = options.get("sdp_on_bf16", True) and "dtype" not in options
+    assert run_forked("hpu", use) == (None if no_migration else "1", "1", in_bf16)
 
 
 @pytest.mark.parametrize(("mode", "value"), [(None, None), ("eager", "0"), ("lazy", "1")])
-def test_gaudis_modes(mode: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaudi_modes(mode: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PT_HPU_LAZY_MODE", raising=False)
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, Any, list[str]]:
         import habana_frameworks.torch as vendor  # type: ignore[import-not-found]
 
-        recorded: list[str] = []
+        captured: list[str] = []
 
-        def record(module: Any) -> Any:
-            recorded.append(type(module).__name__)
+        def capture(module: Any) -> Any:
+            captured.append(type(module).__name__)
             return module
 
-        vendor.hpu.wrap_in_hpu_graph = record
+        vendor.hpu.wrap_in_hpu_graph = capture
         pipe = make("hpu", dtype="fp32", mode=mode)
         run(recipes()["stable-diffusion"], pipe)
-        return pipe.plan.mode.value, os.environ.get("PT_HPU_LAZY_MODE"), recorded
+        return pipe.plan.mode.value, os.environ.get("PT_HPU_LAZY_MODE"), captured
 
     graphs = ["UNet2DConditionModel"] if mode == "lazy" else []
     assert run_forked("hpu", use) == (mode or "eager", value, graphs)
 
 
-def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_cannot_change_after_the_vendor_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
 
     def use(accelerator: VirtualAccelerator) -> None:
@@ -127,12 +128,12 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "words"),
+    ("device", "options", "message"),
     [
         ("mps", {}, "mps is not available"),
         ("nonsense", {}, "unknown device 'nonsense'"),
         (3.5, {}, "unknown device '3.5'"),
-        ("cpu", {"dtype": "fp99"}, "no number type"),
+        ("cpu", {"dtype": "fp99"}, "unknown dtype 'fp99'"),
         ("cpu", {"attention_slice": 1}, "did you mean attention_slicing"),
         ("cpu", {"attention_slicing": "some"}, "attention_slicing must be"),
         ("cpu", {"images_per_call": 0}, "of at least 1"),
@@ -141,12 +142,11 @@ def test_a_mode_that_cannot_be_had_any_more(monkeypatch: pytest.MonkeyPatch) -> 
         ("virtual:nothing", {}, "nothing"),
     ],
 )
-def test_what_cannot_be_placed(device: Any, options: dict[str, Any], words: str) -> None:
-    """The pipeline stays as it was, and usable."""
+def test_a_rejected_placement_leaves_the_pipeline_usable(device: Any, options: dict[str, Any], message: str) -> None:
     recipe = recipes()["stable-diffusion"]
     pipe = make()
     expected = run(recipe, pipe)
-    with pytest.raises(anyaccel.AnyaccelError, match=words):
+    with pytest.raises(anyaccel.AnyaccelError, match=message):
         anyaccel.place(pipe, device, **options)
     assert abs(expected - run(recipe, pipe)).max() < 1e-5
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_placed(device: Any, options: dict[str, Any], words: str)
         pytest.param("neuron", "enable_sequential_cpu_offload", marks=pytest.mark.slow),
     ],
 )
-def test_offloading(device: str, method: str) -> None:
+def test_the_offload_methods_of_diffusers(device: str, method: str) -> None:
     recipe = recipes()["stable-diffusion"]
     expected = run(recipe, recipe.make())
 
@@ -172,13 +172,13 @@ def test_offloading(device: str, method: str) -> None:
         rows = [row for row in accelerator.ledger.rows() if row.effect in ("error", "wrong")]
         return pipe.plan.device, differences, rows
 
-    place, differences, rows = run_forked(device, use, strict=True)
-    assert place == f"{device}:0"
+    planned_device, differences, rows = run_forked(device, use, strict=True)
+    assert planned_device == f"{device}:0"
     assert max(differences) < 1e-3
     assert rows == []
 
 
-def test_there_and_back_again() -> None:
+def test_a_pipeline_moves_between_device_and_cpu_repeatedly() -> None:
     recipe = recipes()["stable-diffusion"]
     expected = run(recipe, recipe.make())
 

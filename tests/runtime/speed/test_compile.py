@@ -1,4 +1,4 @@
-"""Compiling and warming up: as many graphs as sizes, kept for the next process, without a trace."""
+"""Compilation and warm-up: one graph per size, a cache across processes, and no side effects."""
 
 import logging
 import os
@@ -22,52 +22,52 @@ CALL: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", "seed": 1
 SIZES = [(16, 16), (32, 16)]
 
 
-def make(device: str = "neuron", name: str = "stable-diffusion", whole: bool = False) -> Any:
-    """A placed pipeline; its UNet has one level unless it is to be whole, since tracing takes seconds."""
-    pipe = anyaccel.place(recipes()[name].make() if whole else make_small(name), device, dtype="fp32")
+def make(device: str = "neuron", name: str = "stable-diffusion", full: bool = False) -> Any:
+    """Return a placed pipeline; by default with a one-level UNet, because tracing a full one takes seconds."""
+    pipe = anyaccel.place(recipes()[name].make() if full else make_small(name), device, dtype="fp32")
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def make_small(name: str = "stable-diffusion") -> Any:
-    """The recipe's pipeline of plain diffusers, with a smaller UNet."""
+    """Return a plain diffusers pipeline with a smaller UNet."""
     pipe: Any = recipes()[name].make()
     pipe.unet = shrink(pipe.unet)
     return pipe
 
 
 def shrink(unet: Any) -> Any:
-    """A denoiser of the same kind with one level, one cross attention and no middle."""
+    """Return a UNet with one level, one cross attention and no mid block."""
     smaller = {
         "down_block_types": ("CrossAttnDownBlock2D",),
         "up_block_types": ("UpBlock2D",),
         "mid_block_type": None,
         "block_out_channels": (8,),
     }
-    kind: Any = diffusers.UNet2DConditionModel
+    unet_class: Any = diffusers.UNet2DConditionModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20)
-        return kind.from_config({**unet.config, **smaller}).eval()
+        return unet_class.from_config({**unet.config, **smaller}).eval()
 
 
 @pytest.mark.long
-def test_as_many_graphs_as_buckets_and_none_in_a_second_process(tmp_path: Path) -> None:
+def test_one_graph_per_size_and_none_in_a_second_process(tmp_path: Path) -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
-        said: list[str] = []
+        messages: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("anyaccel").addHandler(handler)
         pipe = make()
         eager = [pipe("a fox", height=height, width=width, **CALL).images for height, width in SIZES]
         before = dict(os.environ)
         pipe.enable_neuron_compile(cache_dir=tmp_path)
-        counts, pictures = [], []
+        counts, images = [], []
         for height, width in [*SIZES, *SIZES]:
-            pictures.append(pipe("a fox", height=height, width=width, **CALL).images)
+            images.append(pipe("a fox", height=height, width=width, **CALL).images)
             counts.append(len(accelerator.compiler.graphs))
-        worst = max(numpy.abs(a - b).max() for a, b in zip([*eager, *eager], pictures, strict=True))
+        worst = max(numpy.abs(a - b).max() for a, b in zip([*eager, *eager], images, strict=True))
         buckets = pipe.plan.report.compiled_sizes.value
-        return counts, accelerator.compiler.compiled, float(worst), dict(os.environ) == before, buckets, said
+        return counts, accelerator.compiler.compiled, float(worst), dict(os.environ) == before, buckets, messages
 
     def use_again(accelerator: VirtualAccelerator) -> tuple[int, int]:
         pipe = make()
@@ -75,15 +75,15 @@ def test_as_many_graphs_as_buckets_and_none_in_a_second_process(tmp_path: Path) 
         pipe("a fox", height=SIZES[0][0], width=SIZES[0][1], **CALL)
         return len(accelerator.compiler.graphs), accelerator.compiler.compiled
 
-    counts, compiled, worst, same_environment, buckets, said = run_forked("neuron", use)
+    counts, compiled, worst, same_environment, buckets, messages = run_forked("neuron", use)
     assert counts == [1, 2, 2, 2]
     assert compiled == 2
     assert worst < 1e-3
     assert same_environment
     assert buckets == ("16 × 16, 1 image", "32 × 16, 1 image")
-    [told] = said
-    assert "32 × 16, 1 image is a new size" in told
-    assert "16 × 16" in told
+    [message] = messages
+    assert "compiling for a new size, 32 × 16, 1 image" in message
+    assert "16 × 16" in message
     assert len(list(tmp_path.glob("*.json"))) == 2
     assert run_forked("neuron", use_again) == (1, 0)
 
@@ -100,12 +100,12 @@ def test_as_many_graphs_as_buckets_and_none_in_a_second_process(tmp_path: Path) 
         ),
     ],
 )
-def test_denoisers_of_every_kind_are_one_graph(name: str) -> None:
+def test_each_denoiser_compiles_to_one_graph(name: str) -> None:
     recipe = recipes()[name]
     expected = run(recipe, recipe.make())
 
     def use(accelerator: VirtualAccelerator) -> tuple[int, int, float, list[Any]]:
-        pipe = make(name=name, whole=True)
+        pipe = make(name=name, full=True)
         pipe.enable_compile()
         accelerator.ledger.clear()
         seen = run(recipe, pipe)
@@ -121,14 +121,14 @@ def test_denoisers_of_every_kind_are_one_graph(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pictures", [10, 100_000])
-def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -> None:
-    """FLUX asks for `unflatten`, which cannot be traced while a mode of torch's functions is on."""
+@pytest.mark.parametrize("images", [10, 100_000])
+def test_models_with_workarounds_compile_on_request(images: int) -> None:
+    """FLUX calls `unflatten`, which Dynamo cannot trace inside a torch function mode."""
     recipe = recipes()["flux"]
     expected = run(recipe, recipe.make())
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
-        pipe = anyaccel.place(recipe.make(), "neuron", dtype="fp32", compile=True, expected_images=pictures)
+        pipe = anyaccel.place(recipe.make(), "neuron", dtype="fp32", compile=True, expected_images=images)
         pipe.set_progress_bar_config(disable=True)
         seen = run(recipe, pipe)
         return (
@@ -144,8 +144,8 @@ def test_what_a_device_needs_repaired_is_compiled_by_a_wish_too(pictures: int) -
 
 
 @pytest.mark.long
-def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
-    """The next picture is the one that would have come without it, from torch's own random numbers too."""
+def test_warmup_does_not_change_the_next_image(tmp_path: Path) -> None:
+    """Images drawn from the default generator do not change either."""
     call = {name: value for name, value in CALL.items() if name != "seed"} | {"height": 16, "width": 16}
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
@@ -159,22 +159,30 @@ def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
         warm.warmup([(16, 16), {"height": 16, "width": 16}])
         warm.neuron_warmup("a fox", height=16, width=32)
         graphs = len(accelerator.compiler.graphs)
-        kept = torch.equal(timesteps, warm.scheduler.timesteps)
+        timesteps_unchanged = torch.equal(timesteps, warm.scheduler.timesteps)
         seen = warm("a fox", **call).images
         same = dict(os.environ) == before
-        return expected, seen, graphs, len(accelerator.compiler.graphs), kept, same, warm._progress_bar_config
+        return (
+            expected,
+            seen,
+            graphs,
+            len(accelerator.compiler.graphs),
+            timesteps_unchanged,
+            same,
+            warm._progress_bar_config,
+        )
 
-    expected, seen, graphs, later, kept, same_environment, config = run_forked("neuron", use)
+    expected, seen, graphs, later, timesteps_unchanged, same_environment, config = run_forked("neuron", use)
     assert numpy.abs(expected - seen).max() < 1e-3
     assert (graphs, later) == (2, 2)
-    assert kept
+    assert timesteps_unchanged
     assert same_environment
     assert config == {"disable": True}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["stable-diffusion-image-to-image", "stable-diffusion-inpaint"])
-def test_pipelines_that_need_a_picture_are_warmed_up_with_one(name: str) -> None:
+def test_warmup_of_pipelines_with_an_input_image(name: str) -> None:
     def use(accelerator: VirtualAccelerator) -> int:
         pipe = make(name=name)
         pipe.enable_compile()
@@ -185,7 +193,7 @@ def test_pipelines_that_need_a_picture_are_warmed_up_with_one(name: str) -> None
 
 
 @pytest.mark.long
-def test_all_models_and_named_ones() -> None:
+def test_compile_accepts_all_or_named_models() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         recipe = recipes()["stable-diffusion"]
         expected = run(recipe, make_small())
@@ -203,20 +211,20 @@ def test_all_models_and_named_ones() -> None:
     assert "did you mean unet? known: vae, text_encoder, unet" in message
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own, as it imports its compiler
-def test_the_assembler_is_named_before_a_kernel_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+@pytest.mark.filterwarnings("ignore")  # warnings of torch while it imports Inductor
+def test_ptxas_path_is_set_before_the_backend_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
     tasks = "torch._inductor.runtime.compile_tasks._set_triton_ptxas_path"
-    monkeypatch.setattr(tasks, lambda: said.append("named"))
+    monkeypatch.setattr(tasks, lambda: messages.append("path set"))
     backends: Any = torch._dynamo
-    monkeypatch.setattr(backends, "lookup_backend", lambda name: said.append(name))
+    monkeypatch.setattr(backends, "lookup_backend", lambda name: messages.append(name))
     pipe = make("cpu")
     pipe.enable_compile("unet")
-    assert said == ["named"], "as it is compiled, and before its compiler is asked for"
+    assert messages == ["path set"], "set by enable_compile, before the backend is looked up"
 
 
 @pytest.mark.parametrize("shapes", [[], [3], [("a", "b")], [(1, 2, 3)]])
-def test_shapes_that_are_none(shapes: Any) -> None:
+def test_warmup_rejects_invalid_shapes(shapes: Any) -> None:
     with pytest.raises(UsageError, match="shape"):
         make("cpu").warmup(shapes)
 
@@ -231,12 +239,12 @@ def save_adapter(rank: int, seed: int, folder: Path) -> None:
     for name, parameter in pipe.unet.named_parameters():
         if "lora" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    kind: Any = diffusers.StableDiffusionPipeline
-    kind.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet))
+    pipeline_class: Any = diffusers.StableDiffusionPipeline
+    pipeline_class.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet))
 
 
-@pytest.mark.filterwarnings("ignore")  # of peft's and of diffusers' own loading
-def test_a_second_adapter_is_no_new_graph(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of peft and diffusers while they load
+def test_swapping_an_adapter_does_not_recompile(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]
     for seed, folder in enumerate(folders):
         save_adapter(4 - 2 * seed, seed, folder)
@@ -261,5 +269,5 @@ def test_a_second_adapter_is_no_new_graph(tmp_path: Path) -> None:
     expected, seen, graphs, later = run_forked("neuron", use)
     assert (graphs, later) == (1, 1)
     assert numpy.abs(seen[0] - seen[1]).max() > 0.05
-    for wanted, picture in zip(expected, seen, strict=True):
-        assert numpy.abs(wanted - picture).max() < 1e-3
+    for expected_image, image in zip(expected, seen, strict=True):
+        assert numpy.abs(expected_image - image).max() < 1e-3

@@ -1,4 +1,4 @@
-"""What was compiled is kept: found by its key, refused if damaged, passed on to other machines, and pruned."""
+"""The compile cache: keys, damaged entries, export and import, pruning."""
 
 import io
 import os
@@ -18,8 +18,8 @@ from anyaccel.planning.decision import Decision
 from anyaccel.recipes import recipes
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed import compile_cache
-from anyaccel.runtime.speed.compile import compiling
-from anyaccel.runtime.speed.compile_cache_key import describe_key
+from anyaccel.runtime.speed.compile import compile_cache_env
+from anyaccel.runtime.speed.compile_cache_key import make_cache_key
 from anyaccel.runtime.speed.session import SpeedState, load_compiled, save_compiled
 from tests.conftest import NEEDS_RECIPES
 
@@ -33,7 +33,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_kept_is_found_by_its_key_alone() -> None:
+def test_entries_are_found_only_by_their_key() -> None:
     assert compile_cache.load_payload(KEY) is None
     assert compile_cache.save_payload(KEY, b"graph", 12.0)
     assert compile_cache.load_payload(KEY) == b"graph"
@@ -43,7 +43,7 @@ def test_what_is_kept_is_found_by_its_key_alone() -> None:
 
 
 def damage(path: Path, kind: str) -> None:
-    """Damage an entry's file."""
+    """Damage the file of an entry."""
     content = path.read_bytes()
     magic, _, payload = content.split(b"\n", 2)
     path.write_bytes(
@@ -59,7 +59,7 @@ def damage(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["payload", "header", "other key", "cut off", "empty"])
-def test_a_damaged_entry_is_said_so_and_made_anew(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_entries_are_logged_and_replaced(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     compile_cache.save_payload(KEY, b"graph", 1.0)
     damage(compile_cache.find_path(KEY), kind)
     assert compile_cache.load_payload(KEY) is None
@@ -78,24 +78,24 @@ def test_a_payload_may_be_empty_or_look_like_an_entry() -> None:
     assert compile_cache.load_payload(KEY) == whole
 
 
-def test_two_at_once_leave_one_whole_entry() -> None:
+def test_concurrent_writes_leave_one_valid_entry() -> None:
     threads = [threading.Thread(target=compile_cache.save_payload, args=(KEY, b"x" * 10**6, 1.0)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert compile_cache.load_payload(KEY) == b"x" * 10**6
-    assert [path.name for path in compile_cache.find_folder().iterdir()] == [compile_cache.find_path(KEY).name]
+    assert [path.name for path in compile_cache.find_entries_dir().iterdir()] == [compile_cache.find_path(KEY).name]
 
 
-def test_a_folder_that_cannot_be_written_costs_the_cache_alone(own_cache: Path) -> None:
-    (own_cache / "cache").write_text("a file where the folder would be")
+def test_unwritable_directory_disables_the_cache(own_cache: Path) -> None:
+    (own_cache / "cache").write_text("a file instead of a directory")
     assert not compile_cache.save_payload(KEY, b"graph", 1.0)
     assert compile_cache.load_payload(KEY) is None
     assert compile_cache.list_entries() == []
 
 
-def test_one_machine_makes_it_and_another_starts_with_it(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exported_entries_can_be_imported(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_cache.save_payload(KEY, b"graph", 3.0)
     compile_cache.save_payload({**KEY, "shape": "768 x 768"}, b"other", 4.0)
     file = own_cache / "export.tar.gz"
@@ -106,7 +106,7 @@ def test_one_machine_makes_it_and_another_starts_with_it(own_cache: Path, monkey
     assert compile_cache.import_entries(file) == (0, 2, [])
 
 
-def test_an_import_mends_a_damaged_entry(own_cache: Path) -> None:
+def test_import_replaces_damaged_entries(own_cache: Path) -> None:
     compile_cache.save_payload(KEY, b"graph", 3.0)
     file = own_cache / "export.tar.gz"
     compile_cache.export_entries(file, compile_cache.list_entries())
@@ -126,27 +126,27 @@ def write_archive(path: Path, files: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize("name", [f"../{NAME}", f"/etc/{NAME}", f"a/{NAME}", "evil.sh", f"{NAME}.sh", f"{NAME}\n"])
-def test_paths_that_lead_elsewhere_are_refused(own_cache: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="holds no entries"):
+def test_archives_with_unsafe_paths_are_rejected(own_cache: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="is not a valid cache archive"):
         compile_cache.import_entries(write_archive(own_cache / "evil.tar.gz", {name: b"x"}))
-    (own_cache / "text").write_text("no archive")
-    with pytest.raises(UsageError, match="holds no entries"):
+    (own_cache / "text").write_text("not an archive")
+    with pytest.raises(UsageError, match="is not a valid cache archive"):
         compile_cache.import_entries(own_cache / "text")
 
 
-def test_imported_entries_are_held_against_their_key_and_checksum(own_cache: Path) -> None:
+def test_imported_entries_are_verified(own_cache: Path) -> None:
     path = compile_cache.find_path(KEY)
     compile_cache.save_payload(KEY, b"graph", 1.0)
     content = path.read_bytes()
     path.unlink()
     wrong = write_archive(own_cache / "a.tar.gz", {path.name: content.replace(b"graph", b"grapf")})
-    assert compile_cache.import_entries(wrong) == (0, 0, [f"{path.stem}: its checksum is wrong"])
+    assert compile_cache.import_entries(wrong) == (0, 0, [f"{path.stem}: wrong checksum"])
     renamed = write_archive(own_cache / "b.tar.gz", {NAME: content})
-    assert compile_cache.import_entries(renamed) == (0, 0, ["a" * 32 + ": its name is not that of its key"])
+    assert compile_cache.import_entries(renamed) == (0, 0, ["a" * 32 + ": the file name does not match the key"])
     half = write_archive(own_cache / "c.tar.gz", {path.name: content[:40]})
-    assert compile_cache.import_entries(half) == (0, 0, [f"{path.stem}: its header cannot be read"])
+    assert compile_cache.import_entries(half) == (0, 0, [f"{path.stem}: invalid header"])
     other = write_archive(own_cache / "d.tar.gz", {path.name: content[1:]})
-    assert compile_cache.import_entries(other) == (0, 0, [f"{path.stem}: its header cannot be read"])
+    assert compile_cache.import_entries(other) == (0, 0, [f"{path.stem}: invalid header"])
     whole = write_archive(own_cache / "e.tar.gz", {path.name: content})
     assert compile_cache.import_entries(whole) == (1, 0, [])
     assert compile_cache.load_payload(KEY) == b"graph"
@@ -157,14 +157,14 @@ WRONG_NUMBERS = ["1" + "0" * 400, "NaN", "Infinity", "1e300", "-1e18", '"12"', "
 
 @pytest.mark.parametrize("field", ["created", "took_s"])
 @pytest.mark.parametrize("number", WRONG_NUMBERS, ids=[number[:9] for number in WRONG_NUMBERS])
-def test_an_entry_with_a_number_that_is_none_is_damaged(own_cache: Path, field: str, number: str) -> None:
+def test_entries_with_invalid_numbers_are_damaged(own_cache: Path, field: str, number: str) -> None:
     path, other = compile_cache.find_path(KEY), {**KEY, "shape": "other"}
     compile_cache.save_payload(KEY, b"graph", 1.0)
     compile_cache.save_payload(other, b"other", 1.0)
-    content = re.sub(rf'("{field}": )[0-9.]+'.encode(), lambda found: found[1] + number.encode(), path.read_bytes())
+    content = re.sub(rf'("{field}": )[0-9.]+'.encode(), lambda match: match[1] + number.encode(), path.read_bytes())
     path.unlink()
     file = write_archive(own_cache / "a.tar.gz", {path.name: content})
-    assert compile_cache.import_entries(file) == (0, 0, [f"{path.stem}: its header cannot be read"])
+    assert compile_cache.import_entries(file) == (0, 0, [f"{path.stem}: invalid header"])
     path.write_bytes(content)
     states = {entry.name: (bool(entry.key), bool(entry.fault)) for entry in compile_cache.list_entries()}
     assert states == {path.stem: (False, True), compile_cache.find_path(other).stem: (True, False)}
@@ -172,7 +172,7 @@ def test_an_entry_with_a_number_that_is_none_is_damaged(own_cache: Path, field: 
     assert [entry.key["shape"] for entry in compile_cache.list_entries()] == ["other"]
 
 
-def test_an_entry_that_cannot_be_read_is_listed_with_its_size() -> None:
+def test_damaged_entries_are_listed_with_their_size() -> None:
     compile_cache.save_payload(KEY, b"graph", 1.0)
     path = compile_cache.find_path(KEY)
     damage(path, "header")
@@ -181,10 +181,10 @@ def test_an_entry_that_cannot_be_read_is_listed_with_its_size() -> None:
     assert entry.fault
 
 
-@pytest.mark.parametrize("everything", [True, False])
-def test_pruning_leaves_alone_what_others_wrote(own_cache: Path, everything: bool) -> None:
+@pytest.mark.parametrize("remove_all", [True, False])
+def test_prune_keeps_foreign_files(own_cache: Path, remove_all: bool) -> None:
     compile_cache.save_payload({**KEY, "torch": "2.0"}, b"graph", 1.0)
-    root = compile_cache.find_folder()
+    root = compile_cache.find_entries_dir()
     (root / "README.txt").write_text("mine")
     (root / NAME).write_text("mine")
     foreign = [root / "myfolder" / "x", root / ("a" * 32) / "x", own_cache / "target"]
@@ -194,7 +194,7 @@ def test_pruning_leaves_alone_what_others_wrote(own_cache: Path, everything: boo
     link = root / ("b" * 32)
     link.symlink_to(own_cache / "target")
     for removed in (1, 0):
-        count, _, left = compile_cache.prune_entries(versions=None if everything else {"torch": "2.13"})
+        count, _, left = compile_cache.prune_entries(versions=None if remove_all else {"torch": "2.13"})
         assert count == removed
         assert set(left) == {str(root / name) for name in ("README.txt", NAME, "myfolder", "a" * 32, link.name)}
     assert all((folder / "precious").read_text() == "mine" for folder in foreign)
@@ -202,9 +202,9 @@ def test_pruning_leaves_alone_what_others_wrote(own_cache: Path, everything: boo
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("everything", [True, False])
-def test_entries_of_version_0_1_are_not_loaded_and_are_pruned(everything: bool) -> None:
-    root = compile_cache.find_folder()
+@pytest.mark.parametrize("remove_all", [True, False])
+def test_entries_of_version_0_1_are_not_loaded_and_are_pruned(remove_all: bool) -> None:
+    root = compile_cache.find_entries_dir()
     folders = [root / ("c" * 32), root / ".making-x"]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -215,24 +215,24 @@ def test_entries_of_version_0_1_are_not_loaded_and_are_pruned(everything: bool) 
     (mixed / "payload.bin").mkdir()
     (mixed / "payload.bin" / "precious").write_text("mine")
     assert compile_cache.list_entries() == []
-    assert compile_cache.prune_entries(versions=None if everything else {}) == (2, 32, [])
+    assert compile_cache.prune_entries(versions=None if remove_all else {}) == (2, 32, [])
     assert [path.name for path in root.iterdir()] == [mixed.name]
     assert (mixed / "payload.bin" / "precious").read_text() == "mine"
 
 
-def test_a_folder_in_the_place_of_an_entry_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_named_like_an_entry_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     folder = compile_cache.find_path(KEY)
     folder.mkdir(parents=True)
     (folder / "precious").write_text("mine")
     assert compile_cache.load_payload(KEY) is None
     assert not compile_cache.save_payload(KEY, b"graph", 1.0)
-    assert "cannot be written" in caplog.text
+    assert "cannot write" in caplog.text
     assert (folder / "precious").read_text() == "mine"
 
 
-def test_what_a_killed_process_left_goes_after_a_day() -> None:
+def test_temporary_files_are_pruned_after_a_day() -> None:
     compile_cache.save_payload(KEY, b"graph", 1.0)
-    new, old = (compile_cache.find_folder() / f".anyaccel-{letter * 16}.tmp" for letter in "ab")
+    new, old = (compile_cache.find_entries_dir() / f".anyaccel-{letter * 16}.tmp" for letter in "ab")
     for path in (new, old):
         path.write_bytes(b"half")
     os.utime(old, (1e9, 1e9))
@@ -241,7 +241,7 @@ def test_what_a_killed_process_left_goes_after_a_day() -> None:
     assert compile_cache.prune_entries()[0] == 2
 
 
-def test_what_compilers_keep_is_measured_and_removed_and_nothing_beside_it(own_cache: Path) -> None:
+def test_compiler_caches_are_measured_and_removed(own_cache: Path) -> None:
     name = load_registry().names()[0]
     for folder in (own_cache / "cache" / "graphs" / name / "deep", own_cache / "cache" / "graphs" / "of the user"):
         folder.mkdir(parents=True)
@@ -256,7 +256,7 @@ def test_what_compilers_keep_is_measured_and_removed_and_nothing_beside_it(own_c
     assert not (own_cache / "cache" / "graphs").exists()
 
 
-def test_pruning_takes_what_is_stale_damaged_or_old() -> None:
+def test_prune_removes_stale_damaged_and_old_entries() -> None:
     compile_cache.save_payload(KEY, b"graph", 1.0)
     compile_cache.save_payload({**KEY, "torch": "2.0"}, b"old torch", 1.0)
     compile_cache.save_payload({**KEY, "shape": "damaged"}, b"damaged", 1.0)
@@ -273,10 +273,10 @@ def test_pruning_takes_what_is_stale_damaged_or_old() -> None:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
-    """A pipeline that was compiled for speed as far as the plan knows: nothing is compiled before it runs."""
+    """A pipeline that is marked as compiled; nothing is compiled before its first call."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch itself says it
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as Inductor sets it
     pipe: Any = anyaccel.place(recipes()["flux"].make(), "cpu", compile=True)
     placement = find_placement(pipe)
     assert placement is not None
@@ -287,23 +287,25 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Placement]:
 
 @NEEDS_RECIPES
 @pytest.mark.parametrize("payload", [b"", b"garbage" * 9])
-def test_what_torch_cannot_load_is_said_so_removed_and_made_anew(
+def test_unloadable_payloads_are_logged_and_replaced(
     placed: tuple[Any, Placement], payload: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe, placement = placed
-    key = describe_key(pipe, placement, "16 × 16")
+    key = make_cache_key(pipe, placement, "16 × 16")
     compile_cache.save_payload(key, payload, 1.0)
     speed = SpeedState(compiled=True)
     assert load_compiled(pipe, placement, speed, "16 × 16") == key
     assert not speed.cache_outcomes.total()
     assert compile_cache.list_entries() == []
-    assert [record.name for record in caplog.records] == ["anyaccel"], "a line of our own, and no traceback of torch's"
-    assert "cannot be loaded" in caplog.text
+    assert [record.name for record in caplog.records] == ["anyaccel"], (
+        "one line from anyaccel and no traceback from torch"
+    )
+    assert "cannot load" in caplog.text
 
 
 @NEEDS_RECIPES
-def test_what_is_loaded_written_and_not_handed_out_is_counted(placed: tuple[Any, Placement]) -> None:
-    from torch._inductor.runtime import autotune_cache  # noqa: F401 - its kind of artefact is known from then on
+def test_cache_outcomes_are_counted(placed: tuple[Any, Placement]) -> None:
+    from torch._inductor.runtime import autotune_cache  # noqa: F401 - registers the type of artifact
     from torch.compiler._cache import CacheArtifactManager
 
     pipe, placement = placed
@@ -320,22 +322,22 @@ def test_what_is_loaded_written_and_not_handed_out_is_counted(placed: tuple[Any,
 
 
 @NEEDS_RECIPES
-def test_a_pipeline_compiles_elsewhere_where_its_folder_cannot_be_written(
+def test_unwritable_directory_falls_back_to_the_compilers_default(
     placed: tuple[Any, Placement], own_cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe, placement = placed
     variable = placement.plan.compiler.value.cache_variable
     before = os.environ[variable]
-    with compiling(placement):
+    with compile_cache_env(placement):
         assert os.environ[variable].startswith(str(own_cache / "cache" / "graphs"))
-    (own_cache / "file").write_text("a file where the folder would be")
+    (own_cache / "file").write_text("a file instead of a directory")
     monkeypatch.setenv("ANYACCEL_CACHE", str(own_cache / "file"))
     key = load_compiled(pipe, placement, SpeedState(compiled=True), "16 × 16")
     assert key is not None
     for _ in range(2):
-        with compiling(placement):
+        with compile_cache_env(placement):
             assert os.environ[variable] == before
         assert not compile_cache.save_payload(key, b"graph", 1.0)
     [record] = caplog.records
-    assert f"{own_cache / 'file'} is no folder" in record.message
+    assert f"{own_cache / 'file'} is not a folder" in record.message
     assert "ANYACCEL_CACHE" in record.message

@@ -1,4 +1,4 @@
-"""Compiled forwards: where compiling fails, the image is made eagerly and the report says so."""
+"""Compiled forwards: fallback to eager mode, and changes after compilation."""
 
 import functools
 import gc
@@ -16,7 +16,7 @@ from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.placement_state import find_placement
-from anyaccel.runtime.speed import compile as compiling
+from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed import session
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
 from anyaccel.runtime.speed.session import remove_speedups
@@ -40,13 +40,13 @@ def fail(graph: Any, inputs: Any) -> Any:
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    monkeypatch.setattr(compiling, "_find_backend", lambda *given: backend)
+    monkeypatch.setattr(compile_module, "_find_backend", lambda *args: backend)
     torch._dynamo.reset()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["stable-diffusion", "wan"])
-def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
+def test_pipeline_runs_eagerly_if_compilation_fails(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_backend(monkeypatch, fail)
@@ -65,7 +65,7 @@ def test_a_pipeline_whose_models_cannot_be_compiled_runs_eagerly(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "stable-diffusion"])
-def test_channels_last_is_for_2d_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_last_applies_to_2d_convolutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()[name]
     expected = run(recipe, recipe.make())
@@ -75,7 +75,7 @@ def test_channels_last_is_for_2d_convolutions(name: str, monkeypatch: pytest.Mon
     assert pipe.plan.report.compiled_models.value
 
 
-def test_what_the_model_itself_raises_is_raised() -> None:
+def test_errors_of_the_model_are_raised() -> None:
     model = Model()
     compile_forward(model, "model", {"backend": "eager"})
     with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -83,13 +83,13 @@ def test_what_the_model_itself_raises_is_raised() -> None:
     assert model(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_running_out_of_memory_is_no_failure_of_the_compiler() -> None:
+def test_out_of_memory_is_not_a_compiler_failure() -> None:
     model = Model()
     compile_forward(model, "model", {"backend": "eager"})
     compiled = find_compiled(model)
     assert isinstance(compiled, CompiledForward)
 
-    def run_out(*given: Any) -> Any:
+    def run_out(*args: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     compiled._compiled = run_out
@@ -99,11 +99,11 @@ def test_running_out_of_memory_is_no_failure_of_the_compiler() -> None:
 
 
 @torch.no_grad()
-def test_hooks_added_after_compiling_run() -> None:
+def test_hooks_added_after_compilation_run() -> None:
     model, calls = Model(), []
     compile_forward(model, "model", {"backend": "eager"})
     expected = model(torch.ones(2, 3))
-    handle = model.layer.register_forward_hook(lambda *given: calls.append(1))
+    handle = model.layer.register_forward_hook(lambda *args: calls.append(1))
     assert torch.equal(model(torch.ones(2, 3)), expected)
     assert calls == [1]
     handle.remove()
@@ -113,14 +113,14 @@ def test_hooks_added_after_compiling_run() -> None:
 
 
 @torch.no_grad()
-def test_code_patched_after_compiling_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_patched_after_compilation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     compile_forward(model, "model", {"backend": "eager"})
     model(torch.ones(2, 3))
     compiled = find_compiled(model)
     assert compiled is not None
     compiled.begin_call()
-    assert compiled.failure == "", "compiling itself is no patch"
+    assert compiled.failure == "", "compilation itself does not count as a patch"
     plain = torch.nn.Linear.forward
 
     @functools.wraps(plain)
@@ -133,7 +133,7 @@ def test_code_patched_after_compiling_runs(monkeypatch: pytest.MonkeyPatch) -> N
     assert "patched" in compiled.failure
 
 
-def test_hooks_of_other_libraries_added_after_compiling_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_other_libraries_added_after_compilation_run(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
@@ -147,7 +147,7 @@ def test_hooks_of_other_libraries_added_after_compiling_run(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
     stock: Any = recipe.make()
@@ -165,23 +165,23 @@ def test_a_forward_replaced_by_the_user_runs(monkeypatch: pytest.MonkeyPatch, wh
     numpy.testing.assert_allclose(run(recipe, pipe), expected, atol=1e-5)
 
 
-def test_a_class_replaced_after_compiling_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_replaced_after_compilation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
     stock: Any = recipe.make()
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
     run(recipe, pipe)
-    for each in (pipe, stock):
-        kind: Any = type(each.unet)
+    for pipeline in (pipe, stock):
+        unet_class: Any = type(pipeline.unet)
 
-        def forward(self: Any, sample: Any, *args: Any, kind: Any = kind, **kwargs: Any) -> Any:
-            return kind.forward(self, sample * 0.5, *args, **kwargs)
+        def forward(self: Any, sample: Any, *args: Any, unet_class: Any = unet_class, **kwargs: Any) -> Any:
+            return unet_class.forward(self, sample * 0.5, *args, **kwargs)
 
-        each.unet.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+        pipeline.unet.__class__ = type(unet_class.__name__, (unet_class,), {"forward": forward})
     numpy.testing.assert_allclose(run(recipe, pipe), run(recipe, stock), atol=1e-5)
 
 
-def test_the_report_forgets_what_was_compiled_when_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_drops_removed_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
@@ -192,7 +192,7 @@ def test_the_report_forgets_what_was_compiled_when_that_is_removed(monkeypatch: 
 
 
 class Blocks(torch.nn.Module):
-    """A model with a block that is compiled in place."""
+    """A model with one repeated block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Blocks(torch.nn.Module):
         self.block.compile(**options)
 
 
-def test_a_model_that_raises_keeps_its_compiled_blocks() -> None:
+def test_model_errors_keep_compiled_blocks() -> None:
     model = Blocks()
     compile_blocks(model, "model", {"backend": "eager"})
     compiled_block = model.block._compiled_call_impl
@@ -219,7 +219,7 @@ def test_a_model_that_raises_keeps_its_compiled_blocks() -> None:
     assert compiled.failure == ""
 
 
-def test_blocks_that_cannot_be_compiled_run_eagerly_for_good() -> None:
+def test_blocks_that_fail_to_compile_run_eagerly() -> None:
     torch._dynamo.reset()
     model = Blocks()
     compile_blocks(model, "model", {"backend": fail})
@@ -240,7 +240,7 @@ def without_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_collector")
-def test_a_released_model_frees_its_weights_at_once() -> None:
+def test_released_model_frees_its_weights_immediately() -> None:
     model = Model()
     compile_forward(model, "model", {"backend": "eager"})
     weight = weakref.ref(model.layer.weight)
@@ -249,7 +249,7 @@ def test_a_released_model_frees_its_weights_at_once() -> None:
 
 
 @pytest.mark.long
-def test_the_report_tells_of_a_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_contains_a_repeated_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, fail)
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
@@ -262,7 +262,7 @@ def test_the_report_tells_of_a_second_failure(monkeypatch: pytest.MonkeyPatch) -
     assert "unet" not in pipe.plan.report.compiled_models.value
 
 
-def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_recompile_after_another_pipeline_removed_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
@@ -276,7 +276,7 @@ def test_models_are_compiled_again_after_a_sibling_removed_that(monkeypatch: pyt
 
 
 @pytest.mark.long
-def test_nothing_is_compiled_where_memory_requires_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compilation_when_attention_is_sliced_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
@@ -284,27 +284,30 @@ def test_nothing_is_compiled_where_memory_requires_slices(monkeypatch: pytest.Mo
     placement = find_placement(pipe)
     assert placement is not None
     assert placement.speed is not None
-    whole, sliced = placement.plan, anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing="max").plan
+    unsliced, sliced = (
+        placement.plan,
+        anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing="max").plan,
+    )
     placement.call_plan = sliced
     session._compile(pipe, placement, placement.speed)
     assert find_compiled(pipe.unet) is None
     assert "attention is sliced" in pipe.plan.report.not_compiled.reason
-    placement.call_plan = whole
+    placement.call_plan = unsliced
     session._compile(pipe, placement, placement.speed)
     assert find_compiled(pipe.unet) is not None
     assert pipe.plan.report.not_compiled is None
 
 
 @pytest.mark.long
-def test_an_interrupted_call_does_not_count_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_calls_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     saved: list[Any] = []
     monkeypatch.setattr(session, "load_payload", lambda key: None)
-    monkeypatch.setattr(session, "save_compiled", lambda *given: saved.append(given))
+    monkeypatch.setattr(session, "save_compiled", lambda *args: saved.append(args))
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
 
-    def interrupt(*given: Any) -> None:
+    def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
     hook = pipe.unet.register_forward_hook(interrupt)
@@ -319,15 +322,15 @@ def test_an_interrupted_call_does_not_count_as_compiled(monkeypatch: pytest.Monk
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"speed": "fast"}, {"compile": True}, {"capture": True}])
-def test_a_denoiser_that_was_removed_is_left_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_denoisers_are_skipped(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(lambda function: (function(), function)))
     recipe = recipes()["wan-two-experts"]
     stock: Any = recipe.make()
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", **options)
-    for each in (stock, pipe):
-        each.transformer_2 = None
-        each.register_to_config(boundary_ratio=None)
+    for pipeline in (stock, pipe):
+        pipeline.transformer_2 = None
+        pipeline.register_to_config(boundary_ratio=None)
     expected = run(recipe, stock)
     assert run(recipe, pipe).shape == expected.shape
     pipe.to("cpu", compile=False)

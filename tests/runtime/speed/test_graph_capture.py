@@ -1,4 +1,4 @@
-"""Captured graphs: the same output as eagerly, none that is stale, and eager where capturing is wrong or fails."""
+"""Graph capture: correct replays, no stale graphs, and eager mode if capture fails."""
 
 import collections
 import copy
@@ -29,11 +29,11 @@ from anyaccel.runtime.placement import oom_retry
 from anyaccel.runtime.placement.memory_plan import CallPlan
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks, ModuleFingerprint, find_custom_code
-from anyaccel.runtime.speed.session import _collect_later
+from anyaccel.runtime.speed.session import _pause_gc
 
 
 class FakeGraphs:
-    """Records a function by keeping it: a replay computes again, from the fixed buffers into the fixed buffers."""
+    """Fake recorder: a replay runs the function again on the fixed buffers."""
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -44,7 +44,7 @@ class FakeGraphs:
     def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         self.recorded += 1
         result = function()
-        # Nothing of this is in a graph: only what the weights hold at the time of a replay.
+        # A real graph does not contain the inference mode of the capture either.
         modes = torch.is_inference_mode_enabled()
 
         def replay() -> None:
@@ -91,14 +91,14 @@ def capture(module: Any, record: Any, **options: Any) -> GraphCapture:
 
 
 @torch.no_grad()
-def test_every_replay_reads_its_own_inputs(unet: Any, graphs: FakeGraphs) -> None:
+def test_replays_use_their_inputs(unet: Any, graphs: FakeGraphs) -> None:
     expected = [unet(**make_inputs(seed)).sample for seed in range(6)]
     override = capture(unet, graphs)
     outputs = [unet(**make_inputs(seed)).sample for seed in range(6)]
     assert graphs.recorded == 1
     assert graphs.replayed >= 3
-    for output, wanted in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(output, wanted)
+    for output, expected_output in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, expected_output)
     assert unet(**make_inputs(1, size=16), return_dict=False)[0].shape[-1] == 16
     assert "ms" in override.status
     remove_override(unet, Slot.CAPTURE)
@@ -106,30 +106,30 @@ def test_every_replay_reads_its_own_inputs(unet: Any, graphs: FakeGraphs) -> Non
 
 
 @torch.no_grad()
-def test_a_graph_that_gives_another_result_is_not_used(unet: Any, graphs: FakeGraphs) -> None:
+def test_graphs_with_wrong_results_are_not_used(unet: Any, graphs: FakeGraphs) -> None:
     expected = [unet(**make_inputs(seed)).sample for seed in range(5)]
     graphs.spoil = 0.5
     override = capture(unet, graphs)
     for seed in range(5):
         torch.testing.assert_close(unet(**make_inputs(seed)).sample, expected[seed])
     assert graphs.recorded == 1
-    assert "another result" in override.status
+    assert "does not match the eager result" in override.status
 
 
 @torch.no_grad()
-def test_a_capture_that_fails_runs_eagerly(unet: Any) -> None:
-    def refuse(function: Any) -> Any:
+def test_failed_capture_runs_eagerly(unet: Any) -> None:
+    def fail(function: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     expected = unet(**make_inputs(3)).sample
-    override = capture(unet, refuse)
+    override = capture(unet, fail)
     for _ in range(4):
         torch.testing.assert_close(unet(**make_inputs(3)).sample, expected)
     assert "not permitted" in override.status
 
 
 @torch.no_grad()
-def test_a_replay_that_fails_runs_eagerly(unet: Any, graphs: FakeGraphs) -> None:
+def test_failed_replay_runs_eagerly(unet: Any, graphs: FakeGraphs) -> None:
     override = capture(unet, graphs)
     expected, *_ = [unet(**make_inputs(0)).sample for _ in range(4)]
     assert override.captured_shapes == 1
@@ -140,17 +140,17 @@ def test_a_replay_that_fails_runs_eagerly(unet: Any, graphs: FakeGraphs) -> None
 
 
 @torch.no_grad()
-def test_an_interrupted_capture_is_not_used(unet: Any) -> None:
+def test_interrupted_capture_is_not_used(unet: Any) -> None:
     def interrupt(function: Any) -> Any:
         raise KeyboardInterrupt
 
     expected = unet(**make_inputs(0)).sample
-    override = capture(unet, interrupt, warm=1)
+    override = capture(unet, interrupt, warmup_runs=1)
     unet(**make_inputs(0))
     with pytest.raises(KeyboardInterrupt):
         unet(**make_inputs(0))
     assert not override.captured_shapes
-    override.recorder = Recorder(FakeGraphs(), warm=1)
+    override.recorder = Recorder(FakeGraphs(), warmup_runs=1)
     torch.testing.assert_close(unet(**make_inputs(0)).sample, expected)
 
 
@@ -178,7 +178,7 @@ def add_adapter(unet: Any) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("between_steps", [False, True], ids=["next call", "next step"])
 @pytest.mark.parametrize("change", [replace_weight, repoint_weight, enable_free_u, set_processor, add_adapter])
-def test_a_changed_model_is_captured_again(unet: Any, graphs: FakeGraphs, change: Any, between_steps: bool) -> None:
+def test_changed_models_are_captured_again(unet: Any, graphs: FakeGraphs, change: Any, between_steps: bool) -> None:
     override = capture(unet, graphs)
     for seed in range(4):
         unet(**make_inputs(seed))
@@ -195,7 +195,7 @@ def test_a_changed_model_is_captured_again(unet: Any, graphs: FakeGraphs, change
 
 
 @torch.no_grad()
-def test_numeric_settings_are_part_of_what_was_captured(unet: Any, graphs: FakeGraphs) -> None:
+def test_changed_numeric_settings_drop_graphs(unet: Any, graphs: FakeGraphs) -> None:
     settings = ["tf32"]
     override = capture(unet, graphs, read_settings=lambda: list(settings))
     for seed in range(4):
@@ -207,7 +207,7 @@ def test_numeric_settings_are_part_of_what_was_captured(unet: Any, graphs: FakeG
 
 
 @torch.no_grad()
-def test_the_scale_of_an_adapter_is_part_of_a_fingerprint(unet: Any) -> None:
+def test_fingerprint_includes_the_adapter_scale(unet: Any) -> None:
     add_adapter(unet)
     before = ModuleFingerprint(unet)
     assert before.holds()
@@ -215,7 +215,7 @@ def test_the_scale_of_an_adapter_is_part_of_a_fingerprint(unet: Any) -> None:
     assert not before.holds()
 
 
-def test_other_libraries_hooks_are_seen(unet: Any) -> None:
+def test_hooks_of_other_libraries_are_detected(unet: Any) -> None:
     assert not LayerHooks(unet).has_foreign_forward()
     HookRegistry.check_if_exists_or_initialize(unet)  # as `cache_context` does
     assert not LayerHooks(unet).has_foreign_forward()
@@ -223,7 +223,7 @@ def test_other_libraries_hooks_are_seen(unet: Any) -> None:
     assert LayerHooks(unet).has_foreign_forward()
 
 
-def test_gradients_are_not_captured(unet: Any, graphs: FakeGraphs) -> None:
+def test_calls_with_gradients_are_not_captured(unet: Any, graphs: FakeGraphs) -> None:
     capture(unet, graphs)
     for seed in range(4):
         assert unet(**make_inputs(seed)).sample.requires_grad
@@ -244,7 +244,7 @@ class DoubleConvolutions(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 @pytest.mark.parametrize("mode", [DoubleLinear, DoubleConvolutions])
-def test_torch_modes_run_and_are_not_captured(unet: Any, graphs: FakeGraphs, mode: Any) -> None:
+def test_calls_under_torch_modes_are_not_captured(unet: Any, graphs: FakeGraphs, mode: Any) -> None:
     plain = unet(**make_inputs(1)).sample
     with mode():
         expected = unet(**make_inputs(1)).sample
@@ -271,13 +271,13 @@ def test_training_mode_is_not_captured(unet: Any, graphs: FakeGraphs) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("everywhere", [True, False], ids=["global", "on a layer"])
-def test_hooks_run(unet: Any, graphs: FakeGraphs, everywhere: bool) -> None:
+def test_hooks_run_and_are_not_captured(unet: Any, graphs: FakeGraphs, everywhere: bool) -> None:
     capture(unet, graphs)
     for seed in range(4):
         unet(**make_inputs(seed))
     calls: list[int] = []
 
-    def count(*given: Any) -> None:
+    def count(*args: Any) -> None:
         calls.append(1)
 
     register = (
@@ -291,7 +291,7 @@ def test_hooks_run(unet: Any, graphs: FakeGraphs, everywhere: bool) -> None:
     assert len(calls) > 50 if everywhere else len(calls) == 1
 
 
-def test_a_captured_pipeline_makes_the_same_image(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_pipeline_generates_the_same_image(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes()["stable-diffusion-xl"]
     expected = run(recipe, recipe.make())
     monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(graphs))
@@ -307,7 +307,7 @@ def test_a_captured_pipeline_makes_the_same_image(graphs: FakeGraphs, monkeypatc
     assert graphs.replayed == replayed
 
 
-def test_a_size_without_room_is_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_do_not_fit_are_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes()["stable-diffusion"]
     monkeypatch.setattr(CpuDriver, "recorder", lambda self, index: Recorder(graphs))
     pipe = place(recipe.make(), "cpu", dtype="float32", capture=True)
@@ -315,7 +315,7 @@ def test_a_size_without_room_is_not_captured(graphs: FakeGraphs, monkeypatch: py
     recorded = graphs.recorded
     assert recorded
     forecast: Any = SimpleNamespace(recorded_peak_bytes=2, capacity_bytes=1)
-    monkeypatch.setattr(oom_retry, "plan_call", lambda *given: CallPlan(Decision(MemoryRule(), "a test"), forecast))
+    monkeypatch.setattr(oom_retry, "plan_call", lambda *args: CallPlan(Decision(MemoryRule(), "a test"), forecast))
     pipe(**{**recipe.call(), "num_inference_steps": 4, "height": 32, "width": 32})
     assert graphs.recorded == recorded
     assert not pipe.plan.report.capture.value
@@ -323,7 +323,7 @@ def test_a_size_without_room_is_not_captured(graphs: FakeGraphs, monkeypatch: py
 
 
 @torch.no_grad()
-def test_a_released_module_frees_its_weights_at_once(graphs: FakeGraphs) -> None:
+def test_released_module_frees_its_weights_immediately(graphs: FakeGraphs) -> None:
     module: Any = torch.nn.Linear(2, 2)
     capture(module, graphs)
     weight = weakref.ref(module.weight)
@@ -342,21 +342,21 @@ class Hidden:
 
 
 @torch.no_grad()
-def test_an_output_that_hides_its_tensors_is_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hides(torch.nn.Module):
+def test_outputs_with_hidden_tensors_are_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    class HidesOutput(torch.nn.Module):
         def forward(self, image: torch.Tensor) -> Hidden:
             return Hidden(image * 2)
 
     monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_custom_code", lambda module: "")
-    model = Hides().eval()
+    model = HidesOutput().eval()
     override = capture(model, graphs)
     for number in range(4):
         assert model(torch.full((2,), float(number))).image[0] == 2 * number
-    assert "not visible" in override.status
+    assert "unknown type" in override.status
 
 
-class Remembers(torch.nn.Module):
-    """Puts its output into a list that it is given, as decoders of videos do."""
+class StoresOutput(torch.nn.Module):
+    """Writes its output to a list argument, like the decoders of video models."""
 
     def forward(self, image: torch.Tensor, earlier: list[Any]) -> torch.Tensor:
         output = image * 2 if earlier[0] is None else image + earlier[0]
@@ -365,18 +365,16 @@ class Remembers(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_a_model_that_writes_to_its_arguments_is_not_captured(
-    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_modify_arguments_are_not_captured(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_custom_code", lambda module: "")
-    model, image = Remembers().eval(), torch.ones(4, 4)
+    model, image = StoresOutput().eval(), torch.ones(4, 4)
     override = capture(model, graphs)
     for _ in range(4):
         earlier: list[Any] = [None]
         for number in range(5):
             assert torch.equal(model(image, earlier), image * (number + 2))
     assert not override.captured_shapes
-    assert "writes to its arguments" in override.status
+    assert "modifies its arguments" in override.status
 
 
 @torch.no_grad()
@@ -394,21 +392,21 @@ def test_threads_do_not_mix_their_inputs(unet: Any, graphs: FakeGraphs) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_garbage_collector_is_as_it_was_after_compiling(before: bool) -> None:
-    was = gc.isenabled()
+def test_garbage_collector_is_restored_after_compilation(before: bool) -> None:
+    was_enabled = gc.isenabled()
     try:
         (gc.enable if before else gc.disable)()
-        with _collect_later(True):
+        with _pause_gc(True):
             assert not gc.isenabled()
             assert not torch._dynamo.config.run_gc_after_compile
         assert gc.isenabled() is before
-        with pytest.raises(ZeroDivisionError), _collect_later(True):
+        with pytest.raises(ZeroDivisionError), _pause_gc(True):
             1 / 0  # noqa: B018
         assert gc.isenabled() is before
-        with _collect_later(False):
+        with _pause_gc(False):
             assert gc.isenabled() is before
     finally:
-        (gc.enable if was else gc.disable)()
+        (gc.enable if was_enabled else gc.disable)()
 
 
 class CallsItself(torch.nn.Module):
@@ -422,18 +420,18 @@ class CallsItself(torch.nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [CallsItself, functools.partial(torch.nn.LSTM, 4, 4)], ids=["calls itself", "LSTM"])
-def test_models_of_all_kinds_run(make: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recursive_and_recurrent_models_run(make: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyaccel.runtime.speed.graph_capture.find_custom_code", lambda module: "")
     model = make().eval()
-    given = [torch.full((3, 4), float(number)) for number in range(4)]
-    expected = [_tensors(model(item)) for item in given]
+    args = [torch.full((3, 4), float(number)) for number in range(4)]
+    expected = [_tensors(model(item)) for item in args]
     capture(model, graphs)
-    for item, wanted in zip(given, expected, strict=True):
-        torch.testing.assert_close(_tensors(model(item)), wanted)
+    for item, expected_output in zip(args, expected, strict=True):
+        torch.testing.assert_close(_tensors(model(item)), expected_output)
 
 
-class Counting(AttnProcessor2_0):
-    """A user's processor, which counts its calls in an object of its own."""
+class CountingProcessor(AttnProcessor2_0):
+    """A user's processor with state."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -445,19 +443,19 @@ class Counting(AttnProcessor2_0):
 
 
 @torch.no_grad()
-def test_a_users_own_code_runs_at_every_call(unet: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_code_runs_at_every_call(unet: Any, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     override = capture(unet, graphs)
     for seed in range(4):
         unet(**make_inputs(seed))
     replayed = graphs.replayed
-    processor = Counting()
+    processor = CountingProcessor()
     unet.set_attn_processor(processor)
     for seed in range(4):
         unet(**make_inputs(seed))
     counted = processor.seen["calls"]
     unet(**make_inputs(0))
     assert processor.seen["calls"] == counted * 5 // 4
-    assert (graphs.replayed, "Counting" in override.status) == (replayed, True)
+    assert (graphs.replayed, "CountingProcessor" in override.status) == (replayed, True)
     unet.set_attn_processor(AttnProcessor2_0())  # type: ignore[no-untyped-call]
     override.begin_call()
     for seed in range(4):
@@ -465,7 +463,7 @@ def test_a_users_own_code_runs_at_every_call(unet: Any, graphs: FakeGraphs, monk
     assert graphs.replayed > replayed
 
 
-def test_custom_code_is_found_behind_wraps(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_code_is_found_despite_wraps(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_custom_code(unet) == ""
     before = ModuleFingerprint(unet)
     plain = type(unet.mid_block).forward
@@ -487,8 +485,8 @@ def test_custom_code_is_found_behind_wraps(unet: Any, monkeypatch: pytest.Monkey
         assert not before.holds(), name
         monkeypatch.undo()
         assert before.holds(), name
-    unet.conv_in._conv_forward = lambda *given: type(unet.conv_in)._conv_forward(unet.conv_in, *given)
-    assert "another _conv_forward" in find_custom_code(unet)
+    unet.conv_in._conv_forward = lambda *args: type(unet.conv_in)._conv_forward(unet.conv_in, *args)
+    assert "a replaced _conv_forward" in find_custom_code(unet)
 
 
 def change_tensor(model: Any) -> None:
@@ -496,22 +494,22 @@ def change_tensor(model: Any) -> None:
 
 
 def change_list(model: Any) -> None:
-    model.attention.processor.kept[0] = torch.ones(1)
+    model.attention.processor.tensors[0] = torch.ones(1)
 
 
 def append_to_list(model: Any) -> None:
-    model.attention.processor.kept.append(1)
+    model.attention.processor.tensors.append(1)
 
 
 def change_hook(model: Any) -> None:
-    model.attention.register_forward_hook(lambda *given: None)
+    model.attention.register_forward_hook(lambda *args: None)
 
 
 def change_forward(model: Any) -> None:
-    model.attention.forward = lambda *given: given
+    model.attention.forward = lambda *args: args
 
 
-def turn_weight(model: Any) -> None:
+def transpose_weight(model: Any) -> None:
     model.attention.weight.data = model.attention.weight.data.t()
 
 
@@ -527,26 +525,26 @@ def add_buffer(model: Any) -> None:
     model.attention.register_buffer("table", torch.ones(1))
 
 
-class Another(torch.nn.Linear):
-    """A subclass."""
+class LinearSubclass(torch.nn.Linear):
+    """A subclass that adds nothing."""
 
 
 def replace_class(model: Any) -> None:
-    model.attention.__class__ = Another
+    model.attention.__class__ = LinearSubclass
 
 
 CHANGES = [
-    replace_class, change_tensor, change_list, append_to_list, change_hook, change_forward, turn_weight, add_layer,
+    replace_class, change_tensor, change_list, append_to_list, change_hook, change_forward, transpose_weight, add_layer,
     add_attribute, add_buffer,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_fingerprint_sees_what_changed(change: Callable[[Any], None]) -> None:
+def test_fingerprint_detects_changes(change: Callable[[Any], None]) -> None:
     model: Any = torch.nn.Module()
     model.attention = torch.nn.Linear(4, 4)
-    model.attention.processor = Counting()
-    model.attention.processor.kept = [torch.ones(1)]
+    model.attention.processor = CountingProcessor()
+    model.attention.processor.tensors = [torch.ones(1)]
     before = ModuleFingerprint(model)
     assert before.holds()
     change(model)

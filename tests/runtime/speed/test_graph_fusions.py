@@ -1,4 +1,4 @@
-"""Exchanging what is done as one: in every place where it is right, and in no other."""
+"""Graph fusions replace the operations they support, and no others."""
 
 from typing import Any
 
@@ -10,36 +10,36 @@ from anyaccel.runtime.speed import graph_fusions
 
 
 def trace(function: Any, *inputs: Any) -> torch.fx.GraphModule:
-    """The graph of a function as a compiler's backend gets it."""
-    found: list[torch.fx.GraphModule] = []
+    """Return the graph of a function as a compiler backend receives it."""
+    graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
     with torch.no_grad():
         compiled: Any = torch.compile(function, backend=backend)
         compiled(*inputs)
-    return found[0]
+    return graphs[0]
 
 
 def targets(graph: torch.fx.GraphModule) -> set[Any]:
     return {node.target for node in graph.graph.nodes if node.op == "call_function"}
 
 
-def test_a_normalization_and_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_norm_and_silu_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     library: Any = torch.library.Library("anyaccel", "FRAGMENT")  # type: ignore[no-untyped-call]
     if not hasattr(torch.ops.anyaccel, "normalize_groups"):
         library.define("normalize_groups(Tensor x, int groups, Tensor w, Tensor b, float eps, bool silu) -> Tensor")
 
-        def on_the_host(x: Any, groups: int, w: Any, b: Any, eps: float, silu: bool) -> Any:
+        def run_on_cpu(x: Any, groups: int, w: Any, b: Any, eps: float, silu: bool) -> Any:
             calls.append(silu)
-            made = functional.group_norm(x, groups, w, b, eps)
-            return functional.silu(made) if silu else made
+            result = functional.group_norm(x, groups, w, b, eps)
+            return functional.silu(result) if silu else result
 
-        library.impl("normalize_groups", on_the_host, "CPU")
+        library.impl("normalize_groups", run_on_cpu, "CPU")
     monkeypatch.setattr(graph_fusions, "_has_kernel", lambda: True)
     x = torch.randn(2, 8, 4, 4).to(torch.bfloat16)
     norm = torch.nn.GroupNorm(4, 8, eps=1e-6).to(torch.bfloat16)
@@ -54,6 +54,6 @@ def test_a_normalization_and_its_activation(monkeypatch: pytest.MonkeyPatch) -> 
         x if node.meta["example_value"].dim() == 4 else None for node in graph.graph.nodes if node.op == "placeholder"
     ]
     weights = iter([norm.weight, norm.bias])
-    made = graph(*[value if value is not None else next(weights) for value in inputs])[0]
-    torch.testing.assert_close(made, layer(x))
+    result = graph(*[value if value is not None else next(weights) for value in inputs])[0]
+    torch.testing.assert_close(result, layer(x))
     assert sorted(calls) == [False, True]

@@ -1,4 +1,4 @@
-"""Products in 8 bits: which layers, what they give, what is refused afterwards, a word where it cannot be done."""
+"""Float8 quantization: the choice of layers, their accuracy, and errors afterwards."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed import quantize
 from anyaccel.runtime.speed.float8 import Float8Linear, check_float8
-from anyaccel.runtime.speed.quantize import gains, is_quantized
+from anyaccel.runtime.speed.quantize import is_quantized, is_worth_quantizing
 from tests.forced_plan import force_plan
 
 
 @pytest.mark.parametrize(
-    ("name", "inside", "outside", "expected"),
+    ("name", "in_features", "out_features", "expected"),
     [
         ("transformer_blocks.0.ff.net.0.proj", 3072, 12288, True),
         ("blocks.0.attn.to_q", 1280, 1280, False),
@@ -27,9 +27,9 @@ from tests.forced_plan import force_plan
         ("blocks.0.to_q", 3072, 3075, False),
     ],
 )
-def test_which_layers_gain(name: str, inside: int, outside: int, expected: bool) -> None:
-    assert gains(torch.nn.Linear(inside, outside, device="meta"), name) is expected
-    assert not gains(torch.nn.Conv2d(4, 4, 3), name)
+def test_which_layers_are_quantized(name: str, in_features: int, out_features: int, expected: bool) -> None:
+    assert is_worth_quantizing(torch.nn.Linear(in_features, out_features, device="meta"), name) is expected
+    assert not is_worth_quantizing(torch.nn.Conv2d(4, 4, 3), name)
 
 
 @pytest.fixture
@@ -38,119 +38,117 @@ def pipe() -> Any:
 
 
 @pytest.fixture
-def ready() -> None:
-    """Products in 8 bits are there on this host."""
+def needs_float8() -> None:
+    """Skip the test if torch cannot multiply in float8 on this CPU."""
     try:
         check_float8(torch.device("cpu"), torch.bfloat16)
     except (RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"torch has no products in 8 bits on this host: {error}")
+        pytest.skip(f"no float8 products on this CPU: {error}")
 
 
-def ask(pipe: Any) -> Any:
-    """As if the sheet said that 8 bits pay."""
-    force_plan(pipe, quantized=Decision("float8", "for the test"))
+def run_quantized(pipe: Any) -> Any:
+    """Run a pipeline with a plan that quantizes."""
+    force_plan(pipe, quantization=Decision("float8", "for the test"))
     return run(recipes()["stable-diffusion"], pipe)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64)])
-@pytest.mark.usefixtures("ready")
-def test_a_layer_in_8_bits_gives_nearly_the_same(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.usefixtures("needs_float8")
+def test_float8_layer_is_close_to_the_original(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 96, bias=bias, dtype=torch.bfloat16)
-    given = (
+    inputs = (
         torch.randn(shape, dtype=torch.bfloat16) * torch.logspace(-3, 3, shape[-2] if len(shape) > 1 else 1)[:, None]
     )
-    given = given.reshape(shape).bfloat16()
+    inputs = inputs.reshape(shape).bfloat16()
     other = Float8Linear(layer)
     with torch.no_grad():
-        exact, made = layer(given).float(), other(given).float()
-    assert made.shape == exact.shape
-    rows = (made - exact).norm(dim=-1) / exact.norm(dim=-1)
-    assert float(rows.max()) < 0.08, "each row has a scale of its own, so that small ones are as right as large ones"
+        exact, actual = layer(inputs).float(), other(inputs).float()
+    assert actual.shape == exact.shape
+    rows = (actual - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert float(rows.max()) < 0.08, "each row has its own scale: small rows must be as accurate as large ones"
     assert float(rows.max()) > 1e-4, "nothing was rounded"
     assert (other.weight.float() - layer.weight.float()).abs().max() < 0.07 * layer.weight.abs().max()
     assert other.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.usefixtures("ready")
-def test_rows_of_zeros_stay_so() -> None:
+@pytest.mark.usefixtures("needs_float8")
+def test_rows_of_zeros_stay_zero() -> None:
     layer = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         assert not Float8Linear(layer)(torch.zeros(4, 32, dtype=torch.bfloat16)).any()
 
 
-@pytest.mark.usefixtures("ready")
-def test_a_picture_whose_large_matrices_are_in_8_bits(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("needs_float8")
+def test_fast_pipeline_quantizes_large_layers(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
     exact = run(recipes()["stable-diffusion"], pipe)
-    before = {name for name, part in pipe.unet.named_modules() if isinstance(part, torch.nn.Linear)}
-    made = ask(pipe)
-    after = {name for name, part in pipe.unet.named_modules() if isinstance(part, Float8Linear)}
+    before = {name for name, layer in pipe.unet.named_modules() if isinstance(layer, torch.nn.Linear)}
+    actual = run_quantized(pipe)
+    after = {name for name, layer in pipe.unet.named_modules() if isinstance(layer, Float8Linear)}
     assert after < before
-    assert all(gains(torch.nn.Linear(64, 64, device="meta"), name) for name in after)
+    assert all(is_worth_quantizing(torch.nn.Linear(64, 64, device="meta"), name) for name in after)
     assert any("ff" in name for name in after)
     assert is_quantized(pipe.unet)
-    off = float(abs(made - exact).max())
-    assert 0 < off < 0.1
-    assert (ask(pipe) == made).all(), "from then on it is the same picture"
+    error = float(abs(actual - exact).max())
+    assert 0 < error < 0.1
+    assert (run_quantized(pipe) == actual).all(), "later calls return the same image"
 
 
-def test_where_it_cannot_be_done_the_plan_says_so(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_quantization_is_reported(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
 
-    def refuse(*args: Any, **options: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("torch._scaled_mm is only supported on other devices\nand more")
 
-    monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    ask(pipe)
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    run_quantized(pipe)
     assert pipe.plan.report.quantization.value == ""
-    assert pipe.plan.report.quantization.reason == "torch cannot: torch._scaled_mm is only supported on other devices"
+    assert pipe.plan.report.quantization.reason == "not supported: torch._scaled_mm is only supported on other devices"
     assert not is_quantized(pipe.unet)
-    assert not any(isinstance(part, Float8Linear) for part in pipe.unet.modules())
+    assert not any(isinstance(layer, Float8Linear) for layer in pipe.unet.modules())
 
 
-def test_a_busy_device_is_not_one_without_products_in_8_bits(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_reported_as_unsupported(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(*args: Any, **options: Any) -> None:
         raise RuntimeError("XPU out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
     monkeypatch.setattr(quantize, "check_float8", run_out)
-    placement = force_plan(pipe, quantized=Decision("float8", "for the test"))
+    placement = force_plan(pipe, quantization=Decision("float8", "for the test"))
     with pytest.raises(RuntimeError, match="XPU out of memory"):
         quantize.quantize_denoisers(pipe, placement)
     assert placement.report.quantization is None
 
 
-@pytest.mark.usefixtures("ready")
-def test_memory_that_runs_out_half_way_leaves_a_model_that_is_known_to_be_changed(
-    pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("needs_float8")
+def test_partly_quantized_model_counts_as_quantized(pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(quantize, "SMALLEST_WEIGHT", 1000)
-    made: list[Any] = []
+    quantized: list[Any] = []
 
-    def make(layer: torch.nn.Linear) -> Any:
-        if len(made) == 2:
+    def quantize_layer(layer: torch.nn.Linear) -> Any:
+        if len(quantized) == 2:
             raise torch.OutOfMemoryError("no more")
-        made.append(Float8Linear(layer))
-        return made[-1]
+        quantized.append(Float8Linear(layer))
+        return quantized[-1]
 
-    monkeypatch.setattr(quantize, "Float8Linear", make)
-    placement = force_plan(pipe, quantized=Decision("float8", "for the test"))
+    monkeypatch.setattr(quantize, "Float8Linear", quantize_layer)
+    placement = force_plan(pipe, quantization=Decision("float8", "for the test"))
     with pytest.raises(torch.OutOfMemoryError):
         quantize.quantize_denoisers(pipe, placement)
-    with pytest.raises(UsageError, match="needs the weights of unet as they were"):
+    with pytest.raises(UsageError, match="needs the original weights of unet"):
         pipe.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["save", "lora", "dtype"])
-def test_what_needs_the_weights_as_they_were_is_refused(pipe: Any, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["save", "lora", "dtype"])
+def test_operations_that_need_the_original_weights_raise(pipe: Any, name: str, tmp_path: Path) -> None:
     vars(pipe.unet)["_anyaccel_quantized"] = "float8"
-    asked = {
+    operations = {
         "save": lambda: pipe.save_pretrained(tmp_path),
         "lora": lambda: pipe.load_lora_weights(tmp_path),
         "dtype": lambda: pipe.to("cpu", dtype="float32"),
     }
-    with pytest.raises(UsageError, match="needs the weights of unet as they were") as caught:
-        asked[what]()
+    with pytest.raises(UsageError, match="needs the original weights of unet") as caught:
+        operations[name]()
     assert "load the pipeline again" in (caught.value.hint or "")

@@ -1,4 +1,4 @@
-"""Step reuse: the steps that the plan says are run, in every kind of pipeline, and the picture stays like itself."""
+"""Step skipping: which steps run, for every kind of pipeline."""
 
 import copy
 from typing import Any
@@ -11,11 +11,11 @@ from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.planning.quality_levels import StepSkipping
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.pipeline import place
-from anyaccel.runtime.speed.step_skipping import counting_steps
+from anyaccel.runtime.speed.step_skipping import track_steps
 
 
-class Counted:
-    """How often a model's own layers ran."""
+class RunCounter:
+    """Counts how often a layer runs."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.runs = 0
@@ -26,52 +26,52 @@ class Counted:
 
 
 def call(pipe: Any, name: str, steps: int = 8) -> Any:
-    given = {**recipes()[name].call(), "num_inference_steps": steps, "generator": torch.Generator().manual_seed(0)}
-    return pipe(**given)
+    arguments = {**recipes()[name].call(), "num_inference_steps": steps, "generator": torch.Generator().manual_seed(0)}
+    return pipe(**arguments)
 
 
 def test_a_fast_pipeline_runs_fewer_steps() -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", speed="fast", capture=False)
-    counted = Counted(pipe.unet.conv_in)
+    counter = RunCounter(pipe.unet.conv_in)
     fast = call(pipe, "stable-diffusion").images
     assert (
-        counted.runs
+        counter.runs
         == pipe.plan.step_skipping.value.count(len(pipe.scheduler.timesteps))
         < len(pipe.scheduler.timesteps)
     )
     assert "outputs reused" in pipe.plan.report.step_skipping.value
-    assert "step" not in vars(pipe.scheduler), "nothing is left behind"
+    assert "step" not in vars(pipe.scheduler), "the override is removed"
     numpy.testing.assert_array_equal(call(pipe, "stable-diffusion").images, fast)
     pipe.to("cpu", speed="exact", capture=False)
-    before = counted.runs
+    before = counter.runs
     exact = call(pipe, "stable-diffusion").images
-    assert counted.runs - before == len(pipe.scheduler.timesteps)
-    assert numpy.abs(exact - fast).max() > 0, "it is another picture"
-    assert get_override(pipe.unet, Slot.STEP_REUSE) is None
+    assert counter.runs - before == len(pipe.scheduler.timesteps)
+    assert numpy.abs(exact - fast).max() > 0, "skipping changes the image"
+    assert get_override(pipe.unet, Slot.STEP_SKIPPING) is None
 
 
 @pytest.mark.parametrize("name", ["flux", "stable-diffusion-3", "pixart-alpha", "wan", "qwen-image"])
-def test_it_is_for_every_kind_of_pipeline(name: str) -> None:
+def test_step_skipping_works_for_every_pipeline(name: str) -> None:
     recipe = recipes()[name]
     pipe = place(recipe.make(), "cpu", dtype="float32", speed="draft")
-    counted = Counted(next(part for part in pipe.transformer.modules() if isinstance(part, torch.nn.Linear)))
+    counter = RunCounter(next(layer for layer in pipe.transformer.modules() if isinstance(layer, torch.nn.Linear)))
     call(pipe, name, 6)
-    fast = counted.runs
+    fast = counter.runs
     assert "outputs reused" in pipe.plan.report.step_skipping.value
     pipe.to("cpu", speed="exact")
     call(pipe, name, 6)
-    assert fast < counted.runs - fast
+    assert fast < counter.runs - fast
 
 
-def test_an_exact_pipeline_has_nothing_standing_in() -> None:
+def test_exact_pipeline_has_no_override() -> None:
     recipe = recipes()["stable-diffusion"]
     pipe = place(recipe.make(), "cpu", dtype="float32", capture=False)
     run(recipe, pipe)
-    assert get_override(pipe.unet, Slot.STEP_REUSE) is None
+    assert get_override(pipe.unet, Slot.STEP_SKIPPING) is None
     assert pipe.plan.step_skipping.value is None
 
 
-def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
+def test_two_runs_per_step_have_two_stored_outputs() -> None:
     class Scheduler:
         timesteps = torch.arange(6)
 
@@ -84,23 +84,23 @@ def test_a_model_that_is_asked_twice_a_step_has_two_answers() -> None:
         scheduler = Scheduler()
 
     rule = StepSkipping(2, 0.0, 2, "")
-    heard = []
-    with counting_steps(Pipe(), rule) as steps:
-        assert steps is not None
+    outputs = []
+    with track_steps(Pipe(), rule) as skipper:
+        assert skipper is not None
         for step in range(6):
             pair = [
-                steps.answer(0, lambda x, n=number, s=step: (torch.tensor([n, s]),), (torch.zeros(1),), {})
+                skipper.run_or_reuse(0, lambda x, n=number, s=step: (torch.tensor([n, s]),), (torch.zeros(1),), {})
                 for number in (1, 2)
             ]
-            heard.append([tuple(one[0].tolist()) for one in pair])
+            outputs.append([tuple(output[0].tolist()) for output in pair])
             Pipe.scheduler.step(None)
-    assert [pair[0][0] for pair in heard] == [1] * 6
-    assert [pair[1][0] for pair in heard] == [2] * 6
-    assert [pair[0][1] for pair in heard] == [step if rule.is_run(step, 6) else step - 1 for step in range(6)]
-    assert steps.reused == 2 * (6 - rule.count(6))
+    assert [pair[0][0] for pair in outputs] == [1] * 6
+    assert [pair[1][0] for pair in outputs] == [2] * 6
+    assert [pair[0][1] for pair in outputs] == [step if rule.is_run(step, 6) else step - 1 for step in range(6)]
+    assert skipper.reused == 2 * (6 - rule.count(6))
 
 
-def test_another_shape_is_run() -> None:
+def test_new_input_shape_is_run() -> None:
     class Scheduler:
         timesteps = torch.arange(9)
         step = set_timesteps = staticmethod(lambda: None)
@@ -108,27 +108,27 @@ def test_another_shape_is_run() -> None:
     class Pipe:
         scheduler = Scheduler()
 
-    with counting_steps(Pipe(), StepSkipping(9, 0.0, 2, "")) as steps:
-        assert steps is not None
-        steps.answer(0, lambda x: x, (torch.zeros(1),), {})
-        steps.next()
-        assert steps.answer(0, lambda x: x, (torch.ones(2),), {}).tolist() == [1, 1]
-        steps.next()
-        assert steps.answer(0, lambda x: x, (torch.zeros(2),), {}).tolist() == [1, 1], "as it was"
+    with track_steps(Pipe(), StepSkipping(9, 0.0, 2, "")) as skipper:
+        assert skipper is not None
+        skipper.run_or_reuse(0, lambda x: x, (torch.zeros(1),), {})
+        skipper.finish_step()
+        assert skipper.run_or_reuse(0, lambda x: x, (torch.ones(2),), {}).tolist() == [1, 1]
+        skipper.finish_step()
+        assert skipper.run_or_reuse(0, lambda x: x, (torch.zeros(2),), {}).tolist() == [1, 1], "the stored output"
 
 
-def test_a_copied_scheduler_steps_by_itself() -> None:
+def test_copied_scheduler_does_not_count_steps() -> None:
     pipe: Any = recipes()["stable-diffusion"].make()
     pipe.scheduler.set_timesteps(4)
-    with counting_steps(pipe, StepSkipping(2, 0.0, 2, "")) as steps:
-        assert steps is not None
+    with track_steps(pipe, StepSkipping(2, 0.0, 2, "")) as skipper:
+        assert skipper is not None
         other = copy.deepcopy(pipe.scheduler)
         other.step(torch.zeros(1, 4, 2, 2), other.timesteps[0], torch.zeros(1, 4, 2, 2))
-        assert steps.step == 0
+        assert skipper.step == 0
         assert other.step.__self__ is other
 
 
-def test_two_pipelines_with_one_model_do_not_disturb_each_other() -> None:
+def test_pipelines_that_share_a_model_are_independent() -> None:
     name = "stable-diffusion"
     draft = place(recipes()[name].make(), "cpu", dtype="float32", speed="draft")
     exact = place(recipes()[name].make(), "cpu", dtype="float32")
@@ -136,28 +136,30 @@ def test_two_pipelines_with_one_model_do_not_disturb_each_other() -> None:
     undisturbed = call(draft, name).images, call(exact, name).images
     between = []
 
-    def look(pipe: Any, step: int, timestep: Any, values: Any) -> Any:
+    def run_exact(pipe: Any, step: int, timestep: Any, values: Any) -> Any:
         if step == 2:
             between.append(call(exact, name).images)
         return values
 
-    given = {**recipes()[name].call(), "num_inference_steps": 8, "generator": torch.Generator().manual_seed(0)}
-    made = draft(**given, callback_on_step_end=look).images
-    numpy.testing.assert_allclose(made, undisturbed[0], atol=1e-5)
+    arguments = {**recipes()[name].call(), "num_inference_steps": 8, "generator": torch.Generator().manual_seed(0)}
+    image = draft(**arguments, callback_on_step_end=run_exact).images
+    numpy.testing.assert_allclose(image, undisturbed[0], atol=1e-5)
     numpy.testing.assert_allclose(between[0], undisturbed[1], atol=1e-5)
 
 
-def test_the_steps_that_are_left_of_a_schedule_count() -> None:
+def test_remaining_steps_of_a_schedule_are_counted() -> None:
     name = "stable-diffusion-image-to-image"
     pipe = place(recipes()[name].make(), "cpu", dtype="float32", speed="draft")
-    given = {**recipes()[name].call(), "num_inference_steps": 8, "strength": 0.3}
-    pipe(**given)
-    assert "every step was run" in pipe.plan.report.step_skipping.value, "two of eight are left"
-    pipe(**{**given, "strength": 1.0})
+    arguments = {**recipes()[name].call(), "num_inference_steps": 8, "strength": 0.3}
+    pipe(**arguments)
+    assert "every step was run" in pipe.plan.report.step_skipping.value, (
+        "only two of eight steps remain, too few to skip any"
+    )
+    pipe(**{**arguments, "strength": 1.0})
     assert "outputs reused" in pipe.plan.report.step_skipping.value
 
 
-def test_the_first_call_is_like_the_second() -> None:
+def test_first_call_skips_the_same_steps_as_the_second() -> None:
     name = "stable-cascade-prior"
     pipe = place(recipes()[name].make(), "cpu", dtype="float32", speed="draft")
     reasons = []
@@ -167,7 +169,7 @@ def test_the_first_call_is_like_the_second() -> None:
     assert reasons[0] == reasons[1]
 
 
-def test_a_copy_is_as_fast() -> None:
+def test_copies_skip_steps_too() -> None:
     pipe = place(recipes()["stable-diffusion"].make(), "cpu", dtype="float32", speed="draft")
     expected = call(pipe, "stable-diffusion").images
     other = copy.deepcopy(pipe)

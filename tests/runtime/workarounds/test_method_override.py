@@ -1,4 +1,4 @@
-"""Overrides of a scheduler's methods: they nest, they can be removed, and copies and pickles are free of them."""
+"""Overrides of scheduler methods: nesting, removal, copies and pickles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step(scheduler: Any) -> torch.Tensor:
     return result
 
 
-def test_the_last_wrapper_is_the_outermost_and_nothing_is_left() -> None:
+def test_last_wrapper_is_outermost_and_all_are_removed() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
     expected = step(scheduler)
     with override_method(scheduler, "step", record(calls, "inner")):
@@ -61,7 +61,7 @@ def test_wrappers_are_removed_in_any_order() -> None:
     assert "step" not in vars(scheduler)
 
 
-def test_pipelines_read_the_methods_own_signature() -> None:
+def test_overrides_have_the_signature_of_the_method() -> None:
     scheduler = make_scheduler()
     expected = inspect.signature(scheduler.step)
     with override_method(scheduler, "step", record([])):
@@ -71,7 +71,7 @@ def test_pipelines_read_the_methods_own_signature() -> None:
         assert type(scheduler) is diffusers.DDIMScheduler
 
 
-def test_a_deep_copy_steps_by_itself_without_the_wrappers() -> None:
+def test_deep_copies_have_no_wrappers() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
     with override_method(scheduler, "step", record(calls)):
         copied = copy.deepcopy(scheduler)
@@ -82,7 +82,7 @@ def test_a_deep_copy_steps_by_itself_without_the_wrappers() -> None:
     assert calls == [scheduler]
 
 
-def test_a_wrapper_can_stay_in_deep_copies_and_is_given_the_copy() -> None:
+def test_wrappers_in_deep_copies_get_the_copy() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
     with (
         override_method(scheduler, "step", record(calls, "original only")),
@@ -95,7 +95,7 @@ def test_a_wrapper_can_stay_in_deep_copies_and_is_given_the_copy() -> None:
     assert torch.equal(expected, step(scheduler))
 
 
-def test_a_pickled_scheduler_has_its_classs_method() -> None:
+def test_pickled_schedulers_have_the_method_of_the_class() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
     with override_method(scheduler, "step", record(calls), in_deep_copies=True):
         loaded = pickle.loads(pickle.dumps(scheduler))
@@ -106,7 +106,7 @@ def test_a_pickled_scheduler_has_its_classs_method() -> None:
     assert calls == []
 
 
-def test_a_users_own_step_runs_beneath_and_is_in_copies() -> None:
+def test_step_set_by_the_user_runs_inside_and_is_copied() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
 
     def own(*args: Any) -> str:
@@ -121,7 +121,7 @@ def test_a_users_own_step_runs_beneath_and_is_in_copies() -> None:
     assert scheduler.step is own
 
 
-def test_a_step_that_is_replaced_during_the_block_stays() -> None:
+def test_step_replaced_during_the_block_stays() -> None:
     scheduler, calls = make_scheduler(), list[Any]()
     with override_method(scheduler, "step", record(calls, "wrapper")):
         before = scheduler.step
@@ -134,17 +134,17 @@ def test_a_step_that_is_replaced_during_the_block_stays() -> None:
         step(scheduler)
     assert scheduler.step is around
     step(scheduler)
-    assert calls == ["user", "wrapper", "user"], "what it wraps is the class's own method afterwards"
+    assert calls == ["user", "wrapper", "user"], "afterwards the wrapper runs around the method of the class"
 
 
-def test_a_class_that_is_patched_later_has_its_patch_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_patches_of_the_class_run(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make_scheduler()
     with override_method(scheduler, "step", record([])):
         monkeypatch.setattr(diffusers.DDIMScheduler, "step", lambda self, *args: "patched")
         assert scheduler.step(1, 2, 3) == "patched"
 
 
-def test_a_scheduler_that_delegates() -> None:
+def test_schedulers_that_delegate_work() -> None:
     class Delegating:
         def __init__(self, inner: Any) -> None:
             self.inner = inner
@@ -159,16 +159,16 @@ def test_a_scheduler_that_delegates() -> None:
     assert calls == ["wrapper"]
 
 
-def test_a_scheduler_is_released_without_a_garbage_collection() -> None:
+def test_schedulers_are_released_without_garbage_collection() -> None:
     scheduler = make_scheduler()
     override = MethodOverride(scheduler, "step", None)
     vars(scheduler)["step"] = override
     step(scheduler)
-    there = weakref.ref(scheduler)
+    reference = weakref.ref(scheduler)
     gc.disable()
     try:
         del scheduler
-        assert there() is None
+        assert reference() is None
     finally:
         gc.enable()
     with pytest.raises(ReferenceError, match="no longer exists"):

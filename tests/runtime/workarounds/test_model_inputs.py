@@ -1,4 +1,4 @@
-"""A placed pipeline's models stay usable in every way a plain model is."""
+"""Models of a placed pipeline can be copied, traced, hooked and patched like plain models."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ ARGUMENTS = (torch.ones(2, 4, 8, 8), torch.tensor(3.0), torch.ones(2, 7, 32))
 
 
 class Denoiser(torch.nn.Module):
-    """A user's module around a denoiser."""
+    """A user's module that calls a denoiser."""
 
     def __init__(self, unet: Any) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ def test_copies_run_their_own_weights(pipe: Any, stock: Any) -> None:
 
 @pytest.mark.long
 @torch.no_grad()
-def test_traces_exports_and_full_graphs(pipe: Any, stock: Any) -> None:
+def test_models_can_be_traced_exported_and_compiled(pipe: Any, stock: Any) -> None:
     expected = stock.unet(*ARGUMENTS).sample
     model = Denoiser(pipe.unet).eval()
     trace: Any = torch.jit.trace
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tracing, and of its deprecation
+        warnings.simplefilter("ignore")  # warnings of tracing and of its deprecation
         torch.testing.assert_close(trace(model, ARGUMENTS, check_trace=False)(*ARGUMENTS), expected)
     for strict in (True, False):
         exported = torch.export.export(model, ARGUMENTS, strict=strict)
@@ -80,7 +80,7 @@ def test_traces_exports_and_full_graphs(pipe: Any, stock: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_vmap(pipe: Any, stock: Any) -> None:
+def test_models_work_under_vmap(pipe: Any, stock: Any) -> None:
     samples = torch.stack([ARGUMENTS[0], 2 * ARGUMENTS[0]])
 
     def run_with(unet: Any) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_accelerate_hooks_added_and_removed_between_calls(pipe: Any, stock: Any)
         numpy.testing.assert_array_equal(run(recipe, pipe), plain)
 
 
-def test_a_class_patched_after_placing_is_used(pipe: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_patches_of_a_model_class_are_used(pipe: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes()[RECIPE]
     plain = run(recipe, pipe)
     forward = type(stock.unet).forward
@@ -125,7 +125,7 @@ def test_a_class_patched_after_placing_is_used(pipe: Any, stock: Any, monkeypatc
     numpy.testing.assert_array_equal(run(recipe, pipe), expected)
 
 
-def test_a_pipeline_class_patched_after_placing_is_used(pipe: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_patches_of_a_pipeline_class_are_used(pipe: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipes()[RECIPE]
     run(recipe, pipe)
     calls: list[str] = []
@@ -148,22 +148,22 @@ def test_a_pipeline_class_patched_after_placing_is_used(pipe: Any, stock: Any, m
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [({}, False), ({"seed": 3}, True)])
-def test_a_call_in_float32_on_the_host_runs_without_a_torch_function_mode(
+def test_float32_calls_on_the_cpu_run_without_a_function_mode(
     pipe: Any, arguments: dict[str, Any], expected: bool
 ) -> None:
     active = []
 
-    def look(*args: Any) -> dict[str, Any]:
+    def record_modes(*args: Any) -> dict[str, Any]:
         active.append(bool(read_function_modes()))  # type: ignore[no-untyped-call]
         return {}
 
     call = {key: value for key, value in recipes()[RECIPE].call().items() if key != "generator"}
-    pipe(**call, **arguments, callback_on_step_end=look)
+    pipe(**call, **arguments, callback_on_step_end=record_modes)
     assert active
     assert set(active) == {expected}
 
 
-def test_models_are_released_without_a_garbage_collection() -> None:
+def test_models_are_released_without_garbage_collection() -> None:
     recipe = recipes()[RECIPE]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32")
     run(recipe, pipe)
@@ -189,7 +189,7 @@ def test_accelerate_prepares_and_unwraps_a_placed_model(pipe: Any, stock: Any) -
     numpy.testing.assert_array_equal(run(recipe, pipe), run(recipe, stock))
 
 
-def test_a_traced_decoder_runs(pipe: Any, stock: Any) -> None:
+def test_traced_decoders_run(pipe: Any, stock: Any) -> None:
     recipe = recipes()[RECIPE]
     expected = run(recipe, stock)
     trace: Any = torch.jit.trace

@@ -1,4 +1,4 @@
-"""The watch: a picture that is not finite is never returned as a success."""
+"""NaN check: an image with NaN or Inf is never returned as a success."""
 
 import logging
 from typing import Any
@@ -25,13 +25,13 @@ def make(device: str, dtype: str = "fp16", **options: Any) -> Any:
 
 
 def overflow(pipe: Any) -> None:
-    """What float16 cannot hold, and float32 can."""
+    """Make the decoder overflow in float16 but not in float32."""
     with torch.no_grad():
         pipe.vae.decoder.conv_in.weight.mul_(3e4)
         pipe.vae.decoder.conv_in.bias.mul_(3e4)
 
 
-def test_an_autoencoder_that_overflows_is_run_in_float32() -> None:
+def test_overflowing_autoencoder_reruns_in_float32() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         pipe = make("neuron")
         overflow(pipe)
@@ -43,12 +43,12 @@ def test_an_autoencoder_that_overflows_is_run_in_float32() -> None:
     assert first.std() > 0
     assert numpy.array_equal(first, second)
     assert dtypes == ("vae",)
-    assert "vae was not finite in float16 (vae.decoder.conv_in at pass 1)" in reason
+    assert "vae produced NaN or Inf in float16 (vae.decoder.conv_in at forward pass 1)" in reason
     assert unet == "torch.float16"
 
 
-def test_the_first_module_and_the_step_are_named() -> None:
-    """At the second step: the hook stands for whatever breaks in the middle of a run."""
+def test_error_names_the_first_module_and_the_pass() -> None:
+    """The hook makes the second pass fail."""
 
     def use(accelerator: VirtualAccelerator) -> str:
         pipe = make("mps", "fp32")
@@ -64,43 +64,43 @@ def test_the_first_module_and_the_step_are_named() -> None:
         return str(caught.value)
 
     message = run_forked("mps", use)
-    assert "unet.mid_block.resnets.0.conv1 at pass 2" in message
+    assert "unet.mid_block.resnets.0.conv1 at forward pass 2" in message
     assert "hint:" in message
 
 
-def test_after_a_failure_the_pipeline_is_as_it_was() -> None:
+def test_pipeline_is_unchanged_after_a_failure() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[Any, Any, str]:
         pipe = make("hpu")
         expected = pipe("a fox", **CALL).images
-        kept = pipe.unet.conv_in.weight.detach().clone()
+        weight = pipe.unet.conv_in.weight.detach().clone()
         with torch.no_grad():
             pipe.unet.conv_in.weight.fill_(float("nan"))
         with pytest.raises(NotFiniteError):
             pipe("a fox", **CALL)
         with torch.no_grad():
-            pipe.unet.conv_in.weight.copy_(kept)
+            pipe.unet.conv_in.weight.copy_(weight)
         return expected, pipe("a fox", **CALL).images, str(pipe.unet.dtype)
 
-    expected, seen, dtype = run_forked("hpu", use)
-    assert numpy.array_equal(expected, seen)
+    expected, actual, dtype = run_forked("hpu", use)
+    assert numpy.array_equal(expected, actual)
     assert dtype == "torch.float16"
 
 
-def test_a_callers_generator_is_replayed_too() -> None:
-    """The picture that is mended is the one that was asked for."""
+def test_generator_of_the_caller_is_rewound_for_the_rerun() -> None:
+    """The rerun in float32 starts from the same noise."""
     call = {name: value for name, value in CALL.items() if name != "seed"}
 
     def use(accelerator: VirtualAccelerator) -> tuple[Any, Any]:
         pipe = make("neuron")
         overflow(pipe)
-        mended = pipe("a fox", generator=torch.Generator().manual_seed(5), **call).images
-        return mended, pipe("a fox", generator=torch.Generator().manual_seed(5), **call).images
+        rerun = pipe("a fox", generator=torch.Generator().manual_seed(5), **call).images
+        return rerun, pipe("a fox", generator=torch.Generator().manual_seed(5), **call).images
 
-    mended, again = run_forked("neuron", use)
-    assert numpy.array_equal(mended, again)
+    rerun, again = run_forked("neuron", use)
+    assert numpy.array_equal(rerun, again)
 
 
-def test_finiteness_is_read_once_and_after_the_last_step() -> None:
+def test_outputs_are_checked_once_after_the_last_step() -> None:
     def use(accelerator: VirtualAccelerator) -> list[Any]:
         pipe = make("neuron", "fp32")
         accelerator.ledger.clear()
@@ -112,7 +112,7 @@ def test_finiteness_is_read_once_and_after_the_last_step() -> None:
     assert rows[0].step is None
 
 
-def test_it_can_be_turned_off() -> None:
+def test_check_can_be_disabled() -> None:
     def use(accelerator: VirtualAccelerator) -> bool:
         pipe = make("neuron", check_finite=False)
         overflow(pipe)
@@ -121,7 +121,7 @@ def test_it_can_be_turned_off() -> None:
     assert not run_forked("neuron", use)
 
 
-def test_a_safety_checker_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_images_replaced_by_the_safety_checker_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     pipe = make("cpu", "fp32")
 
     def blacken(image: Any, *args: Any) -> tuple[Any, list[bool]]:
@@ -131,4 +131,4 @@ def test_a_safety_checker_is_said_to_be_one(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, logger="anyaccel"):
         result = pipe("a fox", **CALL)
     assert result.blackened == [True]
-    assert "the safety checker blackened 1 of 1 pictures" in caplog.text
+    assert "the safety checker replaced 1 of 1 images" in caplog.text

@@ -1,4 +1,4 @@
-"""Noise: one seed gives the same noise on every device, in every type, alone or in any batch."""
+"""Noise: a seed gives the same noise on every device, in every dtype and in every batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import UsageError
 from anyaccel.planning import PipelineFacts, PlacementOptions, make_plan
 from anyaccel.recipes import recipes
-from anyaccel.recipes.parts.calls import picture
+from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.workarounds.function_modes import make_model_function_mode, make_pipeline_function_mode
 from anyaccel.runtime.workarounds.noise import (
     BatchSliceNoise,
     NoiseSource,
     PerImageNoise,
-    drawing_from,
     make_generators,
+    use_noise_source,
 )
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
@@ -43,27 +43,27 @@ BATCHES = (1, 3, 8)
 SEEDS = tuple(range(11, 19))
 
 
-def host(seed: int) -> torch.Generator:
+def cpu_generator(seed: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed)
 
 
-def prepare(name: str, pipe: Any, images: int, **changed: Any) -> dict[str, Any]:
-    """The arguments of a call for some prompts, without a generator of their own."""
+def prepare(name: str, pipe: Any, images: int, **changes: Any) -> dict[str, Any]:
+    """Return the arguments of a call for several prompts, without a generator."""
     arguments = recipes()[name].call() | {"num_inference_steps": 2, "output_type": "latent"}
-    arguments |= {"generator": None, "prompt": [f"picture {number}" for number in range(images)]}
-    return arguments | changed
+    arguments |= {"generator": None, "prompt": [f"image {number}" for number in range(images)]}
+    return arguments | changes
 
 
-def generate(name: str, pipe: Any, images: int = 1, **changed: Any) -> torch.Tensor:
-    result: torch.Tensor = pipe(**prepare(name, pipe, images, **changed)).images
+def generate(name: str, pipe: Any, images: int = 1, **changes: Any) -> torch.Tensor:
+    result: torch.Tensor = pipe(**prepare(name, pipe, images, **changes)).images
     return result.float().cpu()
 
 
-# What the seam makes of each function that draws.
+# Random functions under the function modes.
 
 
 def draw_everything(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every function of torch's that draws, once."""
+    """Call every random function of torch once."""
     target = torch.ones(4, 3, dtype=dtype).to(device)
     chances = torch.full((4, 3), 0.5).to(device)
     return [
@@ -85,27 +85,27 @@ def draw_everything(device: torch.device, dtype: torch.dtype) -> list[torch.Tens
     ]
 
 
-def seams_of(accelerator: VirtualAccelerator) -> list[Any]:
+def make_modes(accelerator: VirtualAccelerator) -> list[Any]:
     sheet = open_device(accelerator.name).sheet
     plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device=accelerator.name)
-    seams = [make_pipeline_function_mode(plan, accelerator.device())]
-    return seams + ([make_model_function_mode(plan, accelerator.device())] if "noise" in plan.workarounds.value else [])
+    modes = [make_pipeline_function_mode(plan, accelerator.device())]
+    return modes + ([make_model_function_mode(plan, accelerator.device())] if "noise" in plan.workarounds.value else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_function_that_draws_gives_what_the_host_draws_in_float32(device: str) -> None:
+def test_random_functions_return_float32_draws_of_the_cpu(device: str) -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         torch.manual_seed(5)
         expected = draw_everything(torch.device("cpu"), torch.float32)
-        for seam in seams_of(accelerator):
+        for mode in make_modes(accelerator):
             for dtype in DTYPES:
                 torch.manual_seed(5)
-                with seam:
-                    found = draw_everything(accelerator.device(), dtype)
-                for place, (there, here) in enumerate(zip(found, expected, strict=True)):
-                    assert there.device == accelerator.device(), place
-                    assert there.dtype is dtype, place
-                    assert torch.equal(there.cpu(), here.to(dtype)), f"draw {place} in {dtype}"
+                with mode:
+                    drawn_on_device = draw_everything(accelerator.device(), dtype)
+                for index, (actual, expected_draw) in enumerate(zip(drawn_on_device, expected, strict=True)):
+                    assert actual.device == accelerator.device(), index
+                    assert actual.dtype is dtype, index
+                    assert torch.equal(actual.cpu(), expected_draw.to(dtype)), f"draw {index} in {dtype}"
         assert accelerator.ledger.rows("error") == []
 
     run_forked(device, use, strict=True)
@@ -124,69 +124,69 @@ class DrawnDtypes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_callers_generator_draws_in_the_dtype_that_stock_diffusers_draws_in() -> None:
+def test_generator_of_the_caller_draws_in_the_requested_dtype() -> None:
     """Before torch 2.13 a draw in half precision is not the rounded draw in float32."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, list[torch.dtype]]:
-        seam, seeds = seams_of(accelerator)[0], PerImageNoise([host(5)])
+        mode, seeds = make_modes(accelerator)[0], PerImageNoise([cpu_generator(5)])
         seen = {}
         for label, source, generator in (
-            ("caller's", NoiseSource(), host(5)),
-            ("caller's beside seeds", seeds, host(5)),
+            ("caller's", NoiseSource(), cpu_generator(5)),
+            ("caller's, with seeds", seeds, cpu_generator(5)),
             ("of a seed", seeds, seeds.generators[0]),
             ("none", NoiseSource(), None),
         ):
-            with DrawnDtypes() as drawn, drawing_from(source), seam:
+            with DrawnDtypes() as drawn, use_noise_source(source), mode:
                 torch.randn(4, 3, device=accelerator.device(), dtype=torch.bfloat16, generator=generator)
             seen[label] = drawn.dtypes
         return seen
 
     assert run_forked("hpu", use, strict=True) == {
         "caller's": [torch.bfloat16],
-        "caller's beside seeds": [torch.bfloat16],
+        "caller's, with seeds": [torch.bfloat16],
         "of a seed": [torch.float32],
         "none": [torch.float32],
     }
 
 
 def test_each_image_draws_its_rows_from_its_own_generator() -> None:
-    alone = [torch.randn(2, 3, generator=host(seed)) for seed in (5, 6, 7)]
+    single = [torch.randn(2, 3, generator=cpu_generator(seed)) for seed in (5, 6, 7)]
     source = PerImageNoise(make_generators((5, 6, 7)))
     drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), None)
-    assert torch.equal(drawn, torch.cat(alone))
-    given = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), host(9))
-    assert torch.equal(given, torch.randn(6, 3, generator=host(9)))
+    assert torch.equal(drawn, torch.cat(single))
+    drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (6, 3), cpu_generator(9))
+    assert torch.equal(drawn, torch.randn(6, 3, generator=cpu_generator(9)))
 
 
-def test_one_generator_of_a_batch_gives_each_image_its_rows() -> None:
-    whole = torch.randn(3, 4, generator=host(5))
+def test_batch_generator_gives_each_image_its_rows() -> None:
+    batch = torch.randn(3, 4, generator=cpu_generator(5))
     for row in range(3):
-        source = BatchSliceNoise(host(5), 3, row)
+        source = BatchSliceNoise(cpu_generator(5), 3, row)
         drawn = source.draw(lambda shape, generator: torch.randn(shape, generator=generator), (1, 4), None)
-        assert torch.equal(drawn, whole[row : row + 1])
+        assert torch.equal(drawn, batch[row : row + 1])
 
 
-def test_a_source_holds_for_its_block_and_its_thread() -> None:
+def test_noise_sources_can_be_nested() -> None:
     sheet = anyaccel.sheet("neuron")
     plan = make_plan(sheet, PipelineFacts(pipeline="Test"), PlacementOptions(), device="meta")
-    seam = make_pipeline_function_mode(plan, torch.device("meta"))
+    mode = make_pipeline_function_mode(plan, torch.device("meta"))
     torch.manual_seed(1)
-    with drawing_from(PerImageNoise([host(5)])), seam:
+    with use_noise_source(PerImageNoise([cpu_generator(5)])), mode:
         inner = torch.randn(3)
-        with drawing_from(PerImageNoise([host(6)])):
+        with use_noise_source(PerImageNoise([cpu_generator(6)])):
             innermost = torch.randn(3)
         again = torch.randn(3)
-    outer = host(5)
+    outer = cpu_generator(5)
     assert torch.equal(inner, torch.randn(3, generator=outer))
-    assert torch.equal(innermost, torch.randn(3, generator=host(6)))
-    assert torch.equal(again, torch.randn(3, generator=outer)), "the outer source goes on where it stopped"
-    with seam:
+    assert torch.equal(innermost, torch.randn(3, generator=cpu_generator(6)))
+    assert torch.equal(again, torch.randn(3, generator=outer)), "the outer source continues where it stopped"
+    with mode:
         outside = torch.randn(3)
     torch.manual_seed(1)
     assert torch.equal(outside, torch.randn(3))
 
 
-# Seeds.
+# Seeds
 
 
 def test_seeds_are_read() -> None:
@@ -199,56 +199,56 @@ def test_seeds_are_read() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", True, [1, -2], [1, "2"], [True, 2]])
-def test_what_is_no_seed_is_refused(seed: Any) -> None:
+def test_invalid_seeds_raise(seed: Any) -> None:
     with pytest.raises(UsageError, match="a seed must be an integer") as caught:
         read_seeds(seed, 2)
     assert "seed=7" in caught.value.hint
 
 
-def test_too_few_seeds_are_refused() -> None:
+def test_wrong_number_of_seeds_raises() -> None:
     for seeds in ([1], [1, 2, 3], []):
         with pytest.raises(UsageError, match="for 2 images"):
             read_seeds(seeds, 2)
 
 
-# The pipelines.
+# Pipelines
 
 
 def first_inputs(pipe: Any, model: str) -> list[torch.Tensor]:
-    """What goes into the denoiser at the first step of every call, as it comes."""
+    """Return a list that receives the input of every pass of the denoiser."""
     seen: list[torch.Tensor] = []
 
-    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append((args[0] if args else kwargs["hidden_states"]).cpu().clone())
 
-    getattr(pipe, model).register_forward_pre_hook(note, with_kwargs=True)
+    getattr(pipe, model).register_forward_pre_hook(record_input, with_kwargs=True)
     return seen
 
 
 def without_guidance(pipe: Any) -> dict[str, Any]:
-    """One step of one pass each."""
+    """Return arguments for one step with one pass."""
     scales = set(inspect.signature(pipe.__call__).parameters) & {"guidance_scale", "true_cfg_scale"}
     return dict.fromkeys(scales, 1.0) | {"num_inference_steps": 1}
 
 
 def first_noise(name: str, model: str, device: str, dtype: torch.dtype, batches: tuple[int, ...]) -> list[torch.Tensor]:
-    """The first noise of batches of several sizes, with the seeds of `SEEDS`."""
+    """Return the first noise for several batch sizes, with the seeds of `SEEDS`."""
     pipe = make_pipe(name) if model == "unet" else recipes()[name].make()
     pipe = anyaccel.place(pipe, device, dtype=dtype)
-    seen, found = first_inputs(pipe, model), []
+    seen, actual = first_inputs(pipe, model), []
     for batch in batches:
         seen.clear()
         generate(name, pipe, batch, seed=list(SEEDS[:batch]), **without_guidance(pipe))
-        found.append(torch.cat(seen))
-    return found
+        actual.append(torch.cat(seen))
+    return actual
 
 
 def reference_noise(name: str, model: str) -> torch.Tensor:
-    """The noise of each seed as plain diffusers draws it alone, on the CPU in float32."""
+    """Return the noise of each seed as drawn by diffusers on the CPU in float32."""
     pipe = make_pipe(name) if model == "unet" else recipes()[name].make()
     seen = first_inputs(pipe, model)
     for seed in SEEDS:
-        generate(name, pipe, 1, generator=host(seed), **without_guidance(pipe))
+        generate(name, pipe, 1, generator=cpu_generator(seed), **without_guidance(pipe))
     return torch.cat(seen)
 
 
@@ -257,9 +257,9 @@ def check_first_noise(device: str, name: str, model: str, dtypes: tuple[torch.dt
         warnings.simplefilter("ignore")
         expected = reference_noise(name, model)
         for dtype in dtypes:
-            for batch, found in zip(BATCHES, first_noise(name, model, device, dtype, BATCHES), strict=True):
-                assert found.dtype is dtype
-                assert torch.equal(found, expected[:batch].to(dtype)), f"{dtype}, a batch of {batch}"
+            for batch, actual in zip(BATCHES, first_noise(name, model, device, dtype, BATCHES), strict=True):
+                assert actual.dtype is dtype
+                assert torch.equal(actual, expected[:batch].to(dtype)), f"{dtype}, batch size {batch}"
         assert not torch.equal(expected[0], expected[1])
 
     if device == "cpu":
@@ -271,7 +271,7 @@ def check_first_noise(device: str, name: str, model: str, dtypes: tuple[torch.dt
 
 @NEEDS_RECIPES
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
-def test_a_seed_gives_one_noise_on_every_device_in_every_type_and_batch(device: str) -> None:
+def test_seed_gives_the_same_noise_on_every_device_dtype_and_batch_size(device: str) -> None:
     check_first_noise(device, TEXT_TO_IMAGE, "unet", DTYPES)
 
 
@@ -279,39 +279,39 @@ def test_a_seed_gives_one_noise_on_every_device_in_every_type_and_batch(device: 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", *DEVICES])
 @pytest.mark.parametrize("name", ["flux", "stable-diffusion-3"])
-def test_a_seed_gives_one_noise_in_transformers_too(device: str, name: str) -> None:
+def test_seed_gives_the_same_noise_for_transformers(device: str, name: str) -> None:
     check_first_noise(device, name, "transformer", DTYPES)
 
 
-ALONE = {
+SINGLE_IMAGE_CASES = {
     "DDIM": (TEXT_TO_IMAGE, "DDIM"),
     "EulerAncestralDiscrete": (TEXT_TO_IMAGE, "EulerAncestralDiscrete"),
     "LCM": (TEXT_TO_IMAGE, "LCM"),
     "sde": (TEXT_TO_IMAGE, "DPMSolverMultistep-sde"),
-    "one picture for all": (IMAGE_TO_IMAGE, "DDPM"),
-    "one picture and mask for all": (INPAINT, "DDPM"),
+    "shared input image": (IMAGE_TO_IMAGE, "DDPM"),
+    "shared input image and mask": (INPAINT, "DDPM"),
 }
 
 
 @NEEDS_RECIPES
-def test_an_image_of_a_batch_is_the_image_made_alone() -> None:
-    """With schedulers that draw at every step, and with a picture that all images begin with."""
+def test_image_in_a_batch_equals_the_single_image() -> None:
+    """With schedulers that draw at every step, and with a shared input image."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, list[float]]:
         warnings.simplefilter("ignore")
         seen: dict[str, list[float]] = {}
-        for label, (name, variant) in ALONE.items():
+        for label, (name, variant) in SINGLE_IMAGE_CASES.items():
             pipe = make_pipe(name)
             pipe.scheduler = make_scheduler(variant, pipe.scheduler)
             pipe = anyaccel.place(pipe, accelerator.name, dtype=torch.float32)
             steps: dict[str, Any] = {"num_inference_steps": 3, "strength": 0.7} if name != TEXT_TO_IMAGE else {}
             together = generate(name, pipe, 3, seed=[4, 9, 2], **steps)
-            alone = [
-                generate(name, pipe, prompt=f"picture {row}", seed=seed, **steps) for row, seed in enumerate([4, 9, 2])
+            single = [
+                generate(name, pipe, prompt=f"image {row}", seed=seed, **steps) for row, seed in enumerate([4, 9, 2])
             ]
-            seen[label] = [float((together[row] - alone[row][0]).abs().max()) for row in range(3)]
+            seen[label] = [float((together[row] - single[row][0]).abs().max()) for row in range(3)]
             assert (together[0] - together[1]).abs().max() > 0.1
-            reordered = generate(name, pipe, prompt=[f"picture {row}" for row in (2, 0)], seed=[2, 4], **steps)
+            reordered = generate(name, pipe, prompt=[f"image {row}" for row in (2, 0)], seed=[2, 4], **steps)
             seen[label] += [float((reordered[row] - together[image]).abs().max()) for row, image in ((0, 2), (1, 0))]
         return seen
 
@@ -320,26 +320,26 @@ def test_an_image_of_a_batch_is_the_image_made_alone() -> None:
 
 
 @NEEDS_RECIPES
-def test_several_images_to_a_prompt_that_begin_with_one_picture() -> None:
-    """Diffusers would encode the picture once, from the first image's generator."""
+def test_images_per_prompt_from_one_input_image_equal_single_images() -> None:
+    """Diffusers encodes a shared input image once, with the generator of the first image."""
     names = ("flux-image-to-image", "stable-diffusion-xl-inpaint")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
             pipe = anyaccel.place(recipes()[name].make(), "cpu", dtype=torch.float32)
             together = generate(name, pipe, prompt="a fox", num_images_per_prompt=2, seed=[4, 9])
-            alone = [generate(name, pipe, prompt="a fox", seed=seed) for seed in (4, 9)]
+            single = [generate(name, pipe, prompt="a fox", seed=seed) for seed in (4, 9)]
             for row in range(2):
-                assert (together[row] - alone[row][0]).abs().max() < 1e-4, name
-            pictures = [picture(32, seed=1), picture(32, seed=2)]
-            both = generate(name, pipe, prompt=["a fox", "a hen"], image=pictures, seed=[4, 9])
-            second = generate(name, pipe, prompt="a hen", image=pictures[1], seed=9)
+                assert (together[row] - single[row][0]).abs().max() < 1e-4, name
+            input_images = [make_image(32, seed=1), make_image(32, seed=2)]
+            both = generate(name, pipe, prompt=["a fox", "a hen"], image=input_images, seed=[4, 9])
+            second = generate(name, pipe, prompt="a hen", image=input_images[1], seed=9)
             assert (both[1] - second[0]).abs().max() < 1e-4, name
 
 
 @NEEDS_RECIPES
-def test_a_callers_own_generator() -> None:
-    """One of the host on a device that has none; a list; one for a batch, as diffusers means it; torch's own."""
+def test_generators_of_the_caller_match_diffusers() -> None:
+    """A CPU generator, a list of generators, and the default generator."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, float]:
         warnings.simplefilter("ignore")
@@ -347,17 +347,18 @@ def test_a_callers_own_generator() -> None:
         plain.scheduler = make_scheduler("EulerAncestralDiscrete", plain.scheduler)
         placed = anyaccel.place(copy.deepcopy(plain), accelerator.name, dtype=torch.float32)
         seen = {}
-        for label in ("one", "list", "torch's own"):
+        for label in ("one", "list", "default"):
             results = []
             for pipe in (plain, placed):
                 torch.default_generator.manual_seed(8)
-                given = {"one": host(5), "list": [host(5), host(6)], "torch's own": None}[label]
-                results.append(generate(TEXT_TO_IMAGE, pipe, 2, generator=given))
+                generators = [cpu_generator(5), cpu_generator(6)]
+                generator = {"one": cpu_generator(5), "list": generators, "default": None}[label]
+                results.append(generate(TEXT_TO_IMAGE, pipe, 2, generator=generator))
             seen[label] = float((results[1] - results[0]).abs().max())
-        generator = host(5)
+        generator = cpu_generator(5)
         first, second = (generate(TEXT_TO_IMAGE, placed, 1, generator=generator) for _ in range(2))
-        assert not torch.equal(first, second), "a generator goes on from call to call"
-        both = host(5)
+        assert not torch.equal(first, second), "a generator continues from call to call"
+        both = cpu_generator(5)
         again = [generate(TEXT_TO_IMAGE, plain, 1, generator=both) for _ in range(2)]
         seen["goes on"] = float((second - again[1]).abs().max())
         seeded = generate(TEXT_TO_IMAGE, placed, 1, seed=5)
@@ -370,12 +371,12 @@ def test_a_callers_own_generator() -> None:
 
 
 @NEEDS_RECIPES
-def test_a_generator_of_the_device_draws_there() -> None:
+def test_device_generators_draw_on_the_device() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         warnings.simplefilter("ignore")
         placed = anyaccel.place(make_pipe(TEXT_TO_IMAGE), accelerator.name, dtype=torch.float32)
-        there = [torch.Generator(accelerator.name).manual_seed(5) for _ in range(2)]
-        first, second = (generate(TEXT_TO_IMAGE, placed, generator=generator) for generator in there)
+        generators = [torch.Generator(accelerator.name).manual_seed(5) for _ in range(2)]
+        first, second = (generate(TEXT_TO_IMAGE, placed, generator=generator) for generator in generators)
         other = torch.Generator(accelerator.name).manual_seed(6)
         return first, second, generate(TEXT_TO_IMAGE, placed, generator=other)
 
@@ -385,10 +386,10 @@ def test_a_generator_of_the_device_draws_there() -> None:
 
 
 @NEEDS_RECIPES
-def test_a_seed_and_a_generator_together_are_refused() -> None:
+def test_seed_together_with_generator_raises() -> None:
     pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "cpu", dtype=torch.float32)
     with pytest.raises(UsageError, match="both given"):
-        generate(TEXT_TO_IMAGE, pipe, seed=1, generator=host(1))
+        generate(TEXT_TO_IMAGE, pipe, seed=1, generator=cpu_generator(1))
     with pytest.raises(UsageError, match="2 seeds were given for 3 images"):
         generate(TEXT_TO_IMAGE, pipe, 3, seed=[1, 2])
     result = pipe(**prepare(TEXT_TO_IMAGE, pipe, 2, seed=6))
@@ -401,14 +402,14 @@ def test_a_seed_and_a_generator_together_are_refused() -> None:
     strict=True,
     reason="BatchSliceNoise expects one row per image; diffusers encodes an image that the batch shares once",
 )
-def test_one_generator_for_a_batch_that_shares_a_picture_where_images_run_one_by_one(name: str) -> None:
+def test_one_generator_for_a_split_batch_that_shares_an_input_image(name: str) -> None:
     def use(accelerator: VirtualAccelerator) -> float:
         warnings.simplefilter("ignore")
         plain = make_pipe(name)
         placed = anyaccel.place(copy.deepcopy(plain), accelerator.name, dtype=torch.float32)
-        expected = generate(name, plain, 2, generator=host(5), strength=0.9)
-        found = generate(name, placed, 2, generator=host(5), strength=0.9)
-        return float((found - expected).abs().max())
+        expected = generate(name, plain, 2, generator=cpu_generator(5), strength=0.9)
+        actual = generate(name, placed, 2, generator=cpu_generator(5), strength=0.9)
+        return float((actual - expected).abs().max())
 
     assert run_forked("mps", use) < 1e-4
 
@@ -417,12 +418,12 @@ def test_one_generator_for_a_batch_that_shares_a_picture_where_images_run_one_by
 @pytest.mark.xfail(
     strict=True,
     raises=AttributeError,
-    reason="seeds become a list of generators, which the few pipelines that sample tokens do not take",
+    reason="seeds become a list of generators, which pipelines that sample tokens do not accept",
 )
 def test_seeds_for_a_batch_of_tokens() -> None:
     pipe = anyaccel.place(recipes()["amused"].make(), "cpu", dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         together = pipe(**prepare("amused", pipe, 2, seed=[4, 9], output_type="np")).images
-        alone = pipe(**prepare("amused", pipe, 1, seed=4, prompt="picture 0", output_type="np")).images
-    assert abs(together[0] - alone[0]).max() < 1e-4
+        single = pipe(**prepare("amused", pipe, 1, seed=4, prompt="image 0", output_type="np")).images
+    assert abs(together[0] - single[0]).max() < 1e-4

@@ -1,4 +1,4 @@
-"""The ferry: where calls share a device, what goes there and comes back waits for nothing that others asked for."""
+"""Overlapped copies: calls that share a device do not wait for each other's work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anyaccel.emulator.run_forked import run_forked
 from anyaccel.errors import NotFiniteError
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
-from anyaccel.runtime.placement_state import find_placement, keep_placement
+from anyaccel.runtime.placement_state import find_placement, set_placement
 from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
 from anyaccel.server.batching.shared_pipeline import light_copy
 
@@ -26,10 +26,10 @@ DEVICE, RECIPE, SIDE = "hpu", "stable-diffusion", 8
 pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
 
-class Noting(Driver):
-    """The driver of a virtual device, as one whose work is marked; what it is asked for is written down."""
+class RecordingDriver(Driver):
+    """A driver of a virtual device with events, which records the calls it gets."""
 
-    marks = True
+    has_events = True
 
     def __init__(self, driver: Driver) -> None:
         super().__init__(driver.sheet)
@@ -50,42 +50,42 @@ class Noting(Driver):
         self.seen.append("back")
 
 
-def make_pipe() -> tuple[Any, Noting]:
+def make_pipe() -> tuple[Any, RecordingDriver]:
     pipe = place(recipes()[RECIPE].make(), DEVICE, dtype="float32")
     placement = find_placement(pipe)
     assert placement is not None
-    driver = Noting(placement.opened.driver)
-    keep_placement(pipe, replace(placement, opened=replace(placement.opened, driver=driver)))
+    driver = RecordingDriver(placement.opened.driver)
+    set_placement(pipe, replace(placement, opened=replace(placement.opened, driver=driver)))
     return pipe, driver
 
 
 def call(pipe: Any) -> Any:
-    given = {name: value for name, value in recipes()[RECIPE].call().items() if name != "generator"}
-    return pipe(**{**given, "seed": 7, "output_type": "np"})
+    arguments = {name: value for name, value in recipes()[RECIPE].call().items() if name != "generator"}
+    return pipe(**{**arguments, "seed": 7, "output_type": "np"})
 
 
-def test_a_call_among_others_sends_its_noise_and_fetches_its_picture_by_the_ferry() -> None:
+def test_shared_calls_copy_noise_and_image_on_the_side_stream() -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         pipe, driver = make_pipe()
-        alone = call(pipe).images
+        single = call(pipe).images
         before = list(driver.seen)
         shared = call(light_copy(pipe)).images
-        return alone, before, shared, driver.seen
+        return single, before, shared, driver.seen
 
-    alone, before, shared, seen = run_forked(DEVICE, use)
-    assert numpy.array_equal(alone, shared)
-    assert before == [], "a call that has the device for itself goes the plain way"
-    sent = [one for one in seen if one[0] == "send"]
-    assert any(shape[0] == 1 and len(shape) == 4 for _, shape in sent), f"the noise was not sent: {sent}"
-    told = " ".join(one for one in seen if one[0] != "send")
-    assert "record_event wait side_stream back" in told, "the picture is waited for, and fetched aside"
-    assert told.endswith("wait side_stream back"), "at last, whether all is finite"
-    assert told.count("wait side_stream back") == told.count("wait") == told.count("side_stream"), (
-        "nothing else was waited for"
+    single, before, shared, seen = run_forked(DEVICE, use)
+    assert numpy.array_equal(single, shared)
+    assert before == [], "a call that does not share the device copies directly"
+    copied = [event for event in seen if event[0] == "send"]
+    assert any(shape[0] == 1 and len(shape) == 4 for _, shape in copied), f"the noise was not copied: {copied}"
+    events = " ".join(event for event in seen if event[0] != "send")
+    assert "record_event wait side_stream back" in events, "the image is read on the side stream after an event"
+    assert events.endswith("wait side_stream back"), "the last read is the NaN check"
+    assert events.count("wait side_stream back") == events.count("wait") == events.count("side_stream"), (
+        "nothing else waits"
     )
 
 
-def test_a_picture_that_is_not_finite_is_found_beside_the_others() -> None:
+def test_nan_in_a_shared_call_is_detected() -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         pipe, driver = make_pipe()
         with torch.no_grad():
@@ -96,48 +96,48 @@ def test_a_picture_that_is_not_finite_is_found_beside_the_others() -> None:
             return str(error), driver.seen
         return "", driver.seen
 
-    said, seen = run_forked(DEVICE, use)
-    assert "unet" in said
+    message, seen = run_forked(DEVICE, use)
+    assert "unet" in message
     assert seen[-3:] == ["wait", "side_stream", "back"]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_tensors_keep_their_values_and_types_in_every_spelling(dtype: torch.dtype | None) -> None:
+def test_copies_keep_values_and_dtypes(dtype: torch.dtype | None) -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         placement = find_placement(make_pipe()[0])
         assert placement is not None
-        ferry = OverlappedCopy(placement.opened)
-        handlers = ferry.make_handlers({})
+        copier = OverlappedCopy(placement.opened)
+        handlers = copier.make_handlers({})
         values, device = torch.randn(SIDE, SIDE), placement.device
-        more = () if dtype is None else (dtype,)
-        expected = values.to(*more) if more else values
-        move, alike, home = handlers[torch.Tensor.to], handlers[torch.Tensor.type_as], handlers[torch.Tensor.cpu]
-        there = move(torch.Tensor.to, (values, device, *more), {})
-        back = [
-            home(torch.Tensor.cpu, (there,), {}),
-            move(torch.Tensor.to, (there, "cpu"), {}),
-            move(torch.Tensor.to, (there,), {"device": torch.device("cpu"), "copy": True}),
-            alike(torch.Tensor.type_as, (there, expected), {}),
-            move(torch.Tensor.to, (alike(torch.Tensor.type_as, (values, there), {}), "cpu"), {}),
+        dtype_args = () if dtype is None else (dtype,)
+        expected = values.to(*dtype_args) if dtype_args else values
+        to, type_as, to_cpu = handlers[torch.Tensor.to], handlers[torch.Tensor.type_as], handlers[torch.Tensor.cpu]
+        on_device = to(torch.Tensor.to, (values, device, *dtype_args), {})
+        copies = [
+            to_cpu(torch.Tensor.cpu, (on_device,), {}),
+            to(torch.Tensor.to, (on_device, "cpu"), {}),
+            to(torch.Tensor.to, (on_device,), {"device": torch.device("cpu"), "copy": True}),
+            type_as(torch.Tensor.type_as, (on_device, expected), {}),
+            to(torch.Tensor.to, (type_as(torch.Tensor.type_as, (values, on_device), {}), "cpu"), {}),
         ]
-        kept = move(torch.Tensor.to, (values, torch.float64), {})
-        return there.device.type, there.dtype, [one.equal(expected) for one in back], kept.dtype
+        cast = to(torch.Tensor.to, (values, torch.float64), {})
+        return on_device.device.type, on_device.dtype, [copy.equal(expected) for copy in copies], cast.dtype
 
-    kind, type_, same, kept = run_forked(DEVICE, use)
-    assert kind == DEVICE
-    assert type_ == (dtype or torch.float32)
-    assert all(same), same
-    assert kept == torch.float64, "what stays where it is is none of the ferry's"
+    device_type, device_dtype, is_equal, cast_dtype = run_forked(DEVICE, use)
+    assert device_type == DEVICE
+    assert device_dtype == (dtype or torch.float32)
+    assert all(is_equal), is_equal
+    assert cast_dtype == torch.float64, "a cast without a copy is left to torch"
 
 
-def test_without_marks_a_driver_goes_the_plain_way() -> None:
+def test_drivers_without_events_copy_directly() -> None:
     def use(accelerator: VirtualAccelerator) -> Any:
         pipe = place(recipes()[RECIPE].make(), DEVICE, dtype="float32")
         placement = find_placement(pipe)
         assert placement is not None
         opened: OpenDevice = placement.opened
-        sent = opened.driver.send(torch.ones(SIDE), opened.torch_device)
+        copied = opened.driver.send(torch.ones(SIDE), opened.torch_device)
         with opened.driver.side_stream(opened.index):
-            return opened.driver.marks, sent.device.type, sent.cpu().sum().item()
+            return opened.driver.has_events, copied.device.type, copied.cpu().sum().item()
 
     assert run_forked(DEVICE, use) == (False, DEVICE, SIDE)

@@ -1,4 +1,4 @@
-"""The scheduler on the host: every scheduler gives the CPU's latents on a device, which is never asked at a step."""
+"""Schedulers on the CPU: the same latents as on the CPU, without synchronizing at any step."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ WORKS = (
     "EulerAncestralDiscrete", "EulerDiscrete", "HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete", "LCM",
     "PNDM", "SASolver", "TCD", "UniPCMultistep",
 )  # fmt: skip
-"""What Stable Diffusion takes for all that it does; `Scheduler` is left off."""
+"""Schedulers that work with every Stable Diffusion pipeline, without the suffix `Scheduler`."""
 ADDS_NO_NOISE = ("DDIMInverse", "IPNDM")
-"""Without `add_noise`, and so for text-to-image alone."""
+"""Schedulers without `add_noise`: text-to-image only."""
 NEEDS_A_PACKAGE = {"CosineDPMSolverMultistep": "torchsde", "DPMSolverSDE": "torchsde", "LMSDiscrete": "scipy"}
-"""They are tried where the package is installed; the tests bring none of them."""
+"""Tested only if the package is installed."""
 FLOW_MATCHING = ("FlowMatchEulerDiscrete", "FlowMatchHeunDiscrete", "FlowMatchLCM")
 OF_OTHER_MODELS = (
     "Amused", "BlockRefinement", "CogVideoXDPM", "DDPMWuerstchen", "DiscreteDDIM", "EntropyBound",
     "FlowMapEulerDiscrete", "HeliosDMD", "Helios", "KarrasVe", "LTXEulerAncestralRF", "MiniMaxH3", "Piflow",
     "RFD4Proteina", "RePaint", "SCM", "ScoreSdeVe", "UnCLIP", "VQDiffusion",
 )  # fmt: skip
-"""Other steps, other tokens, or no noise prediction: Stable Diffusion cannot call them on any device."""
+"""Schedulers that Stable Diffusion cannot use on any device."""
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "DDIM-with-variance": ("DDIM", {}),
     "DPMSolverMultistep-sde": ("DPMSolverMultistep", {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True}),
@@ -59,7 +59,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VARIANTS = {name: (name, dict[str, Any]()) for name in (*WORKS, *ADDS_NO_NOISE, *NEEDS_A_PACKAGE)} | OPTIONS
 DRAWS_AT_EVERY_STEP = ("DDIM-with-variance", "DDPM", "DPMSolverMultistep-sde", "EulerAncestralDiscrete", "LCM")
-"""Among others; those for which it is shown that another seed changes the steps and not the first noise alone."""
+"""Some of the schedulers that draw noise in `step`."""
 
 
 def make_scheduler(variant: str, before: Any) -> Any:
@@ -67,19 +67,19 @@ def make_scheduler(variant: str, before: Any) -> Any:
     return getattr(diffusers, f"{name}Scheduler").from_config(before.config, **options)
 
 
-def make_pipe(name: str, *, whole: bool = False) -> Any:
-    """A tiny pipeline whose denoiser is one block, unless the whole one is asked for: its steps are what is tried."""
+def make_pipe(name: str, *, full: bool = False) -> Any:
+    """Return a tiny pipeline; by default with a one-block denoiser, because only the scheduler is tested."""
     pipe: Any = recipes()[name].make()
-    if not whole:
-        wanted = pipe.unet.config
+    if not full:
+        config = pipe.unet.config
         make: Any = diffusers.UNet2DConditionModel
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             pipe.unet = make(
-                sample_size=wanted.sample_size,
-                in_channels=wanted.in_channels,
-                out_channels=wanted.out_channels,
-                cross_attention_dim=wanted.cross_attention_dim,
+                sample_size=config.sample_size,
+                in_channels=config.in_channels,
+                out_channels=config.out_channels,
+                cross_attention_dim=config.cross_attention_dim,
                 block_out_channels=(8,),
                 down_block_types=("DownBlock2D",),
                 up_block_types=("UpBlock2D",),
@@ -90,9 +90,9 @@ def make_pipe(name: str, *, whole: bool = False) -> Any:
     return pipe
 
 
-def call(name: str, pipe: Any, seed: int = 7, **changed: Any) -> torch.Tensor:
-    """The latents of one call, drawn from a generator of the host."""
-    arguments = recipes()[name].call() | {"num_inference_steps": STEPS, "output_type": "latent"} | changed
+def call(name: str, pipe: Any, seed: int = 7, **changes: Any) -> torch.Tensor:
+    """Return the latents of one call with a CPU generator."""
+    arguments = recipes()[name].call() | {"num_inference_steps": STEPS, "output_type": "latent"} | changes
     if "strength" in inspect.signature(pipe.__call__).parameters:
         arguments.setdefault("strength", 0.6)
     arguments["generator"] = torch.Generator("cpu").manual_seed(seed)
@@ -101,13 +101,13 @@ def call(name: str, pipe: Any, seed: int = 7, **changed: Any) -> torch.Tensor:
         del arguments["prompt"]
         arguments |= {"prompt_embeds": embeds[:1].to(pipe.device), "negative_prompt_embeds": embeds[1:].to(pipe.device)}
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # some pipelines name no generator when they step
+        torch.default_generator.manual_seed(seed)  # some pipelines pass no generator to `step`
         result: torch.Tensor = pipe(**arguments).images
     return result.float().cpu()
 
 
 def find_problems(accelerator: VirtualAccelerator) -> list[str]:
-    """Errors, wrong numbers, and every time that the host waited for the device at a step."""
+    """Return errors, wrong results, and synchronizations inside a step."""
     return [
         f"{row.effect}: {row.limit} by {row.operation} at {row.file}:{row.line}, step {row.step}"
         for row in accelerator.ledger.rows()
@@ -117,29 +117,31 @@ def find_problems(accelerator: VirtualAccelerator) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One call on the CPU in plain diffusers, and on a device."""
+    """Comparison of a call on a device with plain diffusers on the CPU."""
 
     difference: float
     spread: float
-    """The largest number among the CPU's latents: a difference of 0 from nothing says nothing."""
+    """The largest CPU latent, to show that the latents are not all zero."""
     problems: list[str]
     left: list[str]
-    """What is not as it was on the scheduler."""
+    """Attributes of the scheduler that the call left changed."""
 
 
-def compare(accelerator: VirtualAccelerator, name: str, plain: Any, placed: Any, **changed: Any) -> Outcome:
-    expected = call(name, plain, **changed)
+def compare(accelerator: VirtualAccelerator, name: str, plain: Any, placed: Any, **changes: Any) -> Outcome:
+    expected = call(name, plain, **changes)
     accelerator.ledger.clear()
-    found = call(name, placed, **changed)
+    actual = call(name, placed, **changes)
     problems = find_problems(accelerator)
-    return Outcome(float((found - expected).abs().max()), float(expected.abs().max()), problems, find_traces(placed))
+    return Outcome(float((actual - expected).abs().max()), float(expected.abs().max()), problems, find_traces(placed))
 
 
 def find_traces(pipe: Any) -> list[str]:
-    """What a call left on the scheduler: a method of ours, or a table that is not on the host."""
-    mine = vars(pipe.scheduler)
-    methods = [name for name, value in mine.items() if callable(value) and hasattr(type(pipe.scheduler), name)]
-    tensors = {name: value for name, value in mine.items() if isinstance(value, torch.Tensor) and value.dim() <= 1}
+    """Return the overrides and device tensors that a call left on the scheduler."""
+    attributes = vars(pipe.scheduler)
+    methods = [name for name, value in attributes.items() if callable(value) and hasattr(type(pipe.scheduler), name)]
+    tensors = {
+        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor) and value.dim() <= 1
+    }
     return methods + [name for name, value in tensors.items() if value.device.type != "cpu"]
 
 
@@ -149,33 +151,35 @@ def is_missing(variant: str) -> bool:
     )
 
 
-def sweep(device: str, kinds: tuple[str, ...], whole: bool) -> dict[tuple[str, str], Outcome]:
-    """Every scheduler with every kind of pipeline, exchanged on one pipeline between the calls."""
+def sweep(device: str, kinds: tuple[str, ...], full: bool) -> dict[tuple[str, str], Outcome]:
+    """Run every scheduler with every kind of pipeline."""
 
     def use(accelerator: VirtualAccelerator) -> dict[tuple[str, str], Outcome]:
         warnings.simplefilter("ignore")
         outcomes = {}
         for kind in kinds:
-            plain = make_pipe(kind, whole=whole)
+            plain = make_pipe(kind, full=full)
             placed = anyaccel.place(copy.deepcopy(plain), device, dtype=torch.float32)
             before = plain.scheduler
             for variant in VARIANTS:
                 if is_missing(variant) or (variant in ADDS_NO_NOISE and kind != TEXT_TO_IMAGE):
                     continue
                 plain.scheduler, placed.scheduler = make_scheduler(variant, before), make_scheduler(variant, before)
-                more = {"eta": 1.0} if variant == "DDIM-with-variance" else {}
-                outcomes[variant, kind] = compare(accelerator, kind, plain, placed, **more)
+                options = {"eta": 1.0} if variant == "DDIM-with-variance" else {}
+                outcomes[variant, kind] = compare(accelerator, kind, plain, placed, **options)
         return outcomes
 
     return run_forked(device, use, strict=True)
 
 
-def find_faults(device: str, kinds: tuple[str, ...] = KINDS, whole: bool = False) -> dict[tuple[str, str], Outcome]:
-    """The schedulers and pipelines whose outcome is not the CPU's, or that left or did what they must not."""
-    outcomes = sweep(device, kinds, whole)
+def find_faults(device: str, kinds: tuple[str, ...] = KINDS, full: bool = False) -> dict[tuple[str, str], Outcome]:
+    """Return the combinations that differ from the CPU, synchronize, or leave something behind."""
+    outcomes = sweep(device, kinds, full)
     without_noise = {TEXT_TO_IMAGE} & set(kinds)
-    tried = {variant: without_noise if variant in ADDS_NO_NOISE else set(kinds) for variant in VARIANTS}
-    expected = {(name, kind) for name, of in tried.items() if not is_missing(name) for kind in of}
+    expected_kinds = {variant: without_noise if variant in ADDS_NO_NOISE else set(kinds) for variant in VARIANTS}
+    expected = {
+        (name, kind) for name, pipelines in expected_kinds.items() if not is_missing(name) for kind in pipelines
+    }
     assert set(outcomes) == expected
     return {
         key: outcome
@@ -185,58 +189,58 @@ def find_faults(device: str, kinds: tuple[str, ...] = KINDS, whole: bool = False
 
 
 @pytest.mark.parametrize("variant", NEEDS_A_PACKAGE)
-def test_a_scheduler_that_needs_a_package_is_swept_too(variant: str) -> None:
-    """The sweeps leave out what is not installed; here that is visible."""
+def test_schedulers_with_optional_packages_are_included(variant: str) -> None:
+    """Other tests skip these schedulers silently; this one shows it."""
     if is_missing(variant):
         pytest.skip(f"diffusers needs {NEEDS_A_PACKAGE[variant]} for {variant}, which is not installed")
     assert variant in VARIANTS
 
 
-def test_no_scheduler_of_diffusers_is_forgotten() -> None:
-    known = {*VARIANTS, *FLOW_MATCHING, *OF_OTHER_MODELS}
-    there = {
+def test_every_scheduler_of_diffusers_is_listed() -> None:
+    listed = {*VARIANTS, *FLOW_MATCHING, *OF_OTHER_MODELS}
+    available = {
         name.removesuffix("Scheduler")
         for name in dir(diffusers)
         if name.endswith("Scheduler") and not name.startswith("Flax")
     }
-    assert there - known == set()
+    assert available - listed == set()
     karras = {member.name.removesuffix("Scheduler") for member in KarrasDiffusionSchedulers}
     assert karras - {*WORKS, *NEEDS_A_PACKAGE} == set()
 
 
 @pytest.mark.long
-def test_every_scheduler_gives_the_latents_of_the_cpu_and_never_asks_the_device() -> None:
+def test_schedulers_match_the_cpu_and_never_synchronize() -> None:
     assert find_faults("neuron") == {}
 
 
-def test_every_scheduler_where_a_number_of_the_host_is_read_wrong() -> None:
-    """On MPS with torch 2.13, arithmetic with `sigmas[3]` of the host takes `sigmas[0]`."""
+def test_schedulers_match_the_cpu_where_scalar_offsets_are_ignored() -> None:
+    """MPS with torch 2.13 reads `sigmas[0]` instead of `sigmas[3]` of a CPU tensor."""
     assert find_faults("mps", (IMAGE_TO_IMAGE,)) == {}
 
 
-def test_a_schedule_on_the_device_is_found_out() -> None:
-    """What the tests here look for is there where the timesteps go to the device, as the user may wish."""
+def test_scheduler_on_the_device_synchronizes() -> None:
+    """Shows that `find_problems` detects synchronizations."""
 
     def use(accelerator: VirtualAccelerator) -> tuple[str, list[str]]:
         warnings.simplefilter("ignore")
-        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "neuron", dtype=torch.float32, schedule="device")
+        pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "neuron", dtype=torch.float32, scheduler="device")
         pipe.scheduler = make_scheduler("EulerDiscrete", pipe.scheduler)
         call(TEXT_TO_IMAGE, pipe)
         return pipe.scheduler.timesteps.device.type, find_problems(accelerator)
 
-    place, problems = run_forked("neuron", use)
-    assert place == "neuron"
+    device, problems = run_forked("neuron", use)
+    assert device == "neuron"
     assert any("host_round_trip" in problem for problem in problems)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["neuron", "mps", "hpu"])
-def test_every_scheduler_with_the_whole_tiny_denoiser(device: str) -> None:
-    assert find_faults(device, whole=True) == {}
+def test_schedulers_match_the_cpu_with_the_full_denoiser(device: str) -> None:
+    assert find_faults(device, full=True) == {}
 
 
-def test_schedulers_that_draw_while_they_step_draw_what_the_cpu_draws() -> None:
-    """From one and the same first noise, another generator gives another picture: what is drawn later counts."""
+def test_noise_drawn_by_schedulers_matches_the_cpu() -> None:
+    """With fixed first latents, another seed still changes the result."""
 
     def use(accelerator: VirtualAccelerator) -> dict[str, tuple[float, float]]:
         warnings.simplefilter("ignore")
@@ -248,11 +252,11 @@ def test_schedulers_that_draw_while_they_step_draw_what_the_cpu_draws() -> None:
         first = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(1))
         for variant in DRAWS_AT_EVERY_STEP:
             plain.scheduler, placed.scheduler = make_scheduler(variant, before), make_scheduler(variant, before)
-            more = size | ({"eta": 1.0} if variant == "DDIM-with-variance" else {})
-            expected = call(TEXT_TO_IMAGE, plain, latents=first.clone(), **more)
-            found = call(TEXT_TO_IMAGE, placed, latents=first.clone(), **more)
-            other = call(TEXT_TO_IMAGE, placed, seed=8, latents=first.clone(), **more)
-            seen[variant] = float((found - expected).abs().max()), float((other - found).abs().max())
+            options = size | ({"eta": 1.0} if variant == "DDIM-with-variance" else {})
+            expected = call(TEXT_TO_IMAGE, plain, latents=first.clone(), **options)
+            actual = call(TEXT_TO_IMAGE, placed, latents=first.clone(), **options)
+            other = call(TEXT_TO_IMAGE, placed, seed=8, latents=first.clone(), **options)
+            seen[variant] = float((actual - expected).abs().max()), float((other - actual).abs().max())
         return seen
 
     for variant, (difference, by_seed) in run_forked("neuron", use, strict=True).items():
@@ -262,7 +266,7 @@ def test_schedulers_that_draw_while_they_step_draw_what_the_cpu_draws() -> None:
 
 @dataclass(frozen=True)
 class Custom:
-    """A schedule of the caller's own."""
+    """A custom schedule."""
 
     scheduler: str
     arguments: dict[str, Any]
@@ -279,7 +283,7 @@ CUSTOM = {
 }
 
 
-def test_timesteps_and_sigmas_of_the_callers_own() -> None:
+def test_custom_timesteps_and_sigmas_match_the_cpu() -> None:
     def use(accelerator: VirtualAccelerator) -> dict[str, Outcome]:
         warnings.simplefilter("ignore")
         plain = make_pipe(TEXT_TO_IMAGE)
@@ -297,8 +301,8 @@ def test_timesteps_and_sigmas_of_the_callers_own() -> None:
         assert outcome.difference < TOLERANCE, name
 
 
-def test_a_base_and_a_refiner_share_the_steps() -> None:
-    """`denoising_end` truncates the list, `denoising_start` begins in the middle of it."""
+def test_base_and_refiner_match_the_cpu() -> None:
+    """With `denoising_end` and `denoising_start`."""
     base, refiner = "stable-diffusion-xl", "stable-diffusion-xl-image-to-image"
 
     def use(accelerator: VirtualAccelerator) -> dict[str, tuple[float, int, int, list[str]]]:
@@ -306,20 +310,20 @@ def test_a_base_and_a_refiner_share_the_steps() -> None:
         seen = {}
         for variant in ("EulerDiscrete", "HeunDiscrete"):
             results, counts = [], []
-            for place in ("", accelerator.name):
-                first, second = make_pipe(base, whole=True), make_pipe(refiner, whole=True)
+            for device in ("", accelerator.name):
+                first, second = make_pipe(base, full=True), make_pipe(refiner, full=True)
                 first.scheduler = make_scheduler(variant, first.scheduler)
                 second.scheduler = make_scheduler(variant, second.scheduler)
-                if place:
-                    first = anyaccel.place(first, place, dtype=torch.float32)
-                    second = anyaccel.place(second, place, dtype=torch.float32)
+                if device:
+                    first = anyaccel.place(first, device, dtype=torch.float32)
+                    second = anyaccel.place(second, device, dtype=torch.float32)
                     accelerator.ledger.clear()
-                counts.append([count_passes(first), count_passes(second)])
+                counts.append([record_timesteps(first), record_timesteps(second)])
                 latents = call(base, first, num_inference_steps=6, denoising_end=0.5)
                 results.append(call(refiner, second, num_inference_steps=6, denoising_start=0.5, image=latents))
             problems = find_problems(accelerator)
             read = [[[float(timestep) for timestep in one] for one in pair] for pair in counts]
-            assert read[0] == read[1], "other timesteps than on the CPU"
+            assert read[0] == read[1], "the timesteps differ from the CPU"
             difference = float((results[1] - results[0]).abs().max())
             seen[variant] = difference, len(read[1][0]), len(read[1][1]), problems
         return seen
@@ -331,21 +335,21 @@ def test_a_base_and_a_refiner_share_the_steps() -> None:
         assert after > 1, variant
 
 
-def count_passes(pipe: Any) -> list[Any]:
-    """The timesteps of the denoiser's passes, as they come; nobody reads them while it runs."""
+def record_timesteps(pipe: Any) -> list[Any]:
+    """Return a list that receives the timestep of every pass; it is read after the call only."""
     passes: list[Any] = []
 
-    def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[1] if len(args) > 1 else kwargs["timestep"]
-        passes.append(given)
+    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        passes.append(timestep)
 
-    pipe.unet.register_forward_pre_hook(note, with_kwargs=True)
+    pipe.unet.register_forward_pre_hook(record, with_kwargs=True)
     return passes
 
 
 @pytest.mark.parametrize("device", ["neuron", pytest.param("mps", marks=pytest.mark.slow)])
-def test_flow_matching(device: str) -> None:
-    """FLUX and Stable Diffusion 3 shift their sigmas, and image-to-image begins where the strength says."""
+def test_flow_matching_schedulers_match_the_cpu(device: str) -> None:
+    """FLUX and Stable Diffusion 3, including image-to-image."""
     names = ("flux", "flux-image-to-image", "stable-diffusion-3", "stable-diffusion-3-image-to-image")
 
     def use(accelerator: VirtualAccelerator) -> dict[str, Outcome]:
@@ -375,8 +379,8 @@ def test_flow_matching(device: str) -> None:
         assert outcome.left == [], name
 
 
-def test_the_scheduler_is_left_as_it_was(tmp_path: Path) -> None:
-    """Its class, its methods and its tables; it can be copied and saved, and a method of the user's own stays."""
+def test_scheduler_is_unchanged_after_a_call(tmp_path: Path) -> None:
+    """Class, methods and tables; copies, saved files and a user's own `step` work."""
 
     def use(accelerator: VirtualAccelerator) -> None:
         warnings.simplefilter("ignore")
@@ -416,7 +420,7 @@ def test_the_scheduler_is_left_as_it_was(tmp_path: Path) -> None:
     run_forked("neuron", use, strict=True)
 
 
-def test_a_failed_call_leaves_the_scheduler_as_it_was() -> None:
+def test_scheduler_is_unchanged_after_a_failed_call() -> None:
     def use(accelerator: VirtualAccelerator) -> None:
         warnings.simplefilter("ignore")
         pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "neuron", dtype=torch.float32)
@@ -434,7 +438,7 @@ def test_a_failed_call_leaves_the_scheduler_as_it_was() -> None:
     run_forked("neuron", use, strict=True)
 
 
-def test_a_scheduler_whose_tables_a_plain_call_took_to_the_device() -> None:
+def test_scheduler_with_tables_on_the_device_from_a_plain_call() -> None:
     def use(accelerator: VirtualAccelerator) -> tuple[float, list[str]]:
         warnings.simplefilter("ignore")
         plain = make_pipe(IMAGE_TO_IMAGE)
@@ -445,8 +449,8 @@ def test_a_scheduler_whose_tables_a_plain_call_took_to_the_device() -> None:
         assert plain.scheduler.alphas_cumprod.device.type == accelerator.name
         placed = anyaccel.place(plain, accelerator.name, dtype=torch.float32)
         accelerator.ledger.clear()
-        found = call(IMAGE_TO_IMAGE, placed)
-        return float((found - expected).abs().max()), find_problems(accelerator)
+        actual = call(IMAGE_TO_IMAGE, placed)
+        return float((actual - expected).abs().max()), find_problems(accelerator)
 
     difference, problems = run_forked("mps", use)
     assert problems == []
@@ -454,16 +458,16 @@ def test_a_scheduler_whose_tables_a_plain_call_took_to_the_device() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_the_numbers_of_a_scheduler_are_known_and_nothing_else() -> None:
+def test_cpu_tensors_own_only_scheduler_tensors() -> None:
     make: Any = diffusers.EulerDiscreteScheduler
     scheduler = make()
-    with keep_on_cpu({"scheduler": scheduler, "again": scheduler, "unet": torch.nn.Linear(1, 1)}) as numbers:
+    with keep_on_cpu({"scheduler": scheduler, "again": scheduler, "unet": torch.nn.Linear(1, 1)}) as cpu_tensors:
         scheduler.set_timesteps(4, device="meta")
         assert scheduler.timesteps.device.type == "cpu"
-        assert numbers.owns(scheduler.timesteps[1:])
-        assert numbers.owns(scheduler.sigmas[2])
-        assert not numbers.owns(torch.ones(4))
-        assert not numbers.owns(torch.ones(4, device="meta"))
+        assert cpu_tensors.owns(scheduler.timesteps[1:])
+        assert cpu_tensors.owns(scheduler.sigmas[2])
+        assert not cpu_tensors.owns(torch.ones(4))
+        assert not cpu_tensors.owns(torch.ones(4, device="meta"))
         inner = copy.deepcopy(scheduler)
         inner.set_timesteps(3, device="meta")
         assert len(inner.timesteps) == 3
@@ -475,7 +479,7 @@ def test_the_numbers_of_a_scheduler_are_known_and_nothing_else() -> None:
     assert "set_timesteps" not in vars(scheduler)
 
 
-def test_an_empty_tensor_is_none_of_the_numbers() -> None:
-    numbers = CpuTensors()
-    numbers.add(torch.ones(0))
-    assert not numbers.owns(torch.ones(0, 3))
+def test_cpu_tensors_do_not_own_empty_tensors() -> None:
+    cpu_tensors = CpuTensors()
+    cpu_tensors.add(torch.ones(0))
+    assert not cpu_tensors.owns(torch.ones(0, 3))

@@ -19,7 +19,7 @@ from anyaccel.forward_overrides import Slot, get_override, remove_override, set_
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.workarounds.nan_check import Mark
+from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import join_args, make_call_args, split_result
 from anyaccel.server.batching.shared_pipeline import SharedPipeline
 from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher, _PendingCall
@@ -70,7 +70,7 @@ def step_together(batched: BatchedForward, calls: int, steps: int, between: Call
             future.result(60)
 
 
-def record_waits(log: list[str]) -> Mark:
+def record_waits(log: list[str]) -> RecordEvent:
     """Return a `mark` that numbers its events and logs each wait for one."""
     marks = itertools.count(1)
     return lambda: functools.partial(log.append, f"wait for {next(marks)}")
@@ -367,7 +367,7 @@ def test_a_captured_graph_is_dropped_when_the_weights_change() -> None:
     def record(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         return function(), lambda: None
 
-    capture = GraphCapture(pipe.unet, Recorder(record, warm=1), lambda: None)
+    capture = GraphCapture(pipe.unet, Recorder(record, warmup_runs=1), lambda: None)
     set_override(pipe.unet, Slot.CAPTURE, capture)
     capture.begin_call()
     inputs = {

@@ -1,4 +1,4 @@
-"""What is wrong, too large, too slow or a trick: the right answer at once, and nothing is held."""
+"""Invalid, oversized, slow and malicious requests get an error response and leave nothing behind."""
 
 import io
 import json
@@ -20,19 +20,19 @@ from tests.server.live import Live
 GENERATE, EDIT = "/v1/images/generations", "/v1/images/edits"
 
 
-def code_of(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
 
 
 def make_png(width: int, height: int) -> bytes:
-    """A picture of which a few kilobytes unpack to gigabytes."""
+    """Return a decompression bomb: a few kilobytes that decode to gigabytes."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    packed = zlib.compress(bytes(10**6))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    compressed = zlib.compress(bytes(10**6))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", compressed) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(
@@ -56,54 +56,56 @@ def make_png(width: int, height: int) -> bytes:
         (b"[" * 100_000, "invalid_request"),
     ],
 )
-def test_bodies_that_are_no_requests(live: Live, body: bytes, code: str) -> None:
+def test_an_invalid_body_is_rejected(live: Live, body: bytes, code: str) -> None:
     with live.http() as http:
-        answer = http.post(GENERATE, content=body, headers={"content-type": "application/json"})
-    assert code_of(answer) == (400, code)
+        response = http.post(GENERATE, content=body, headers={"content-type": "application/json"})
+    assert error_of(response) == (400, code)
 
 
-def test_what_is_too_large_is_refused_before_it_is_read(live: Live) -> None:
+def test_an_oversized_body_is_rejected_before_it_is_read(live: Live) -> None:
     with live.http() as http:
         start = time.monotonic()
-        answer = http.post(GENERATE, content=json.dumps({"prompt": "x" * 50_000_000}))
-        assert code_of(answer) == (413, "request_too_large")
+        response = http.post(GENERATE, content=json.dumps({"prompt": "x" * 50_000_000}))
+        assert error_of(response) == (413, "request_too_large")
 
         def chunks() -> Any:
             for _ in range(40):
                 yield bytes(2**20)
 
-        assert code_of(http.post(GENERATE, content=chunks())) == (413, "request_too_large"), "without a length too"
+        assert error_of(http.post(GENERATE, content=chunks())) == (413, "request_too_large"), (
+            "also without a Content-Length"
+        )
         assert time.monotonic() - start < 60
 
 
-def test_pictures_that_are_none_or_unpack_to_too_much(live: Live) -> None:
+def test_invalid_images_and_decompression_bombs_are_rejected(live: Live) -> None:
     stream = io.BytesIO()
     Image.new("RGB", (64, 64)).save(stream, "PNG")
-    whole = stream.getvalue()
+    valid = stream.getvalue()
     service = psutil.Process(live.process.pid)
     before = service.memory_info().rss
     with live.http() as http:
         for content, code in (
             (make_png(50_000, 50_000), "image_too_large"),
             (make_png(30_000, 1_000), "image_too_large"),
-            (whole[:-40], "invalid_image"),
+            (valid[:-40], "invalid_image"),
             (b"GIF89a" + bytes(100), "invalid_image"),
             (b"", "invalid_image"),
             (b"<svg/>", "invalid_image"),
         ):
-            answer = http.post(EDIT, files={"image": ("a.png", content)}, data={"prompt": "a tree"})
-            assert code_of(answer) == (400, code)
-        wrong: list[tuple[dict[str, Any], dict[str, str], str]] = [
+            response = http.post(EDIT, files={"image": ("a.png", content)}, data={"prompt": "a tree"})
+            assert error_of(response) == (400, code)
+        invalid: list[tuple[dict[str, Any], dict[str, str], str]] = [
             ({}, {"prompt": "a tree", "image": "text"}, "unsupported_media_type"),
-            ({"image": ("a.png", whole)}, {}, "missing_required_parameter"),
-            ({"other": ("a.png", whole)}, {"prompt": "a tree"}, "unknown_parameter"),
-            ({"image": ("a.png", whole)}, {"prompt": "a tree", "strength": "2"}, "invalid_value"),
-            ({"image": ("a.png", whole)}, {"prompt": "a tree", "n": "many"}, "invalid_value"),
+            ({"image": ("a.png", valid)}, {}, "missing_required_parameter"),
+            ({"other": ("a.png", valid)}, {"prompt": "a tree"}, "unknown_parameter"),
+            ({"image": ("a.png", valid)}, {"prompt": "a tree", "strength": "2"}, "invalid_value"),
+            ({"image": ("a.png", valid)}, {"prompt": "a tree", "n": "many"}, "invalid_value"),
         ]
-        for files, data, code in wrong:
-            answer = http.post(EDIT, files=files or None, data=data)
-            assert answer.json()["error"]["code"] == code
-            assert 400 <= answer.status_code < 500
+        for files, data, code in invalid:
+            response = http.post(EDIT, files=files or None, data=data)
+            assert response.json()["error"]["code"] == code
+            assert 400 <= response.status_code < 500
     assert service.memory_info().rss - before < 200 * 2**20
 
 
@@ -121,30 +123,30 @@ def test_pictures_that_are_none_or_unpack_to_too_much(live: Live) -> None:
         "/..%2f..%2fpyproject.toml",
     ],
 )
-def test_paths_that_lead_nowhere(live: Live, path: str) -> None:
+def test_an_unknown_path_is_not_found(live: Live, path: str) -> None:
     with live.http() as http:
-        answer = http.get(path)
-        assert answer.status_code == 404
-        assert "error" in answer.json()
+        response = http.get(path)
+        assert response.status_code == 404
+        assert "error" in response.json()
     assert http.is_closed
 
 
-def test_other_ways_in_are_closed(live: Live) -> None:
+def test_foreign_origins_hosts_and_invalid_keys_are_rejected(live: Live) -> None:
     with live.http() as http:
         foreign = http.post(GENERATE, json={"prompt": "x"}, headers={"Origin": "https://elsewhere.example"})
-        assert code_of(foreign) == (403, "wrong_origin")
+        assert error_of(foreign) == (403, "wrong_origin")
         for origin in ("null", "http://[", live.address + ".example"):
-            answer = http.post(GENERATE, json={"prompt": "x"}, headers={"Origin": origin})
-            assert code_of(answer) == (403, "wrong_origin")
+            response = http.post(GENERATE, json={"prompt": "x"}, headers={"Origin": origin})
+            assert error_of(response) == (403, "wrong_origin")
         assert http.get("/v1/models", headers={"Origin": live.address}).status_code == 200
         rebound = http.get("/v1/models", headers={"Host": "elsewhere.example"})
-        assert code_of(rebound) == (403, "wrong_host")
-        assert code_of(http.get("/v1/images/generations")) == (405, "method_not_allowed")
-        for given in ("", "Bearer", "Bearer wrong", f"Basic {ALICE}"):
-            answer = httpx.get(
-                f"{live.address}/v1/models", headers={"Authorization": given} if given else {}, timeout=60
+        assert error_of(rebound) == (403, "wrong_host")
+        assert error_of(http.get("/v1/images/generations")) == (405, "method_not_allowed")
+        for value in ("", "Bearer", "Bearer wrong", f"Basic {ALICE}"):
+            response = httpx.get(
+                f"{live.address}/v1/models", headers={"Authorization": value} if value else {}, timeout=60
             )
-            assert code_of(answer) == (401, "invalid_api_key")
+            assert error_of(response) == (401, "invalid_api_key")
         assert httpx.get(f"{live.address}/metrics", timeout=60).status_code == 401
         job = f"{live.address}/v1/jobs/job_{'0' * 32}"
         for method, path in (
@@ -152,35 +154,35 @@ def test_other_ways_in_are_closed(live: Live) -> None:
             ("DELETE", f"{job}/images/0?token=x"),
             ("POST", f"{job}/cancel"),
         ):
-            assert httpx.request(method, path, timeout=60).status_code == 401, "a token is for one picture"
+            assert httpx.request(method, path, timeout=60).status_code == 401, "a token is valid for one image only"
         assert httpx.request("POST", f"{live.address}/healthz", content=bytes(1000), timeout=60).status_code == 401
 
 
 @pytest.mark.long
-def test_half_a_request_is_not_waited_for(live: Live) -> None:
+def test_an_incomplete_request_times_out(live: Live) -> None:
     address = urlsplit(live.address)
-    place = (str(address.hostname), int(address.port or 0))
+    endpoint = (str(address.hostname), int(address.port or 0))
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ALICE}\r\n"
-    halves = {
-        "nothing at all": "",
-        "half a head": head,
-        "half a body": f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + '{"prompt": ',
+    requests = {
+        "no data": "",
+        "incomplete headers": head,
+        "incomplete body": f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + '{"prompt": ',
     }
     connections = {}
-    for name, half in halves.items():
-        connections[name] = socket.create_connection(place, timeout=60)
-        connections[name].sendall(half.encode())
+    for name, text in requests.items():
+        connections[name] = socket.create_connection(endpoint, timeout=60)
+        connections[name].sendall(text.encode())
     with live.http() as http:
-        assert http.get("/healthz").status_code == 200, "others are served meanwhile"
+        assert http.get("/healthz").status_code == 200, "other requests are served meanwhile"
     for name, connection in connections.items():
-        answer = connection.recv(10_000)
-        assert answer.startswith(b"HTTP/1.1 408"), name
+        response = connection.recv(10_000)
+        assert response.startswith(b"HTTP/1.1 408"), name
         while connection.recv(10_000):
             continue
         connection.close()
 
 
-def test_a_client_that_goes_away_while_it_sends_leaves_nothing(live: Live) -> None:
+def test_a_client_that_disconnects_while_sending_leaves_nothing(live: Live) -> None:
     address = urlsplit(live.address)
     with live.http() as http:
         before = len(http.get("/v1/jobs").json()["data"])

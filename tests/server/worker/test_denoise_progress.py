@@ -1,4 +1,4 @@
-"""Estimates of the end: from what a model says of one step, by the scheduler's own numbers."""
+"""Previews: estimates of the clean latents from one model output and the scheduler's coefficients."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import place
 from anyaccel.server.batching.shared_pipeline import light_copy
-from anyaccel.server.worker.denoise_progress import Watcher, estimate_clean, watching_steps
+from anyaccel.server.worker.denoise_progress import StepObserver, estimate_clean, observing_steps
 
 SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
     ("DDIMScheduler", {}),
@@ -32,11 +32,11 @@ SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "config"), SCHEDULERS, ids=[f"{name} {config}" for name, config in SCHEDULERS])
-def test_what_a_model_that_knows_would_say_gives_the_end(name: str, config: dict[str, Any]) -> None:
+def test_a_perfect_model_output_gives_the_clean_latents(name: str, config: dict[str, Any]) -> None:
     scheduler = getattr(diffusers, name)(**config)
     scheduler.set_timesteps(10)
-    draw = torch.Generator().manual_seed(0)
-    clean, noise = (torch.randn(1, 4, 8, 8, generator=draw) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    clean, noise = (torch.randn(1, 4, 8, 8, generator=generator) for _ in range(2))
     timestep = scheduler.timesteps[3]
     if "FlowMatch" in name:
         sigma = scheduler.sigmas[3]
@@ -45,8 +45,8 @@ def test_what_a_model_that_knows_would_say_gives_the_end(name: str, config: dict
         sample = scheduler.add_noise(clean, noise, timestep[None])
         output = noise
         if config.get("prediction_type") == "v_prediction":
-            share = scheduler.alphas_cumprod[int(timestep)]
-            output = share.sqrt() * noise - (1 - share).sqrt() * clean
+            alpha_cumprod = scheduler.alphas_cumprod[int(timestep)]
+            output = alpha_cumprod.sqrt() * noise - (1 - alpha_cumprod).sqrt() * clean
     estimated = estimate_clean(scheduler, output, timestep, sample)
     assert estimated is not None
     assert (estimated - clean).abs().max() < 2e-2
@@ -55,21 +55,21 @@ def test_what_a_model_that_knows_would_say_gives_the_end(name: str, config: dict
 @pytest.mark.parametrize(
     "name", ["stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3", "flux", "pixart-alpha", "ddpm"]
 )
-def test_the_last_preview_is_the_picture(name: str) -> None:
+def test_the_last_preview_equals_the_image(name: str) -> None:
     pipe = place(recipes()[name].make(), "cpu", dtype="float32")
     pipe.set_progress_bar_config(disable=True)
     call = {**recipes()[name].call(), "num_inference_steps": 5, "output_type": "np"}
     call.pop("generator", None)
-    made: list[Any] = []
+    previews: list[Any] = []
     steps: list[tuple[int, int]] = []
-    copied = light_copy(pipe)
+    pipe_copy = light_copy(pipe)
     expected = numpy.asarray(pipe(**call, seed=3).images)[0]
     height, width = expected.shape[:2]
-    watcher = Watcher(lambda done, total: steps.append((done, total)), made.append, (0.4, 1.0))
-    with watching_steps(copied, watcher, (width, height)):
-        got = numpy.asarray(copied(**call, seed=3).images)[0]
-    assert numpy.abs(got - expected).max() < 1e-5, "looking on changes nothing"
+    observer = StepObserver(lambda done, total: steps.append((done, total)), previews.append, (0.4, 1.0))
+    with observing_steps(pipe_copy, observer, (width, height)):
+        image = numpy.asarray(pipe_copy(**call, seed=3).images)[0]
+    assert numpy.abs(image - expected).max() < 1e-5, "observing does not change the image"
     assert steps[-1][0] == steps[-1][1]
-    assert len(made) == 2
-    shown = numpy.asarray(made[-1].convert("RGB" if expected.shape[2] == 3 else "L")).reshape(expected.shape) / 255
-    assert numpy.abs(shown - expected).mean() < 0.03
+    assert len(previews) == 2
+    last = numpy.asarray(previews[-1].convert("RGB" if expected.shape[2] == 3 else "L")).reshape(expected.shape) / 255
+    assert numpy.abs(last - expected).mean() < 0.03

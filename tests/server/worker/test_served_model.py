@@ -1,4 +1,4 @@
-"""A model as the worker serves it: its tasks, its adapters, and calls that do not go as planned."""
+"""Served models: tasks, LoRA adapters, stopped and failing calls, and the model cache."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,18 +17,18 @@ from anyaccel.recipes import recipes
 from anyaccel.runtime.pipeline import DiffusionPipeline
 from anyaccel.server.batching.model_lock import AdapterLock
 from anyaccel.server.settings import ServedName, ServerSettings
-from anyaccel.server.worker.denoise_progress import Watcher
+from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.model_cache import ModelCache
-from anyaccel.server.worker.served_model import RefusedError, ServedModel
+from anyaccel.server.worker.served_model import ServedModel, UnsafeContentError
 
 SIZE = 64
 
 
-def make_settings(folder: Path, **more: Any) -> ServerSettings:
+def make_settings(folder: Path, **options: Any) -> ServerSettings:
     return ServerSettings(
         models=(ServedName("tiny", str(folder)),), data=folder, device="cpu", dtype="float32", sizes=((SIZE, SIZE),),
-        max_batch=4, **more,
+        max_batch=4, **options,
     )  # fmt: skip
 
 
@@ -38,12 +38,12 @@ def model(folder: Path) -> ServedModel:
     return ServedModel(settings.models[0], settings)
 
 
-def make_job_spec(**more: Any) -> JobSpec:
+def make_job_spec(**fields: Any) -> JobSpec:
     values: dict[str, Any] = {"task": "generate", "model": "tiny", "prompt": "a cat", "seeds": (7,), "width": SIZE}
-    return JobSpec(**{**values, "height": SIZE, "num_inference_steps": 4, **more})
+    return JobSpec(**{**values, "height": SIZE, "num_inference_steps": 4, **fields})
 
 
-def look(done: int, total: int) -> None:
+def ignore_step(done: int, total: int) -> None:
     return
 
 
@@ -51,106 +51,113 @@ def pixels(image: Image.Image) -> Any:
     return numpy.asarray(image.convert("RGB")).astype(int)
 
 
-def alone(folder: Path, seed: int = 7, **call: Any) -> Any:
+def run_single(folder: Path, seed: int = 7, **call: Any) -> Any:
+    """Return the pixels of the image that the library generates without a service."""
     pipe = DiffusionPipeline.from_pretrained(str(folder))
     pipe.set_progress_bar_config(disable=True)
     pipe.to("cpu", dtype="float32")
-    made = pipe(prompt="a cat", seed=seed, num_inference_steps=4, width=SIZE, height=SIZE, **call)
-    return pixels(pick_images(pipe, made)[0])
+    output = pipe(prompt="a cat", seed=seed, num_inference_steps=4, width=SIZE, height=SIZE, **call)
+    return pixels(pick_images(pipe, output)[0])
 
 
-def test_its_tasks_are_those_that_run(model: ServedModel, folder: Path) -> None:
+def test_supported_tasks_are_detected_and_run(model: ServedModel, folder: Path) -> None:
     facts = model.facts()
     assert facts.tasks == ("generate", "edit", "inpaint")
-    assert facts.at_once == 4
-    assert facts.joins["unet"]
-    image, origin = model.make(make_job_spec(), 0, {}, Watcher(look))
-    assert abs(pixels(image) - alone(folder)).max() <= 1
-    assert (origin.seed, origin.steps, origin.width) == (7, 4, SIZE)
+    assert facts.max_concurrent == 4
+    assert facts.batched["unet"]
+    image, metadata = model.generate(make_job_spec(), 0, {}, StepObserver(ignore_step))
+    assert abs(pixels(image) - run_single(folder)).max() <= 1
+    assert (metadata.seed, metadata.steps, metadata.width) == (7, 4, SIZE)
     grey = Image.new("RGB", (32, 32), "grey")
     left = Image.new("L", (SIZE, SIZE), 0)
     left.paste(255, (0, 0, SIZE // 2, SIZE))
     inputs = {"image": grey, "mask_image": left}
-    painted, origin = model.make(make_job_spec(task="inpaint", strength=1.0), 0, inputs, Watcher(look))
+    painted, metadata = model.generate(
+        make_job_spec(task="inpaint", strength=1.0), 0, inputs, StepObserver(ignore_step)
+    )
     assert painted.size == (SIZE, SIZE)
-    assert origin.unrecorded == ("image", "mask_image")
+    assert metadata.unrecorded == ("image", "mask_image")
 
 
-def test_one_that_is_stopped_leaves_the_others_alone(model: ServedModel, folder: Path) -> None:
+def test_stopping_a_call_does_not_affect_others(model: ServedModel, folder: Path) -> None:
     stop = threading.Event()
 
-    def end_early(done: int, total: int) -> None:
+    def stop_early(done: int, total: int) -> None:
         if done == 2:
             stop.set()
 
     with ThreadPoolExecutor(2) as threads:
         stopped = threads.submit(
-            model.make, make_job_spec(seeds=(1,)), 0, {}, Watcher(end_early, is_stopped=stop.is_set)
+            model.generate, make_job_spec(seeds=(1,)), 0, {}, StepObserver(stop_early, is_stopped=stop.is_set)
         )
-        going = threads.submit(model.make, make_job_spec(), 0, {}, Watcher(look))
+        other = threads.submit(model.generate, make_job_spec(), 0, {}, StepObserver(ignore_step))
         with pytest.raises(StoppedError):
             stopped.result(180)
-        assert abs(pixels(going.result(180)[0]) - alone(folder)).max() <= 1
-    assert model.turnstile.is_idle()
+        assert abs(pixels(other.result(180)[0]) - run_single(folder)).max() <= 1
+    assert model.lock.is_idle()
 
 
-def test_memory_that_runs_out_is_answered_as_in_the_library(model: ServedModel, folder: Path) -> None:
+def test_a_call_that_runs_out_of_memory_is_repeated_exclusively(model: ServedModel, folder: Path) -> None:
     assert model.shared is not None
-    meeting = model.shared.meetings["unet"]
-    turnstile = model.turnstile
-    plain, failures = meeting.run, list[int]()
+    batched = model.shared.forwards["unet"]
+    lock = model.lock
+    original_run, failures = batched.run, list[int]()
 
     def run(sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not failures:  # the first to come fails when the other is inside as well, however late that is
-            with turnstile.changed:
-                assert turnstile.changed.wait_for(lambda: turnstile.inside == 2, timeout=120)
+        if not failures:  # the first call fails only after the other one has acquired the lock
+            with lock.changed:
+                assert lock.changed.wait_for(lambda: lock.holders == 2, timeout=120)
         if len(failures) < 2 or len(sample) > 2:
             failures.append(len(sample))
-            raise torch.OutOfMemoryError("no memory for this")
-        return plain(sample, *args, **kwargs)
+            raise torch.OutOfMemoryError("out of memory")
+        return original_run(sample, *args, **kwargs)
 
-    meeting.run = run  # type: ignore[method-assign]
+    batched.run = run  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
-        made = list(threads.map(lambda seed: model.make(make_job_spec(seeds=(seed,)), 0, {}, Watcher(look))[0], (7, 8)))
+        images = list(
+            threads.map(
+                lambda seed: model.generate(make_job_spec(seeds=(seed,)), 0, {}, StepObserver(ignore_step))[0], (7, 8)
+            )
+        )
     assert len(failures) >= 2
-    assert abs(pixels(made[0]) - alone(folder)).max() <= 1
-    assert abs(pixels(made[1]) - alone(folder, 8)).max() <= 1
-    assert model.shared is not None, "it is shared again"
-    assert model.at_once == 4
+    assert abs(pixels(images[0]) - run_single(folder)).max() <= 1
+    assert abs(pixels(images[1]) - run_single(folder, 8)).max() <= 1
+    assert model.shared is not None, "sharing resumes afterwards"
+    assert model.max_concurrent == 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-def test_a_picture_that_is_not_finite_does_not_take_others_down(model: ServedModel, folder: Path) -> None:
+def test_an_image_with_nan_is_recomputed(model: ServedModel, folder: Path) -> None:
     assert model.shared is not None
-    meeting = model.shared.meetings["vae.decoder"]
-    plain, broken = meeting.run, list[bool]()
+    batched = model.shared.forwards["vae.decoder"]
+    original_run, failures = batched.run, list[bool]()
 
     def run(sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = plain(sample, *args, **kwargs)
-        if not broken:
-            broken.append(True)
+        result = original_run(sample, *args, **kwargs)
+        if not failures:
+            failures.append(True)
             return result * float("nan")
         return result
 
-    meeting.run = run  # type: ignore[method-assign]
-    image, _ = model.make(make_job_spec(), 0, {}, Watcher(look))
-    assert broken
-    assert abs(pixels(image) - alone(folder)).max() <= 1
+    batched.run = run  # type: ignore[method-assign]
+    image, _ = model.generate(make_job_spec(), 0, {}, StepObserver(ignore_step))
+    assert failures
+    assert abs(pixels(image) - run_single(folder)).max() <= 1
     assert model.shared is not None
 
 
-def test_what_a_safety_checker_refuses_is_an_error_of_its_own(model: ServedModel) -> None:
-    kind = type(model.pipe)
-    plain = kind.run_safety_checker
+def test_an_image_rejected_by_the_safety_checker_raises(model: ServedModel) -> None:
+    pipeline_class = type(model.pipe)
+    original = pipeline_class.run_safety_checker
     try:
-        kind.run_safety_checker = lambda self, image, device, dtype: (image, [True])
-        with pytest.raises(RefusedError):
-            model.make(make_job_spec(), 0, {}, Watcher(look))
+        pipeline_class.run_safety_checker = lambda self, image, device, dtype: (image, [True])
+        with pytest.raises(UnsafeContentError):
+            model.generate(make_job_spec(), 0, {}, StepObserver(ignore_step))
     finally:
-        kind.run_safety_checker = plain
+        pipeline_class.run_safety_checker = original
 
 
-def test_adapters_are_switched_when_nobody_is_inside(folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_switched_between_calls(folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig
 
     pipe: Any = recipes()["stable-diffusion"].make()
@@ -167,7 +174,7 @@ def test_adapters_are_switched_when_nobody_is_inside(folder: Path, tmp_path: Pat
     settings = make_settings(folder, loras=(ServedName("ink", str(tmp_path)),))
     model = ServedModel(settings.models[0], settings)
     assert model.facts().loras == ("ink",)
-    asked = [
+    specs = [
         make_job_spec(),
         make_job_spec(lora="ink"),
         make_job_spec(),
@@ -175,16 +182,18 @@ def test_adapters_are_switched_when_nobody_is_inside(folder: Path, tmp_path: Pat
         make_job_spec(lora="ink", lora_scale=0),
     ]
     with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(lambda work: pixels(model.make(work, 0, {}, Watcher(look))[0]), asked))
-    plain = alone(folder)
-    assert abs(made[0] - plain).max() <= 1
-    assert abs(made[2] - plain).max() <= 1
-    assert abs(made[1] - plain).max() > 5
-    assert abs(made[1] - made[3]).max() <= 1
-    assert abs(made[4] - plain).max() <= 1
+        images = list(
+            threads.map(lambda spec: pixels(model.generate(spec, 0, {}, StepObserver(ignore_step))[0]), specs)
+        )
+    expected = run_single(folder)
+    assert abs(images[0] - expected).max() <= 1
+    assert abs(images[2] - expected).max() <= 1
+    assert abs(images[1] - expected).max() > 5
+    assert abs(images[1] - images[3]).max() <= 1
+    assert abs(images[4] - expected).max() <= 1
 
 
-def test_the_model_used_longest_ago_leaves(folder: Path) -> None:
+def test_the_least_recently_used_model_is_evicted(folder: Path) -> None:
     names = tuple(ServedName(name, str(folder)) for name in ("one", "two", "three"))
     settings = ServerSettings(
         models=names, data=folder, device="cpu", dtype="float32", max_models=2, sizes=((SIZE, SIZE),)
@@ -195,90 +204,87 @@ def test_the_model_used_longest_ago_leaves(folder: Path) -> None:
         loaded.append(served.name)
         return ServedModel(served, settings)
 
-    shelf = ModelCache(settings, load)
+    cache = ModelCache(settings, load)
     for name in ("one", "two", "one"):
-        with shelf.using(name) as model:
-            model.make(make_job_spec(model=name), 0, {}, Watcher(look))
-    with shelf.using("one"), shelf.using("three"):
-        assert set(shelf.models) == {"one", "three"}, "the one in use stays, the older one leaves"
+        with cache.using(name) as model:
+            model.generate(make_job_spec(model=name), 0, {}, StepObserver(ignore_step))
+    with cache.using("one"), cache.using("three"):
+        assert set(cache.models) == {"one", "three"}, "a model in use is not evicted"
     assert loaded == ["one", "two", "three"]
 
 
-def test_a_model_that_waits_for_room_is_not_passed_for_ever(folder: Path) -> None:
+def test_a_model_waiting_for_memory_is_not_starved(folder: Path) -> None:
     names = tuple(ServedName(name, str(folder)) for name in ("one", "two"))
     settings = ServerSettings(
         models=names, data=folder, device="cpu", dtype="float32", max_models=1, sizes=((SIZE, SIZE),)
     )
-    shelf = ModelCache(settings, lambda served: ServedModel(served, settings))
-    ending, begun = threading.Event(), threading.Event()
-    loop_over = 0
+    cache = ModelCache(settings, lambda served: ServedModel(served, settings))
+    ending, started = threading.Event(), threading.Event()
 
     def use_one() -> None:
-        nonlocal loop_over
         while not ending.is_set():
-            with shelf.using("one"):
-                begun.set()
+            with cache.using("one"):
+                started.set()
                 ending.wait(0.05)
-                loop_over += 1
 
     with ThreadPoolExecutor(3) as threads:
         users = [threads.submit(use_one) for _ in range(2)]
-        assert begun.wait(180)
-        with pytest.raises(StoppedError), shelf.using("two", is_stopped=lambda: True):
+        assert started.wait(180)
+        with pytest.raises(StoppedError), cache.using("two", is_stopped=lambda: True):
             pass
-        assert not shelf.making_room
-        with shelf.using("two"):
-            assert set(shelf.models) == {"two"}
+        assert not cache.evicting
+        with cache.using("two"):
+            assert set(cache.models) == {"two"}
             ending.set()
         for user in users:
             user.result(180)
-    with pytest.raises(UsageError, match="no longer served"), shelf.using("gone"):
+    with pytest.raises(UsageError, match="no longer served"), cache.using("gone"):
         pass
 
 
-def test_pictures_are_read_as_they_are_meant(tmp_path: Path) -> None:
-    from anyaccel.server.worker.worker import _read_pictures
+def test_input_images_are_converted_correctly(tmp_path: Path) -> None:
+    from anyaccel.server.worker.worker import _read_images
 
-    turned = Image.new("RGB", (4, 2), "red")
+    rotated = Image.new("RGB", (4, 2), "red")
     exif = Image.Exif()
     exif[0x0112] = 6
-    turned.save(tmp_path / "turned.jpg", exif=exif)
+    rotated.save(tmp_path / "rotated.jpg", exif=exif)
     ramp = Image.fromarray(numpy.linspace(0, 65535, 16).astype("uint16").reshape(4, 4))
-    ramp.save(tmp_path / "deep.png")
-    Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(tmp_path / "clear.png")
-    read = _read_pictures({name: str(tmp_path / name) for name in ("turned.jpg", "deep.png", "clear.png")})
-    assert read["turned.jpg"].size == (2, 4)
-    grey = numpy.asarray(read["deep.png"])[..., 0].flatten()
+    ramp.save(tmp_path / "16bit.png")
+    Image.new("RGBA", (2, 2), (0, 0, 0, 0)).save(tmp_path / "transparent.png")
+    images = _read_images({name: str(tmp_path / name) for name in ("rotated.jpg", "16bit.png", "transparent.png")})
+    assert images["rotated.jpg"].size == (2, 4)
+    grey = numpy.asarray(images["16bit.png"])[..., 0].flatten()
     assert abs(grey.astype(int) - numpy.linspace(0, 255, 16)).max() <= 1
-    assert read["clear.png"].getpixel((0, 0)) == (255, 255, 255)
+    assert images["transparent.png"].getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_turns_are_taken_in_order() -> None:
+def test_the_adapter_lock_is_first_in_first_out() -> None:
     switched: list[str | None] = []
-    turnstile, order = AdapterLock(2, switched.append), []
-    inside = threading.Event()
-    go_on = threading.Event()
+    lock, order = AdapterLock(2, switched.append), []
+    acquired = threading.Event()
+    proceed = threading.Event()
 
-    def enter(name: str, adapter: str | None, alone: bool = False) -> None:
-        with turnstile.entering(adapter, alone=alone):
+    def hold(name: str, adapter: str | None, exclusive: bool = False) -> None:
+        with lock.acquire(adapter, exclusive=exclusive):
             order.append(name)
-            inside.set()
-            go_on.wait(120)
+            acquired.set()
+            proceed.wait(120)
 
     threads = []
-    for name, adapter, by_itself in (("a", None, False), ("b", None, False), ("c", "ink", False), ("d", None, True)):
-        threads.append(threading.Thread(target=enter, args=(name, adapter, by_itself)))
+    for name, adapter, exclusive in (("a", None, False), ("b", None, False), ("c", "ink", False), ("d", None, True)):
+        threads.append(threading.Thread(target=hold, args=(name, adapter, exclusive)))
         threads[-1].start()
         while name in ("a", "b") and name not in order:
-            inside.wait(0.01)
-        while name in ("c", "d") and len(turnstile.waiting) < (1 if name == "c" else 2):
-            inside.wait(0.01)
+            acquired.wait(0.01)
+        while name in ("c", "d") and len(lock.waiting) < (1 if name == "c" else 2):
+            acquired.wait(0.01)
     assert order == ["a", "b"]
-    with pytest.raises(StoppedError), turnstile.entering(is_stopped=lambda: True):
+    with pytest.raises(StoppedError), lock.acquire(is_stopped=lambda: True):
         pass
-    go_on.set()
+    proceed.set()
     for thread in threads:
         thread.join(120)
     assert order == ["a", "b", "c", "d"]
     assert switched == ["ink", None]
-    assert turnstile.is_idle()
+    assert lock.is_idle()

@@ -1,4 +1,4 @@
-"""Served on virtual devices: the CPU's pictures, joined where batches are reliable, and in sizes that are ready."""
+"""Serving on virtual devices: same images as the CPU, batched only where batches are reliable."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.server.settings import ServedName, ServerSettings
-from anyaccel.server.worker.denoise_progress import Watcher
+from anyaccel.server.worker.denoise_progress import StepObserver
 from anyaccel.server.worker.job_spec import JobSpec
 from anyaccel.server.worker.served_model import ServedModel
 
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.usefixtures("pipelines_imported")
 
 
 def serve(folder: Path, device: str) -> tuple[ServedModel, list[Any]]:
-    """Three calls at once."""
+    """Generate three images concurrently."""
     settings = ServerSettings(
         models=(ServedName("tiny", str(folder)),), data=folder, device=device, dtype="float32", sizes=((SIZE, SIZE),),
         max_batch=3,
     )  # fmt: skip
     model = ServedModel(settings.models[0], settings)
-    works = [
+    specs = [
         JobSpec(
             task="generate", model="tiny", prompt="a cat", seeds=(seed,), width=SIZE, height=SIZE, num_inference_steps=3
         )
         for seed in SEEDS
     ]
     with ThreadPoolExecutor(3) as threads:
-        made = threads.map(lambda work: model.make(work, 0, {}, Watcher(lambda done, total: None))[0], works)
-        return model, [numpy.asarray(image).astype(int) for image in made]
+        images = threads.map(lambda spec: model.generate(spec, 0, {}, StepObserver(lambda done, total: None))[0], specs)
+        return model, [numpy.asarray(image).astype(int) for image in images]
 
 
 @pytest.fixture(scope="module")
@@ -43,24 +43,24 @@ def expected(folder: Path) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("device", "joined", "padded"), [("neuron", True, True), ("hpu", True, None), ("mps", False, None)]
+    ("device", "batched", "padded"), [("neuron", True, True), ("hpu", True, None), ("mps", False, None)]
 )
-def test_the_pictures_are_those_of_the_cpu(
-    device: str, joined: bool, padded: bool | None, folder: Path, expected: list[Any]
+def test_images_equal_those_of_the_cpu(
+    device: str, batched: bool, padded: bool | None, folder: Path, expected: list[Any]
 ) -> None:
-    def use(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
+    def run(accelerator: VirtualAccelerator) -> tuple[Any, ...]:
         accelerator.ledger.clear()
-        model, made = serve(folder, device)
+        model, images = serve(folder, device)
         effects = {row.effect for row in accelerator.ledger.rows()}
-        rows = () if model.shared is None else tuple(model.shared.meetings["unet"].full_rows)
+        rows = () if model.shared is None else tuple(model.shared.forwards["unet"].batch_seconds)
         facts = model.facts()
-        return made, effects, model.shared is not None, rows, facts.at_once, facts.virtual, facts.fixed_sizes
+        return images, effects, model.shared is not None, rows, facts.max_concurrent, facts.virtual, facts.fixed_sizes
 
-    made, effects, shared, rows, at_once, virtual, fixed = run_forked(device, use)
-    for one, other in zip(made, expected, strict=True):
-        assert abs(one - other).max() <= 1
+    images, effects, shared, rows, max_concurrent, virtual, fixed = run_forked(device, run)
+    for image, wanted in zip(images, expected, strict=True):
+        assert abs(image - wanted).max() <= 1
     assert not effects & {"error", "wrong"}
-    assert (shared, at_once, virtual) == (joined, 3 if joined else 1, True)
+    assert (shared, max_concurrent, virtual) == (batched, 3 if batched else 1, True)
     if padded:
-        assert rows == (2, 4, 6), "rounds are filled up to sizes that were run ahead"
+        assert rows == (2, 4, 6), "batches are padded to prepared sizes"
         assert fixed

@@ -416,12 +416,7 @@ ROCM = replace(
         _amd("mi355x", "AMD Instinct MI355X", 288 * GIB),
         _amd("mi325x", "AMD Instinct MI325X", 256 * GIB),
         _amd("mi300x", "AMD Instinct MI300X", 192 * GIB),
-        _amd(
-            "mi250x",
-            "AMD Instinct MI250X",
-            64 * GIB,
-            "128 GiB per card in two dies, which torch counts as two devices.",
-        ),
+        _amd("mi250x", "AMD Instinct MI250X", 64 * GIB, "128 GiB in two dies, which torch counts as two devices."),
         _amd("rx7900xtx", "AMD Radeon RX 7900 XTX", 24 * GIB),
     ),
 )
@@ -430,7 +425,7 @@ ROCM = replace(
 class CudaDriver(Driver):
     """CUDA driver: supports CUDA graphs, events and side streams."""
 
-    marks = True
+    has_events = True
 
     def __init__(self, sheet: Sheet) -> None:
         super().__init__(sheet)

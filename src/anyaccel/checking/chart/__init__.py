@@ -1,1 +1,1 @@
-"""The chart: every tiny pipeline on every virtual device, as data, as Markdown and as a page to click through."""
+"""Chart of all tiny pipelines on all virtual devices, as data, Markdown and an interactive page."""

@@ -1,4 +1,4 @@
-"""The chart: every tiny pipeline on every virtual device, in plain diffusers and placed, as data."""
+"""Chart data: every tiny pipeline on every virtual device, in plain diffusers and placed by anyaccel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.checking.report import DeviceReport, State, Violation
-from anyaccel.checking.run import CheckMode, run_on_device, run_on_host
+from anyaccel.checking.run import CheckMode, run_on_cpu, run_on_device
 from anyaccel.errors import UsageError, nearest, summarize_error
 from anyaccel.processes.forked_call import forking_threads
 from anyaccel.recipes import Recipe
@@ -19,13 +19,13 @@ __all__ = ["Attempt", "Chart", "ChartCell", "ChartRow", "CodeLine", "LimitFindin
 
 _PACKAGES = Path(__file__).parents[3]
 _PLAIN, _PLACED = CheckMode(placed=False), CheckMode(placed=True)
+# Pipelines per process. A smaller group starts more processes; a larger one repeats more work after a crash.
 _LARGEST_GROUP = 12
-"""How many pipelines one process runs: fewer cost more processes, more are lost with one that dies."""
 
 
 @dataclass(frozen=True)
 class CodeLine:
-    """One line of code."""
+    """Line of source code."""
 
     file: str
     line: int
@@ -34,7 +34,7 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class LimitFinding:
-    """A line of code that met one limit: how often, and the step at which it first did (None: outside of them)."""
+    """Line of code that hits a limit: how often, and the first step (None: outside the denoising loop)."""
 
     limit: str
     effect: str
@@ -45,23 +45,23 @@ class LimitFinding:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One pipeline on one device, in one of the two ways."""
+    """Run of one pipeline on one device in one mode, plain or placed."""
 
     state: State
     error: str = ""
     max_difference: float | None = None
-    waits_a_step: float | None = None
-    found: tuple[LimitFinding, ...] = ()
+    waits_per_step: float | None = None
+    findings: tuple[LimitFinding, ...] = ()
 
     def count(self) -> dict[str, int]:
-        """How many lines of code met limits, by effect."""
-        effects = [one.effect for one in self.found]
+        """Return the number of lines that hit a limit, by effect."""
+        effects = [finding.effect for finding in self.findings]
         return {effect: effects.count(effect) for effect in dict.fromkeys(effects)}
 
 
 @dataclass(frozen=True)
 class ChartCell:
-    """One pipeline on one device, both ways."""
+    """One pipeline on one device, in both modes."""
 
     device: str
     plain: Attempt
@@ -70,7 +70,7 @@ class ChartCell:
 
 @dataclass(frozen=True)
 class ChartRow:
-    """One pipeline."""
+    """One pipeline on all devices."""
 
     recipe: str
     pipeline: str
@@ -78,60 +78,60 @@ class ChartRow:
     cells: tuple[ChartCell, ...]
 
     def cell(self, device: str) -> ChartCell:
-        """The cell of one device."""
+        """Return the cell of one device."""
         return next(cell for cell in self.cells if cell.device == device)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Every line, and what it was made with."""
+    """All rows, and the versions and machine that they were computed with."""
 
     devices: tuple[str, ...]
     lines: tuple[ChartRow, ...]
     seconds: float
-    made: dict[str, Any] = field(default_factory=dict)
-    """The date, the versions and the machine."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Date, versions and machine."""
 
-    def count(self, device: str, way: str, state: State) -> int:
-        """How many pipelines are in one state on one device, `plain` or `placed`."""
-        return sum(getattr(line.cell(device), way).state == state for line in self.lines)
-
-
-OnReport = Callable[[int, int, str], None]
-"""Hears how many attempts of how many are made, and of which pipelines the last ones were."""
+    def count(self, device: str, mode: str, state: State) -> int:
+        """Return the number of pipelines in a state on a device; `mode` is `plain` or `placed`."""
+        return sum(getattr(line.cell(device), mode).state == state for line in self.lines)
 
 
-def find_families(asked: Sequence[str], known: Iterable[Recipe]) -> list[Recipe]:
-    """The recipes of the families or names that are asked for; all where none is."""
-    recipes = list(known)
-    names = {recipe.family for recipe in recipes} | {recipe.name for recipe in recipes}
-    for name in asked:
-        if name not in names:
-            raise UsageError(f"there is no family and no recipe {name!r}", hint=nearest(name, sorted(names)))
-    return [one for one in recipes if not asked or one.family in asked or one.name in asked]
+# Callback with the number of finished cells, the number of all cells, and the family that was finished last.
+OnChartProgress = Callable[[int, int, str], None]
+
+
+def find_families(names: Sequence[str], all_recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Return the recipes with these family or recipe names; all of them if `names` is empty."""
+    recipes = list(all_recipes)
+    valid_names = {recipe.family for recipe in recipes} | {recipe.name for recipe in recipes}
+    for name in names:
+        if name not in valid_names:
+            raise UsageError(f"unknown family or recipe {name!r}", hint=nearest(name, sorted(valid_names)))
+    return [recipe for recipe in recipes if not names or recipe.family in names or recipe.name in names]
 
 
 def make_chart(
-    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, told: OnReport | None = None
+    recipes: Sequence[Recipe], devices: Sequence[str], *, jobs: int = 2, on_progress: OnChartProgress | None = None
 ) -> Generator[ChartRow, None, None]:
-    """Run every recipe on every virtual device, both ways; a line comes as soon as it is whole.
+    """Run every recipe on every virtual device in both modes, and yield each row when it is complete.
 
-    Closing the generator, or an error in it, ends the processes.
+    Closing the generator ends the processes, as does an error in it.
     """
     _import_pipelines(recipes)
     groups = list(_group(recipes))
-    done, whole = 0, len(recipes) * len(devices)
-    with forking_threads(jobs) as pool:  # a thread waits for the processes of a group
+    done, total = 0, len(recipes) * len(devices)
+    with forking_threads(jobs) as pool:  # each thread waits for the processes of one group
         running = {pool.submit(_run_group, group, devices): group for group in groups}
         for finished in as_completed(running):
             done += len(running[finished]) * len(devices)
-            if told:
-                told(done, whole, running[finished][0].family)
+            if on_progress:
+                on_progress(done, total, running[finished][0].family)
             yield from finished.result()
 
 
 def _import_pipelines(recipes: Sequence[Recipe]) -> None:
-    """Import once what every process would import anew."""
+    """Import the pipelines before the forks, so that the processes do not import them again."""
     diffusers = importlib.import_module("diffusers")
     importlib.import_module("anyaccel.runtime.pipeline")
     for recipe in recipes:
@@ -139,66 +139,70 @@ def _import_pipelines(recipes: Sequence[Recipe]) -> None:
 
 
 def _group(recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
-    """The recipes of a family together, the largest groups first, so that none is left running alone at the end."""
+    """Yield groups of recipes of the same family, largest first."""
     families: dict[str, list[Recipe]] = {}
     for recipe in recipes:
         families.setdefault(recipe.family, []).append(recipe)
-    parts = [
-        whole[start : start + _LARGEST_GROUP]
-        for whole in families.values()
-        for start in range(0, len(whole), _LARGEST_GROUP)
+    groups = [
+        family[start : start + _LARGEST_GROUP]
+        for family in families.values()
+        for start in range(0, len(family), _LARGEST_GROUP)
     ]
-    yield from sorted(parts, key=len, reverse=True)
+    # The longest jobs start first, so that the cores finish at about the same time.
+    yield from sorted(groups, key=len, reverse=True)
 
 
 def _run_group(recipes: Sequence[Recipe], devices: Sequence[str]) -> list[ChartRow]:
-    expected = run_on_host(recipes)
+    # The CPU images are computed once per group and shared by all devices and both modes.
+    expected = run_on_cpu(recipes)
     cells: dict[str, list[ChartCell]] = {recipe.name: [] for recipe in recipes}
     for device in devices:
         for recipe, cell in zip(recipes, _run_guarded(device, recipes, expected), strict=True):
             cells[recipe.name].append(cell)
     return [
-        ChartRow(recipe=one.name, pipeline=one.pipeline, family=one.family, cells=tuple(cells[one.name]))
-        for one in recipes
+        ChartRow(recipe=recipe.name, pipeline=recipe.pipeline, family=recipe.family, cells=tuple(cells[recipe.name]))
+        for recipe in recipes
     ]
 
 
 def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any]) -> list[ChartCell]:
-    """The cells of some recipes; where their process dies, each runs in one of its own, and the guilty one says so."""
+    """Return the cells of recipes that share a process. If the process dies, run each recipe in its own."""
     try:
         reports = run_on_device(device, recipes, expected, (_PLAIN, _PLACED))
-    except CancelledError:  # nobody waits for the chart any more
+    except CancelledError:  # the chart was interrupted
         raise
-    except Exception as error:  # noqa: BLE001 - a process that dies is a finding too
+    except Exception as error:  # noqa: BLE001 - a crash of the process is a finding too
         if len(recipes) > 1:
             return [cell for recipe in recipes for cell in _run_guarded(device, [recipe], expected)]
-        died = Attempt("stops", error=summarize_error(error))
-        return [ChartCell(device, died, died)]
+        # Both modes share the process, so it is not known which of them crashed it.
+        crash = Attempt("stops", error=summarize_error(error))
+        return [ChartCell(device, crash, crash)]
+    # Each recipe has two reports, in the order of the modes above.
     pairs = zip(reports[::2], reports[1::2], strict=True)
-    return [ChartCell(device, _shorten(plain), _shorten(placed)) for plain, placed in pairs]
+    return [ChartCell(device, _make_attempt(plain), _make_attempt(placed)) for plain, placed in pairs]
 
 
-def _shorten(report: DeviceReport) -> Attempt:
+def _make_attempt(report: DeviceReport) -> Attempt:
     return Attempt(
         state=report.state,
         error=report.error,
         max_difference=report.max_difference,
-        waits_a_step=report.host_round_trips_per_step,
-        found=tuple(_join(report.violations)),
+        waits_per_step=report.host_round_trips_per_step,
+        findings=tuple(_merge_lines(report.violations)),
     )
 
 
-def _join(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
-    """One for each line of code and limit, whichever operations of the line met it."""
-    together: dict[tuple[str, str, CodeLine], list[Violation]] = {}
-    for one in violations:
-        site = CodeLine(_name_file(one.file), one.line, one.code)
-        together.setdefault((one.limit, one.effect, site), []).append(one)
-    for (limit, effect, site), ones in together.items():
-        yield LimitFinding(limit, effect, site, sum(one.count for one in ones), ones[0].step)
+def _merge_lines(violations: Sequence[Violation]) -> Iterator[LimitFinding]:
+    """Yield one finding per line of code and limit, with the counts of all its operations."""
+    by_line: dict[tuple[str, str, CodeLine], list[Violation]] = {}
+    for violation in violations:
+        site = CodeLine(_package_path(violation.file), violation.line, violation.code)
+        by_line.setdefault((violation.limit, violation.effect, site), []).append(violation)
+    for (limit, effect, site), group in by_line.items():
+        yield LimitFinding(limit, effect, site, sum(violation.count for violation in group), group[0].step)
 
 
-def _name_file(file: str) -> str:
-    """A file of this package as an installed one is named, wherever it lies: `anyaccel/recipes/recipe.py`."""
+def _package_path(file: str) -> str:
+    """Return the path of a file of this package without its install location: `anyaccel/recipes/recipe.py`."""
     path = Path(file)
     return path.relative_to(_PACKAGES).as_posix() if path.is_absolute() and path.is_relative_to(_PACKAGES) else file

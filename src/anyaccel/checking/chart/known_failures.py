@@ -1,21 +1,22 @@
-"""Why some pipelines do not work everywhere even when they are placed: known, and told beside the result."""
+"""Known reasons why some pipelines do not work on every virtual device, even when anyaccel places them."""
 
 from __future__ import annotations
 
 __all__ = ["REASONS", "find_reason"]
 
-_OTHER_UPSCALING = "diffusers itself enlarges the picture in another way there, by its name (pipeline_unclip.py)"
+# `if device.type == "mps"` selects the interpolation mode, so the CPU and MPS run different code.
+_OTHER_UPSCALING = "diffusers selects another interpolation mode on MPS (pipeline_unclip.py)"
 
+# Reason by recipe name.
 REASONS: dict[str, str] = {
-    "attend-and-excite": "asks for gradients as it denoises, which virtual devices do not give through attention",
-    "semantic-guidance": "writes its estimates to tensors of the host at every step, for the caller to read",
-    "score-sde-ve": "its scheduler makes a timestep on the device and looks it up on the host at every step",
+    "attend-and-excite": "computes gradients while denoising; virtual devices have no gradients through attention",
+    "semantic-guidance": "copies its guidance estimates to CPU tensors at every step, as part of its API",
+    "score-sde-ve": "the scheduler creates each timestep on the device and looks it up on the CPU at every step",
     "unclip": _OTHER_UPSCALING,
     "unclip-image-variation": _OTHER_UPSCALING,
 }
-"""By recipe."""
 
 
 def find_reason(recipe: str) -> str:
-    """Why a recipe does not work where it does not, as far as it is known; empty where it should."""
+    """Return the known reason why a recipe fails when placed, or an empty string."""
     return REASONS.get(recipe, "")

@@ -1,4 +1,4 @@
-"""The chart as a page of Markdown: a table a family, a mark a cell, and what does not work with the reason."""
+"""Chart as Markdown: one table per family, and the failures with their reasons."""
 
 from __future__ import annotations
 
@@ -15,56 +15,62 @@ _MARKS = {"works": "✓", "waits": "◷", "wrong": "≠", "stops": "✗"}
 
 
 def write_markdown(chart: Chart, verifications: tuple[Verification, ...] = (), page: str = "") -> str:
-    """The whole page; `page` is the address of the one to click through, where there is one."""
-    lines = [*_introduce(chart, page), *_count(chart), *_tell_hardware(chart, verifications)]
+    """Return the page; `page` is the URL of the interactive page, if there is one."""
+    lines = [*_format_introduction(chart, page), *_format_counts(chart), *_format_hardware(chart, verifications)]
+    # `groupby` joins only adjacent rows, so the rows are sorted first.
     for family, members in groupby(sorted(chart.lines, key=lambda line: line.family), key=lambda line: line.family):
-        lines += ["", f"## {family}", "", *_table(chart, list(members))]
-    lines += ["", "## What does not work placed, and why", "", *_tell_failures(chart)]
+        lines += ["", f"## {family}", "", *_format_table(chart, list(members))]
+    lines += ["", "## Pipelines that do not work when placed", "", *_format_failures(chart)]
     return "\n".join(lines) + "\n"
 
 
-def _introduce(chart: Chart, page: str) -> Iterator[str]:
-    made = ", ".join(f"{name} {version}" for name, version in chart.made.get("versions", {}).items())
+def _format_introduction(chart: Chart, page: str) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in chart.environment.get("versions", {}).items())
     yield "# Chart: pipelines and devices"
     yield ""
-    kinds = len({line.pipeline for line in chart.lines})
-    yield f"{len(chart.lines)} tiny pipelines of {kinds} classes of diffusers, in float32, on virtual devices; {made}."
-    yield "All of it is **virtual**: the documented limits of a device, enforced on a CPU. It says nothing of kernels."
-    yield "In a cell: plain diffusers, then placed by anyaccel."
+    classes = len({line.pipeline for line in chart.lines})
+    yield f"{len(chart.lines)} tiny pipelines ({classes} diffusers classes) in float32 on virtual devices; {versions}."
+    yield "All results are **virtual**: the documented limits of a device, enforced on a CPU. They do not test kernels."
+    yield "Each cell shows plain diffusers → placed by anyaccel."
     if page:
-        yield f"[The same to click through]({page}) has every line of code that met a limit."
+        yield f"The [interactive chart]({page}) lists every line of code that hits a limit."
     yield ""
-    yield f"{_MARKS['works']} works: the CPU's picture, and no waiting for the device at the steps;"
-    yield f"{_MARKS['waits']} right, but the host waits for the device at every step;"
-    yield f"{_MARKS['wrong']} silently another picture; {_MARKS['stops']} stops with an error."
+    yield f"{_MARKS['works']} works: the same image as the CPU, and no synchronization per step;"
+    yield f"{_MARKS['waits']} correct, but the CPU waits for the device at every step;"
+    yield f"{_MARKS['wrong']} another image, without an error; {_MARKS['stops']} stops with an error."
 
 
-def _count(chart: Chart) -> Iterator[str]:
+def _format_counts(chart: Chart) -> Iterator[str]:
     yield ""
-    yield "| works on | plain diffusers | placed | of |"
+    yield "| device | works in plain diffusers | works when placed | of |"
     yield "|---|---|---|---|"
     for device in chart.devices:
         plain, placed = chart.count(device, "plain", "works"), chart.count(device, "placed", "works")
         yield f"| {_badge(device)} | {plain} | {placed} | {len(chart.lines)} |"
 
 
-def _tell_hardware(chart: Chart, verifications: tuple[Verification, ...]) -> Iterator[str]:
-    here = {line.recipe for line in chart.lines}
-    told = [(one, [found for found in one.pipelines if found.recipe in here]) for one in verifications]
-    if not any(found for _, found in told):
+def _format_hardware(chart: Chart, verifications: tuple[Verification, ...]) -> Iterator[str]:
+    # A verification may have run recipes that the chart does not have.
+    recipes = {line.recipe for line in chart.lines}
+    results = [
+        (verification, [finding for finding in verification.pipelines if finding.recipe in recipes])
+        for verification in verifications
+    ]
+    if not any(findings for _, findings in results):
         return
     yield ""
-    yield "On hardware, as far as somebody ran it (`anyaccel devices NAME --verify`), placed against the CPU:"
+    yield "Verified on hardware (`anyaccel devices NAME --verify`), placed by anyaccel and compared with the CPU:"
     yield ""
-    yield "| device | pipelines right | of | date | torch |"
+    yield "| device | correct pipelines | of | date | torch |"
     yield "|---|---|---|---|---|"
-    for one, found in told:
-        right = sum(pipeline.right is True for pipeline in found)
-        yield f"| {one.device_name} | {right} | {len(found)} | {one.date} | {one.versions.get('torch', '')} |"
+    for verification, findings in results:
+        right = sum(finding.right is True for finding in findings)
+        torch_version = verification.versions.get("torch", "")
+        yield f"| {verification.device_name} | {right} | {len(findings)} | {verification.date} | {torch_version} |"
 
 
-def _table(chart: Chart, lines: list[ChartRow]) -> Iterator[str]:
-    yield f"| pipeline | {' | '.join(chart.devices)} | runs on |"
+def _format_table(chart: Chart, lines: list[ChartRow]) -> Iterator[str]:
+    yield f"| pipeline | {' | '.join(chart.devices)} | works when placed |"
     yield f"|---|{'---|' * (len(chart.devices) + 1)}"
     for line in lines:
         cells = [_marks(line.cell(device)) for device in chart.devices]
@@ -80,10 +86,10 @@ def _badge(device: str) -> str:
     return f"![{device}: works (virtual)](badges/{device}.svg)"
 
 
-def _tell_failures(chart: Chart) -> Iterator[str]:
+def _format_failures(chart: Chart) -> Iterator[str]:
     failing = [(line, cell) for line in chart.lines for cell in line.cells if cell.placed.state != "works"]
     if not failing:
-        yield "Nothing."
+        yield "None."
     for line, cell in failing:
-        why = find_reason(line.recipe) or cell.placed.error or "not yet known why"
-        yield f"- **{line.recipe}** on {cell.device} ({cell.placed.state}): {why}"
+        reason = find_reason(line.recipe) or cell.placed.error or "reason unknown"
+        yield f"- **{line.recipe}** on {cell.device} ({cell.placed.state}): {reason}"

@@ -1,23 +1,23 @@
 "use strict";
-// Shared by the chart and the report: the data, the marks of the states, and the ledger of an attempt.
+// Shared by the chart and the report: the data, the state marks, and the ledger of a run.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
 const STATES = {
-  works: { verb: "works", says: "The right picture, and no waiting at its steps." },
-  waits: { verb: "waits", says: "The right picture, but the host waits for the device at every step: slow on real hardware." },
-  wrong: { verb: "wrong", says: "Silently another picture, or a limit that gives silently wrong numbers." },
-  stops: { verb: "stops", says: "An error: there is no picture." },
+  works: { verb: "works", says: "The correct image, and no synchronization per step." },
+  waits: { verb: "waits", says: "The correct image, but the CPU waits for the device at every step, which is slow on real hardware." },
+  wrong: { verb: "wrong", says: "Another image without an error, or a limit with silently wrong values." },
+  stops: { verb: "stops", says: "An error, and no image." },
 };
 const SEVERITY = { works: 0, waits: 1, wrong: 2, stops: 3 };
 
 const EFFECTS = {
   error: { order: 0, state: "stops", says: "raises an error" },
-  wrong: { order: 1, state: "wrong", says: "silently wrong numbers" },
-  slow: { order: 2, state: "waits", says: "costs time" },
-  narrowed: { order: 3, state: "none", says: "silently narrows the type" },
+  wrong: { order: 1, state: "wrong", says: "silently wrong values" },
+  slow: { order: 2, state: "waits", says: "slow" },
+  narrowed: { order: 3, state: "none", says: "silently narrows the dtype" },
 };
-const EVIDENCE = { hardware: "seen on the device", documented: "documented", inferred: "inferred" };
+const EVIDENCE = { hardware: "measured on the device", documented: "documented", inferred: "inferred" };
 const LINES_SHOWN = 6;
 
 const SHAPES = {
@@ -34,7 +34,7 @@ for (const [state, shape] of Object.entries(SHAPES)) {
   MARKS[state] = holder.content.firstChild;
 }
 
-// An element: attributes that are null or false are left out, `onclick` listens, children that are null are left out.
+// Create an element. Attributes and children that are null (or false) are omitted; `on…` attributes add listeners.
 function h(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -50,11 +50,11 @@ function mark(state) {
   return (MARKS[state] ?? MARKS.none).cloneNode(true);
 }
 
-function plural(count, one, many) {
-  return `${count} ${count === 1 ? one : many}`;
+function plural(count, singular, many) {
+  return `${count} ${count === 1 ? singular : many}`;
 }
 
-// A figure as people read it; what is not finite comes as a word.
+// Format a number. Values that are not finite arrive as words, because JSON does not have them.
 function figure(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
@@ -62,8 +62,8 @@ function figure(value) {
   return Math.abs(value) < 0.01 || Math.abs(value) >= 1e5 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
 }
 
-// Text in which `this` is code.
-function words(text) {
+// Turn `backticks` into code elements.
+function formatText(text) {
   return text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 }
 
@@ -72,22 +72,22 @@ function link(address, text) {
   return h("a", { href: address, target: "_blank", rel: "noopener noreferrer", title: address }, text ?? address.replace(/^https?:\/\/(www\.)?/, ""));
 }
 
-// How the data was made: the date, the versions and whatever else is told.
+// One line with the date, the duration, the versions and the other fields of `made`.
 function describeMade(made, seconds) {
-  const { date, versions, ...rest } = made ?? {};
-  const parts = [date ? `made ${date}` : "", seconds ? `in ${seconds >= 120 ? `${Math.round(seconds / 60)} minutes` : `${Math.round(seconds)} s`}` : ""];
-  const words = [parts.filter(Boolean).join(" "), describeVersions(versions)];
-  for (const [name, value] of Object.entries(rest)) {
-    if (["string", "number"].includes(typeof value)) words.push(`${name} ${value}`);
+  const { date, versions, ...others } = made ?? {};
+  const parts = [date ? `generated ${date}` : "", seconds ? `in ${seconds >= 120 ? `${Math.round(seconds / 60)} minutes` : `${Math.round(seconds)} s`}` : ""];
+  const items = [parts.filter(Boolean).join(" "), describeVersions(versions)];
+  for (const [name, value] of Object.entries(others)) {
+    if (["string", "number"].includes(typeof value)) items.push(`${name} ${value}`);
   }
-  return words.filter(Boolean).join(" · ");
+  return items.filter(Boolean).join(" · ");
 }
 
 function describeVersions(versions) {
   return Object.entries(versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
 }
 
-// The line on GitHub, where the version that ran is a release of a library that is there.
+// URL of a line on GitHub, if the file belongs to a released version of a known library; else null.
 function codeAddress(file, line) {
   const library = ["diffusers", "transformers"].find((name) => file.startsWith(`${name}/`));
   const version = library && DATA.made?.versions?.[library];
@@ -95,70 +95,70 @@ function codeAddress(file, line) {
   return `https://github.com/huggingface/${library}/blob/v${version}/src/${file}#L${line}`;
 }
 
-function site(one) {
-  const cut = one.file.lastIndexOf("/") + 1;
-  const folders = one.file.slice(0, cut).split("/").flatMap((name, index) => (index ? ["/", h("wbr"), name] : [name]));
-  const name = [...folders, h("b", {}, `${one.file.slice(cut)}:${one.line}`)];
-  const address = codeAddress(one.file, one.line);
+function siteCell(line) {
+  const cut = line.file.lastIndexOf("/") + 1;
+  const folders = line.file.slice(0, cut).split("/").flatMap((name, index) => (index ? ["/", h("wbr"), name] : [name]));
+  const name = [...folders, h("b", {}, `${line.file.slice(cut)}:${line.line}`)];
+  const address = codeAddress(line.file, line.line);
   const shown = address
     ? h("a", { class: "site-file", href: address, target: "_blank", rel: "noopener noreferrer" }, name)
     : h("span", { class: "site-file" }, name);
-  const operations = one.operations?.length ? h("small", {}, one.operations.join(", ")) : null;
-  return h("td", {}, shown, one.code ? h("code", { class: "code" }, one.code) : null, operations);
+  const operations = line.operations?.length ? h("small", {}, line.operations.join(", ")) : null;
+  return h("td", {}, shown, line.code ? h("code", { class: "code" }, line.code) : null, operations);
 }
 
-function count(one) {
-  if (!one) return h("td", { class: "gone" }, "none");
-  return h("td", {}, `${one.count}×`, h("small", {}, one.step === null ? "outside steps" : `at step ${one.step}`));
+function countCell(hits) {
+  if (!hits) return h("td", { class: "gone" }, "none");
+  return h("td", {}, `${hits.count}×`, h("small", {}, hits.step === null ? "outside the steps" : `step ${hits.step}`));
 }
 
-function siteTable(lines, ways) {
-  const head = h("tr", {}, h("th", { scope: "col" }, "line of code"), ways.map((way) => h("th", { scope: "col", class: "count", title: "how often, and the step at which it was first met" }, way)));
-  const rows = lines.map((one) => h("tr", {}, site(one), one.counts.map(count)));
+function siteTable(lines, modes) {
+  const head = h("tr", {}, h("th", { scope: "col" }, "line of code"), modes.map((mode) => h("th", { scope: "col", class: "count", title: "number of hits, and the first step" }, mode)));
+  const rows = lines.map((line) => h("tr", {}, siteCell(line), line.counts.map(countCell)));
   return h("table", { class: "sites" }, h("thead", {}, head), h("tbody", {}, rows));
 }
 
-// One limit of the device: what it does, who says so, how to mend it, and the lines that met it.
-function limitPart(group, ways) {
+// One limit of the device: its effect, source and hint, and the lines that hit it.
+function limitSection(group, modes) {
   const effect = EFFECTS[group.effect] ?? { state: "none", says: group.effect };
-  const first = group.lines.slice(0, LINES_SHOWN), rest = group.lines.slice(LINES_SHOWN);
-  const more = rest.length
-    ? h("details", { class: "more" }, h("summary", {}, plural(rest.length, "more line", "more lines")), siteTable(rest, ways))
+  const first = group.lines.slice(0, LINES_SHOWN), others = group.lines.slice(LINES_SHOWN);
+  const more = others.length
+    ? h("details", { class: "more" }, h("summary", {}, plural(others.length, "more line", "more lines")), siteTable(others, modes))
     : null;
   return h("section", { class: "limit" },
     h("div", { class: "limit-head" }, h("h4", {}, group.limit), h("span", { class: `chip ${effect.state}` }, effect.says)),
-    h("p", { class: "says" }, group.says ? words(group.says) : "A limit that the device's sheet of this version does not list."),
+    h("p", { class: "says" }, group.says ? formatText(group.says) : "This limit is not on the device sheet of this version."),
     group.source ? h("p", { class: "source" }, h("span", {}, `${EVIDENCE[group.evidence] ?? group.evidence}:`), link(group.source)) : null,
-    group.hint ? h("p", { class: "hint" }, h("b", {}, "To mend it: "), words(group.hint)) : null,
-    siteTable(first, ways), more);
+    group.hint ? h("p", { class: "hint" }, h("b", {}, "Fix: "), formatText(group.hint)) : null,
+    siteTable(first, modes), more);
 }
 
-function limitParts(groups, ways) {
+function limitSections(groups, modes) {
   const order = (group) => EFFECTS[group.effect]?.order ?? 9;
-  return [...groups].sort((a, b) => order(a) - order(b)).map((group) => limitPart(group, ways));
+  return [...groups].sort((a, b) => order(a) - order(b)).map((group) => limitSection(group, modes));
 }
 
-// One attempt: its state in words, its error, its figures.
-function wayPart(title, attempt, why, figures) {
+// One run: its state, its error and its figures.
+function runSection(title, attempt, reason, figures) {
   const state = STATES[attempt.state];
-  return h("section", { class: `way ${attempt.state}` },
+  return h("section", { class: `run ${attempt.state}` },
     h("h3", {}, title),
     h("p", { class: "state" }, mark(attempt.state), h("span", {}, state.verb)),
-    h("p", { class: "small" }, why ?? state.says),
+    h("p", { class: "small" }, reason ?? state.says),
     attempt.error ? h("pre", { class: "error" }, attempt.error) : null,
     h("dl", { class: "figures" }, figures.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
 }
 
-// Why an attempt is in its state, from the effects that its lines had.
-function explain(attempt, effects) {
-  const lines = (effect) => effects.filter((one) => one === effect).length;
+// The reason for the state of a run, from the effects of the limits that its lines hit.
+function explainState(attempt, effects) {
+  const lines = (effect) => effects.filter((other) => other === effect).length;
   if (attempt.state === "stops" && !attempt.error && lines("error")) {
-    return `${plural(lines("error"), "line meets a limit that is an error", "lines meet limits that are errors")} on the device: it would stop there.`;
+    return `${plural(lines("error"), "line hits a limit that raises", "lines hit limits that raise")} an error on the device.`;
   }
   if (attempt.state === "wrong" && lines("wrong")) {
-    return `${plural(lines("wrong"), "line meets a limit that gives", "lines meet limits that give")} silently wrong numbers there.`;
+    return `${plural(lines("wrong"), "line hits a limit", "lines hit limits")} with silently wrong values on the device.`;
   }
-  if (attempt.state === "wrong") return "It runs to the end and silently gives another picture than the CPU.";
+  if (attempt.state === "wrong") return "It finishes without an error, but the image differs from the CPU's.";
   return null;
 }
 
@@ -167,7 +167,7 @@ async function copy(text, status) {
     await navigator.clipboard.writeText(text);
     status.replaceChildren("copied");
   } catch {
-    // No permission, or no clipboard: the text is shown, selected, to be copied by hand.
+    // No permission or no clipboard: show the text, selected, for manual copying.
     const field = h("textarea", { readonly: true, rows: 3, "aria-label": "Text to copy" });
     field.value = text;
     status.replaceChildren(field);

@@ -1,4 +1,4 @@
-"""A report as a page, for `anyaccel check --html`: the look and the ledger are the chart's."""
+"""Report as an HTML page for `anyaccel check --html`, with the style and script of the chart."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from anyaccel.checking.report import DeviceReport, Report
 __all__ = ["write_report_page"]
 
 
-def write_report_page(report: Report, made: Mapping[str, Any] | None = None) -> str:
-    """The page of one subject on some devices; `made` says when and with what: `{"versions": {"torch": "2.13.0"}}`."""
-    devices = {name: _describe(one) for name, one in report.devices.items()}
+def write_report_page(report: Report, environment: Mapping[str, Any] | None = None) -> str:
+    """Return the page of a report; `environment` has the date and versions: `{"versions": {"torch": "2.13.0"}}`."""
+    devices = {name: _as_dict(device) for name, device in report.devices.items()}
     return fill_page(
         "report.html",
-        report.as_dict() | {"devices": devices, "made": dict(made or {})},
-        title=f"anyaccel check: {report.subject}",
+        report.as_dict() | {"devices": devices, "made": dict(environment or {})},
+        title=f"anyaccel check: {report.target}",
     )
 
 
-def _describe(one: DeviceReport) -> dict[str, Any]:
-    whole = one.as_dict()
-    for violation in whole["violations"]:
+def _as_dict(device: DeviceReport) -> dict[str, Any]:
+    document = device.as_dict()
+    for violation in document["violations"]:
+        # A page may be published, so it does not show the folders of this machine.
         violation["file"] = shorten(violation["file"])
-    return whole | {"title": sheet(one.device).title}
+    return document | {"title": sheet(device.device).title}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STDOUT", "Options", "read_prompts_file"]
 
+# Name of stdout for `--output`, and of stdin for `--prompts`.
 STDOUT = "-"
-"""Name of stdout for `--output`, and of stdin for `--prompts`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ __all__ = ["GenerateRun"]
 
 
 class GenerateRun(ProgressListener):
-    """Executes the command. Imports torch as late as possible, so that wrong options are reported immediately."""
+    """Executes the command. Imports torch late, to report wrong options immediately."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 __all__ = ["find_notes"]
 
+# Slowdown of half precision relative to float32 that is worth a note.
 _SLOWDOWN_LIMIT = 4
-"""Slowdown of half precision relative to float32 that is worth a note."""
+# Side in pixels of the images that the embedded model was trained on.
 _EMBEDDED_SIDE = 128
-"""Side in pixels of the images that the embedded model was trained on."""
 _MAX_WORDS = 5
 
 

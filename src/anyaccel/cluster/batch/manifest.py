@@ -17,15 +17,15 @@ from typing import IO, Any
 from anyaccel.cluster.batch.rows import BatchRow
 from anyaccel.errors import AnyaccelError, UsageError
 from anyaccel.generation.image_format import read_metadata
-from anyaccel.generation.output_files import make_stem, write_whole
+from anyaccel.generation.output_files import make_stem, write_output_file
 from anyaccel.storage.atomic_write import remove_temporary_files
 from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["OutputFolder"]
 
 _RUN, _MANIFEST, _LOCK, _IMAGES = "run.json", "manifest.jsonl", ".lock", "images"
+# Name of the image folder in version 0.1.
 _V0_1_IMAGES = "pictures"
-"""Name of the image folder in version 0.1."""
 _FORMAT = 1
 _FREE_SPACE = "free disk space and run the same command again; finished images are reused"
 
@@ -208,7 +208,7 @@ class OutputFolder:
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
-            write_whole(path, content, force=True)
+            write_output_file(path, content, force=True)
         except AnyaccelError as error:
             raise AnyaccelError(error.message, hint=_FREE_SPACE) from error
 

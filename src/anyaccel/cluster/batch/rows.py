@@ -16,6 +16,7 @@ from anyaccel.errors import UsageError, nearest
 
 __all__ = ["BatchRow", "check_parameters", "read_rows"]
 
+# Arguments of a pipeline's call that a row cannot have, and what to do instead.
 _UNSUPPORTED = {
     "generator": "use a seed",
     "num_images_per_prompt": "write one row per image, each with its own seed",
@@ -23,7 +24,6 @@ _UNSUPPORTED = {
     "return_dict": "a batch always writes images",
     "callback_on_step_end": "a file cannot contain a function",
 }
-"""Arguments of a pipeline's call that a row cannot have, and what to do instead."""
 _MAX_REPORTED = 5
 _EXAMPLE = 'a row looks like {"prompt": "a red apple", "seed": 7}'
 

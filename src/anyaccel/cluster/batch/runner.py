@@ -25,14 +25,14 @@ from anyaccel.progress import ProgressListener
 __all__ = ["BatchRun", "BatchSummary"]
 
 _WAIT_S = 0.5
+# Calls queued per worker: the running one and the next, so that a worker never waits for the runner.
 _QUEUE_DEPTH = 2
-"""Calls queued per worker: the running one and the next, so that a worker never waits for the runner."""
+# Attempts per row before its error is final.
 _MAX_ATTEMPTS = 2
-"""Attempts per row before its error is final."""
+# Worker deaths while a row was running before the row fails: it may be the cause.
 _MAX_DEATHS = 5
-"""Worker deaths while a row was running before the row fails: it may be the cause."""
+# Consecutive deaths of a worker before its model is loaded, if no worker finishes rows in the meantime.
 _MAX_FAILED_STARTS = 10
-"""Consecutive deaths of a worker before its model is loaded, if no worker finishes rows in the meantime."""
 
 
 @dataclass(eq=False)

@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 30.0
+# Consecutive failed health checks after which Ray Serve replaces a replica.
 _HEALTH_MISSES = 3
-"""Consecutive failed health checks after which Ray Serve replaces a replica."""
+# Time for a stopping replica to finish its images; another replica repeats the unfinished ones.
 _DRAIN_S = 20.0
-"""Time for a stopping replica to finish its images; another replica repeats the unfinished ones."""
 _UPSCALE_S, _DOWNSCALE_S = 5.0, 120.0
+# Autoscaling target: ongoing images per replica, as a fraction of its maximum.
 _TARGET_UTILIZATION = 0.75
-"""Autoscaling target: ongoing images per replica, as a fraction of its maximum."""
 _ROUTER = "anyaccel.cluster.serve.router:ShapeRouter"
 
 
@@ -59,7 +59,7 @@ class DeviceGroup:
     """Number of replicas, or the maximum if they scale."""
     scales: bool
     """Whether Serve adjusts the number of replicas to the load."""
-    at_once: int
+    max_concurrent: int
     """Maximum number of concurrent images per replica."""
 
 
@@ -123,7 +123,7 @@ def _make_group(device: str, replicas: int | str | None, max_batch: int) -> Devi
         virtual=virtual,
         replicas=requested,
         scales=replicas == "auto",
-        at_once=max_batch if sheet.reliable_batches else 1,
+        max_concurrent=max_batch if sheet.reliable_batches else 1,
     )
 
 
@@ -180,7 +180,7 @@ class Applications:
                 "autoscaling_config": AutoscalingConfig(
                     min_replicas=1,
                     max_replicas=group.replicas,
-                    target_ongoing_requests=_TARGET_UTILIZATION * group.at_once,
+                    target_ongoing_requests=_TARGET_UTILIZATION * group.max_concurrent,
                     upscale_delay_s=_UPSCALE_S,
                     downscale_delay_s=_DOWNSCALE_S,
                 )
@@ -188,7 +188,7 @@ class Applications:
         deployment = import_serve().deployment(
             name="replica",
             ray_actor_options={**resources_for(group.sheet, group.virtual), "runtime_env": environment()},
-            max_ongoing_requests=group.at_once,
+            max_ongoing_requests=group.max_concurrent,
             health_check_period_s=_HEALTH_PERIOD_S,
             health_check_timeout_s=max(2.0, min(_HEALTH_TIMEOUT_S, self.settings.limits.hang_s / _HEALTH_MISSES)),
             graceful_shutdown_wait_loop_s=0.2,

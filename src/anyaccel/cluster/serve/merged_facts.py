@@ -23,25 +23,27 @@ def merge_facts(groups: Sequence[Sequence[ModelFacts]], capacity: int) -> tuple[
 def _merge(all_facts: Sequence[ModelFacts], capacity: int) -> ModelFacts:
     first = all_facts[0]
     tasks = tuple(task for task in first.tasks if all(task in facts.tasks for facts in all_facts))
-    takes = {
-        task: tuple(name for name in first.takes[task] if all(name in facts.takes[task] for facts in all_facts))
+    parameters = {
+        task: tuple(
+            name for name in first.parameters[task] if all(name in facts.parameters[task] for facts in all_facts)
+        )
         for task in tasks
     }
     sizes = tuple(size for size in first.sizes if all(size in facts.sizes for facts in all_facts))
     plans = [facts.plan if len(all_facts) == 1 else f"on {facts.device}:\n{facts.plan}" for facts in all_facts]
-    models = {name for facts in all_facts for name in facts.joins}
+    models = {name for facts in all_facts for name in facts.batched}
     return replace(
         first,
         device=", ".join(dict.fromkeys(facts.device for facts in all_facts)),
         virtual=all(facts.virtual for facts in all_facts),
         dtype=", ".join(dict.fromkeys(facts.dtype for facts in all_facts)),
         tasks=tasks,
-        takes=takes,
+        parameters=parameters,
         multiple=math.lcm(*(facts.multiple for facts in all_facts)),
         sizes=sizes or first.sizes,
         fixed_sizes=any(facts.fixed_sizes for facts in all_facts),
-        joins={name: any(facts.joins.get(name, False) for facts in all_facts) for name in models},
-        at_once=capacity,
+        batched={name: any(facts.batched.get(name, False) for facts in all_facts) for name in models},
+        max_concurrent=capacity,
         plan="\n\n".join(plans),
     )
 
@@ -57,6 +59,6 @@ def add_heartbeats(new: Heartbeat, latest: Iterable[Heartbeat]) -> Heartbeat:
     return Heartbeat(
         device_bytes=sum(device_bytes) if device_bytes else None,
         host_bytes=sum(heartbeat.host_bytes for heartbeat in heartbeats),
-        rounds=new.rounds,
+        batches=new.batches,
         loaded=tuple(dict.fromkeys(name for heartbeat in heartbeats for name in heartbeat.loaded)),
     )

@@ -22,12 +22,12 @@ from anyaccel.server.worker.messages import (
     ModelFacts,
     RunJob,
 )
-from anyaccel.server.worker.worker import Worker, describe_start
+from anyaccel.server.worker.worker import Worker, make_load_failed
 
 __all__ = ["Replica"]
 
+# How long a replica that failed to load reports its error before Serve replaces it.
 _FAILURE_VISIBLE_S = 20.0
-"""How long a replica that failed to load reports its error before Serve replaces it."""
 
 
 class Replica:
@@ -51,7 +51,7 @@ class Replica:
             self.worker = Worker(settings, self._on_message)
             self.models = self.worker.load()
         except Exception as error:  # noqa: BLE001 - reported by the service
-            self.load_error = describe_start(error)
+            self.load_error = make_load_failed(error)
             return
         threading.Thread(target=self.worker.beat, daemon=True).start()
 
@@ -94,7 +94,7 @@ class Replica:
         if isinstance(message, Heartbeat):
             unsent = self.heartbeat
             self.heartbeat = (
-                message if unsent is None else replace(message, rounds=_add_counts(unsent.rounds, message.rounds))
+                message if unsent is None else replace(message, batches=_add_counts(unsent.batches, message.batches))
             )
             return
         self.last_message_at = time.monotonic()

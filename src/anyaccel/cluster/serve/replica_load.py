@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 __all__ = ["REPLICA_LOAD", "ReplicaLoad", "Shape", "find_shape"]
 
 Shape: TypeAlias = tuple[Any, ...]
+# How long a lost replica gets no images; Serve notices within this time that it is dead.
 _LOST_S = 30.0
-"""How long a lost replica gets no images; Serve notices within this time that it is dead."""
 
 
-def find_shape(work: Mapping[str, Any]) -> Shape:
+def find_shape(spec: Mapping[str, Any]) -> Shape:
     """Return the values that images of one batch must share."""
-    return tuple(work.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
+    return tuple(spec.get(name) for name in ("model", "width", "height", "lora", "lora_scale"))
 
 
 @dataclass(frozen=True)
@@ -104,5 +104,5 @@ class ReplicaLoad:
         return min(scores)[2] if scores else None
 
 
+# Shared by the pool and the routers. Serve creates the routers, so it cannot be passed to them.
 REPLICA_LOAD = ReplicaLoad()
-"""Shared by the pool and the routers. Serve creates the routers, so it cannot be passed to them."""

@@ -36,10 +36,10 @@ __all__ = ["ReplicaPool"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25
+# Time without an answer after which the cluster counts as lost.
 _CLUSTER_TIMEOUT_S = 60.0
-"""Time without an answer after which the cluster counts as lost."""
+# Replica deaths while an image was running before the image fails: it may be the cause.
 _MAX_DEATHS = 5
-"""Replica deaths while an image was running before the image fails: it may be the cause."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class ReplicaPool:
             raise EOFError
         return message
 
-    def has_room(self, busy: int, images: int) -> bool:
+    def has_capacity(self, busy: int, images: int) -> bool:
         """Return whether the replicas have capacity; other jobs wait in the service, which shares it fairly."""
         capacity = self._count_capacity()
         return capacity > 0 and (busy == 0 or busy + images <= capacity)
@@ -300,7 +300,7 @@ class ReplicaPool:
                 self._inbox.put(facts)
                 return False
             self._facts[name] = facts
-            self._apps[name] = min(app.group.at_once, max(model.at_once for model in facts))
+            self._apps[name] = min(app.group.max_concurrent, max(model.max_concurrent for model in facts))
         status = ", ".join(
             f"{app.group.device}: {states[name].message}" for name, app in self._applications.all.items()
         )
@@ -327,11 +327,11 @@ class _ReplicaLost:
 def _split(message: RunJob) -> _PoolJob:
     """Split a job into tasks of one image each."""
     inputs = {name: _read(value) for name, value in message.inputs.items()}
-    seeds: Sequence[int] = message.work["seeds"]
+    seeds: Sequence[int] = message.spec["seeds"]
     job = _PoolJob(message.job, unfinished=len(seeds))
     for index, seed in enumerate(seeds):
-        work: Mapping[str, Any] = {**message.work, "seeds": [seed]}
-        job.tasks.append(_ImageTask(job, index, RunJob(message.job, work, inputs), find_shape(work)))
+        spec: Mapping[str, Any] = {**message.spec, "seeds": [seed]}
+        job.tasks.append(_ImageTask(job, index, RunJob(message.job, spec, inputs), find_shape(spec)))
     return job
 
 

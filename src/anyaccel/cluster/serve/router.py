@@ -37,7 +37,7 @@ class ShapeRouter(RequestRouter):
         message = _find_run_job(pending_request)
         if message is None or not running:
             return [running]
-        shape = replica_load.find_shape(message.work)
+        shape = replica_load.find_shape(message.spec)
         replica_load.REPLICA_LOAD.release(message.job)
         ranked = _rank(running, shape)
         # Assigned before Serve has routed it, so that concurrent requests see this image.
@@ -48,7 +48,7 @@ class ShapeRouter(RequestRouter):
         """Record the replica that accepted the request, which may not be the first choice."""
         message = _find_run_job(pending_request)
         if message is not None:
-            shape = replica_load.find_shape(message.work)
+            shape = replica_load.find_shape(message.spec)
             replica_load.REPLICA_LOAD.assign(message.job, self.app_name, replica_id.unique_id, shape)
 
 

@@ -1,26 +1,27 @@
-"""Config files of well-known models, so that they can be asked about offline: a folder each, under its hub id.
+"""Config files of well-known models, one folder per hub id, so that they can be explained offline.
 
-They hold sizes, switches and class names, and no weights. They were written by hand and held against what is published
-of the files on the hub. `weights.json` says how many bytes the files of weights have there, and at which revision.
+The folders hold configs and no weights. The files were written by hand and compared with the published ones.
+`weights.json` has the sizes of the weight files on the hub and the revision that they belong to.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["described_models", "find_description"]
+__all__ = ["find_bundled_configs", "list_bundled_models"]
 
 _FOLDER = Path(__file__).parent
 _INDEX = "model_index.json"
 
 
-def described_models() -> list[str]:
-    """The hub ids that there is a description of: `stabilityai/sdxl-turbo`."""
+def list_bundled_models() -> list[str]:
+    """Return the hub ids with bundled config files, for example `stabilityai/sdxl-turbo`."""
     return sorted(path.parent.relative_to(_FOLDER).as_posix() for path in _FOLDER.glob(f"*/*/{_INDEX}"))
 
 
-def find_description(model: str) -> Path | None:
-    """The folder of a model's config files, by its hub id; None if there is none."""
-    known = {name.lower(): name for name in described_models()}
-    name = known.get(model.lower())
+def find_bundled_configs(model: str) -> Path | None:
+    """Return the folder with the config files of a hub id, or None if they are not bundled."""
+    # Ids match without regard to case, as on the hub.
+    by_lower_case = {name.lower(): name for name in list_bundled_models()}
+    name = by_lower_case.get(model.lower())
     return None if name is None else _FOLDER / name

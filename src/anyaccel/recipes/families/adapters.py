@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import stable_diffusion, stable_diffusion_xl
 from anyaccel.recipes.lazy_modules import diffusers, torch
-from anyaccel.recipes.parts.calls import embedding, picture, prompted
+from anyaccel.recipes.parts.calls import embedding, make_image, prompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.recipe import make_recipe
@@ -15,7 +15,7 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES"]
 
 SIZE = 16
-# The order of Stable Diffusion itself: an adapter's features fit before a level's downsampler.
+# The block order of Stable Diffusion: adapter features are added before the downsampler of a level.
 ATTENTION_FIRST: dict[str, Any] = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -25,12 +25,12 @@ recipe = functools.partial(make_recipe, family="adapter")
 
 
 def t2i_adapter() -> Any:
-    """An adapter that gives one map of features a level of the UNet."""
+    """Return an adapter with one feature map per level of the UNet."""
     return diffusers.T2IAdapter(channels=[8, 16], num_res_blocks=1, downscale_factor=2)
 
 
 def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
-    """The components of a Stable Diffusion and a ControlNet-XS of half its width."""
+    """Return the components of Stable Diffusion and a ControlNet-XS of half its width."""
     parts: dict[str, Any] = base.parts(unet=base.denoiser(layers_per_block=2, **ATTENTION_FIRST, **more))
     parts["controlnet"] = diffusers.ControlNetXSAdapter.from_unet(
         parts["unet"], size_ratio=0.5, conditioning_embedding_out_channels=(8, 16)
@@ -39,16 +39,16 @@ def parts_with_controlnet_xs(base: Any, **more: Any) -> dict[str, Any]:
 
 
 def parts_for_ip_adapter() -> dict[str, Any]:
-    """The components of Stable Diffusion and an encoder of pictures."""
+    """Return the components of Stable Diffusion and an image encoder."""
     return stable_diffusion.parts(image_encoder=clip_vision(), feature_extractor=clip_image_processor())
 
 
 def add_ip_adapter(pipe: Any) -> None:
-    """Load an IP-Adapter of four tokens, as from a file; the weights are drawn later."""
+    """Load an IP-Adapter with four tokens, as from a file; the weights are drawn later."""
     widths = {
         name: processor_width(pipe.unet, name) for name in pipe.unet.attn_processors if name.endswith("attn2.processor")
     }
-    # In such a file the layers are numbered as the processors are, and only every second one is a cross attention.
+    # Layers in an IP-Adapter file are numbered like the processors, and only every second one is a cross attention.
     attention = {
         f"{2 * place + 1}.to_{kind}_ip.weight": torch.zeros(width, pipe.unet.config.cross_attention_dim)
         for place, width in enumerate(widths.values())
@@ -68,7 +68,7 @@ def add_ip_adapter(pipe: Any) -> None:
 
 
 def processor_width(denoiser: Any, name: str) -> int:
-    """How wide the attention is that a processor belongs to."""
+    """Return the hidden size of the attention layer that a processor belongs to."""
     return int(denoiser.get_submodule(name.removesuffix(".processor")).to_q.out_features)
 
 
@@ -77,7 +77,7 @@ RECIPES = (
         name="t2i-adapter",
         pipeline="StableDiffusionAdapterPipeline",
         parts=lambda: stable_diffusion.parts(unet=stable_diffusion.denoiser(**ATTENTION_FIRST), adapter=t2i_adapter()),
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE),
     ),
     recipe(
         name="ip-adapter",
@@ -91,19 +91,19 @@ RECIPES = (
         pipeline="StableDiffusionPipeline",
         parts=parts_for_ip_adapter,
         finish=add_ip_adapter,
-        call=lambda: prompted(ip_adapter_image=picture(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(ip_adapter_image=make_image(SIZE), height=SIZE, width=SIZE),
     ),
     recipe(
         name="controlnet-xs",
         pipeline="StableDiffusionControlNetXSPipeline",
         parts=lambda: parts_with_controlnet_xs(stable_diffusion, use_linear_projection=True),
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE),
     ),
     recipe(
         name="controlnet-xs-xl",
         pipeline="StableDiffusionXLControlNetXSPipeline",
         parts=lambda: parts_with_controlnet_xs(stable_diffusion_xl),
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE),
     ),
     recipe(
         name="t2i-adapter-xl",
@@ -115,6 +115,6 @@ RECIPES = (
             ).items()
             if name != "add_watermarker"
         },
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE),
     ),
 )

@@ -1,4 +1,4 @@
-"""aMUSEd: a transformer that fills in masked tokens of a picture."""
+"""aMUSEd: a transformer that fills in masked tokens of an image."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text_with_projection
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="amused")
 
 
 def parts() -> dict[str, Any]:
-    """The components of aMUSEd: sixteen codes and one more for a mask."""
+    """Return the components of aMUSEd: sixteen codes and a mask token."""
     return {
         "transformer": diffusers.UVit2DModel(
             hidden_size=16,
@@ -68,12 +68,12 @@ RECIPES = (
         name="amused-image-to-image",
         pipeline="AmusedImg2ImgPipeline",
         parts=parts,
-        call=lambda: prompted(image=picture(SIZE), num_inference_steps=4),
+        call=lambda: prompted(image=make_image(SIZE), num_inference_steps=4),
     ),
     recipe(
         name="amused-inpaint",
         pipeline="AmusedInpaintPipeline",
         parts=parts,
-        call=lambda: prompted(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: prompted(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
 )

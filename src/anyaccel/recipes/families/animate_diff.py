@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import controlnet, stable_diffusion, stable_diffusion_xl
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, prompted
+from anyaccel.recipes.parts.calls import make_video, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.recipe import make_recipe
 
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="animate-diff")
 
 
 def motion_adapter() -> Any:
-    """The layers that look along time."""
+    """Return the temporal layers."""
     return diffusers.MotionAdapter(
         block_out_channels=(8, 16),
         motion_layers_per_block=1,
@@ -31,12 +31,12 @@ def motion_adapter() -> Any:
 
 
 def without(parts: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The same parts less what these pipelines do not take."""
+    """Return the components without those that these pipelines do not accept."""
     return {name: part for name, part in parts.items() if name not in names}
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Stable Diffusion, a linear schedule, and the layers along time."""
+    """Return the components of Stable Diffusion with a linear beta schedule, and the temporal layers."""
     base = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1),
         motion_adapter=motion_adapter(),
@@ -46,14 +46,14 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_xl() -> dict[str, Any]:
-    """The same with SDXL."""
+    """Return the same components for SDXL."""
     scheduler = diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1)
     base = stable_diffusion_xl.parts(scheduler=scheduler, motion_adapter=motion_adapter())
     return without(base, "add_watermarker")
 
 
 def sparse_controlnet() -> Any:
-    """A ControlNet that is given pictures for some of the frames."""
+    """Return a ControlNet that gets condition images for some of the frames."""
     return diffusers.SparseControlNetModel(
         conditioning_channels=4,
         down_block_types=("DownBlockMotion", "CrossAttnDownBlockMotion"),
@@ -69,13 +69,15 @@ def sparse_controlnet() -> Any:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call for two frames."""
+    """Return call arguments for two frames."""
     return prompted(height=SIZE, width=SIZE, num_frames=FRAMES) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """One call that starts from a clip, two steps of four before the end."""
-    return prompted(video=clip_of(FRAMES, SIZE), height=SIZE, width=SIZE, strength=0.5, num_inference_steps=4, **more)
+    """Return call arguments that start from a video and run the last two of four steps."""
+    return prompted(
+        video=make_video(FRAMES, SIZE), height=SIZE, width=SIZE, strength=0.5, num_inference_steps=4, **more
+    )
 
 
 RECIPES = (
@@ -85,13 +87,13 @@ RECIPES = (
         name="animate-diff-controlnet",
         pipeline="AnimateDiffControlNetPipeline",
         parts=lambda: parts(controlnet=controlnet.controlnet()),
-        call=lambda: call(conditioning_frames=clip_of(FRAMES, SIZE)),
+        call=lambda: call(conditioning_frames=make_video(FRAMES, SIZE)),
     ),
     recipe(
         name="animate-diff-sparse-controlnet",
         pipeline="AnimateDiffSparseControlNetPipeline",
         parts=lambda: parts(controlnet=sparse_controlnet()),
-        call=lambda: call(conditioning_frames=clip_of(1, SIZE), controlnet_frame_indices=[1]),
+        call=lambda: call(conditioning_frames=make_video(1, SIZE), controlnet_frame_indices=[1]),
     ),
     recipe(
         name="animate-diff-video-to-video",
@@ -103,6 +105,6 @@ RECIPES = (
         name="animate-diff-video-to-video-controlnet",
         pipeline="AnimateDiffVideoToVideoControlNetPipeline",
         parts=lambda: parts(controlnet=controlnet.controlnet()),
-        call=lambda: call_halfway(conditioning_frames=clip_of(FRAMES, SIZE)),
+        call=lambda: call_halfway(conditioning_frames=make_video(FRAMES, SIZE)),
     ),
 )

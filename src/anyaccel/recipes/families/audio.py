@@ -18,7 +18,7 @@ recipe = functools.partial(make_recipe, family="audio")
 
 
 def stable_audio() -> dict[str, Any]:
-    """The components of Stable Audio Open, at eight samples a second."""
+    """Return the components of Stable Audio Open, at eight samples per second."""
     home = importlib.import_module("diffusers.pipelines.stable_audio.modeling_stable_audio")
     return {
         "vae": diffusers.AutoencoderOobleck(
@@ -53,7 +53,7 @@ def stable_audio() -> dict[str, Any]:
 
 
 def longcat_audio() -> dict[str, Any]:
-    """The components of LongCat-AudioDiT."""
+    """Return the components of LongCat-AudioDiT."""
     return {
         "vae": diffusers.LongCatAudioDiTVae(
             channels=8,

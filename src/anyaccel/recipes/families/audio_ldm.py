@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="audio")
 
 
 def clap_text_config() -> Any:
-    """The configuration of the text encoder of CLAP, two layers of 32."""
+    """Return the configuration of the CLAP text encoder with two layers of width 32."""
     return transformers.ClapTextConfig(
         vocab_size=len(ROBERTA_VOCABULARY),
         hidden_size=TEXT_WIDTH,
@@ -37,7 +37,7 @@ def clap_text_config() -> Any:
 
 
 def clap() -> Any:
-    """CLAP, which compares sounds and texts."""
+    """Return CLAP, which embeds audio and text."""
     sound = transformers.ClapAudioConfig(
         spec_size=16,
         window_size=4,
@@ -59,7 +59,7 @@ def clap() -> Any:
 
 
 def vocoder() -> Any:
-    """What turns a spectrogram into sound."""
+    """Return the vocoder, which turns a spectrogram into audio."""
     return transformers.SpeechT5HifiGan(
         transformers.SpeechT5HifiGanConfig(
             model_in_dim=MEL_BINS,
@@ -75,7 +75,7 @@ def vocoder() -> Any:
 
 
 def denoiser() -> Any:
-    """The UNet of AudioLDM, whose only text is a class embedding."""
+    """Return the UNet of AudioLDM, which gets the text only as a class embedding."""
     return diffusers.UNet2DConditionModel(
         block_out_channels=(8, 16),
         layers_per_block=1,
@@ -93,14 +93,14 @@ def denoiser() -> Any:
 
 
 def scheduler() -> Any:
-    """The schedule of both."""
+    """Return the scheduler of both models."""
     return diffusers.DDIMScheduler(
         beta_start=0.0015, beta_end=0.0195, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
     )
 
 
 def audio_ldm() -> dict[str, Any]:
-    """The components of AudioLDM."""
+    """Return the components of AudioLDM."""
     return {
         "vae": autoencoder_kl(in_channels=1, out_channels=1),
         "text_encoder": transformers.ClapTextModelWithProjection(clap_text_config()),
@@ -112,7 +112,7 @@ def audio_ldm() -> dict[str, Any]:
 
 
 def audio_ldm_2() -> dict[str, Any]:
-    """The components of AudioLDM 2: CLAP and T5 are read by a GPT-2 that writes what the UNet sees."""
+    """Return the components of AudioLDM 2: a GPT-2 maps CLAP and T5 embeddings to the context of the UNet."""
     home = importlib.import_module("diffusers.pipelines.audioldm2.modeling_audioldm2")
     language = transformers.GPT2Config(
         n_embd=16,
@@ -149,7 +149,7 @@ def audio_ldm_2() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """One call for a thousandth of a second."""
+    """Return call arguments for one millisecond of audio."""
     return prompted(audio_length_in_s=0.001)
 
 

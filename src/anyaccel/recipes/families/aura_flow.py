@@ -17,7 +17,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """The components of AuraFlow."""
+    """Return the components of AuraFlow."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": umt5_encoder(),

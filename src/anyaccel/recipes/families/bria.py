@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="bria")
 
 
 def parts() -> dict[str, Any]:
-    """The components of Bria: FLUX with T5 alone."""
+    """Return the components of Bria: FLUX with only T5 as the text encoder."""
     return {
         "transformer": diffusers.BriaTransformer2DModel(
             in_channels=16,
@@ -42,7 +42,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_fibo() -> dict[str, Any]:
-    """The components of FIBO: each block of the transformer reads its own layer of the language model."""
+    """Return the components of FIBO: each transformer block reads its own layer of the language model."""
     return {
         "transformer": diffusers.BriaFiboTransformer2DModel(
             in_channels=CHANNELS,
@@ -66,7 +66,7 @@ RECIPES = (
         name="bria-fibo",
         pipeline="BriaFiboPipeline",
         parts=parts_of_fibo,
-        # It counts on an autoencoder that makes latents of a sixteenth.
+        # The pipeline assumes an autoencoder with 16x compression.
         call=lambda: prompted(negative_prompt="blue", height=128, width=128, max_sequence_length=64),
     ),
     recipe(

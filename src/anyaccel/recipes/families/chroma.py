@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="chroma")
 
 
 def transformer() -> Any:
-    """The transformer of Chroma."""
+    """Return the transformer of Chroma."""
     made = diffusers.ChromaTransformer2DModel(
         in_channels=16,
         num_layers=1,
@@ -33,13 +33,13 @@ def transformer() -> Any:
         approximator_hidden_dim=32,
         approximator_layers=1,
     )
-    # Inpainting asks for this, as if the transformer were FLUX's; the class itself has no such argument.
+    # The inpainting pipeline reads this FLUX attribute; the Chroma transformer has no such argument.
     made.register_to_config(guidance_embeds=False)
     return made
 
 
 def parts() -> dict[str, Any]:
-    """The components of Chroma: FLUX with T5 alone, and modulations from a small network."""
+    """Return the components of Chroma: FLUX with only T5, and modulations from a small network."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "vae": autoencoder_kl(
@@ -52,7 +52,7 @@ def parts() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call with a short text."""
+    """Return call arguments with a short prompt."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, max_sequence_length=32) | more
 
 
@@ -62,12 +62,12 @@ RECIPES = (
         name="chroma-image-to-image",
         pipeline="ChromaImg2ImgPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="chroma-inpaint",
         pipeline="ChromaInpaintPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
     ),
 )

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, make_video, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="cogvideo")
 
 
 def autoencoder_cogvideo() -> Any:
-    """The autoencoder of CogVideoX; the pipelines count on an eighth of the size and a quarter of the frames."""
+    """Return the autoencoder of CogVideoX; the pipelines assume 8x spatial and 4x temporal compression."""
     return diffusers.AutoencoderKLCogVideoX(
         down_block_types=("CogVideoXDownBlock3D",) * 4,
         up_block_types=("CogVideoXUpBlock3D",) * 4,
@@ -35,7 +35,7 @@ def autoencoder_cogvideo() -> Any:
 
 
 def transformer(*, in_channels: int = CHANNELS, rotary: bool = False) -> Any:
-    """The transformer: the small model adds its positions, the large one turns by them."""
+    """Return the transformer: the small model adds position embeddings, the large one uses rotary embeddings."""
     return diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
@@ -53,7 +53,7 @@ def transformer(*, in_channels: int = CHANNELS, rotary: bool = False) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of CogVideoX."""
+    """Return the components of CogVideoX."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -66,7 +66,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_control() -> dict[str, Any]:
-    """The components of the controlled model, which steps with DDIM."""
+    """Return the components of the control model, which uses DDIM."""
     return parts(
         transformer=transformer(in_channels=2 * CHANNELS, rotary=True),
         scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
@@ -74,12 +74,12 @@ def parts_with_control() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call for nine frames."""
+    """Return call arguments for nine frames."""
     return prompted(height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=LETTERS) | more
 
 
 def call_on_clip(**more: Any) -> dict[str, Any]:
-    """One call for as many frames as a clip has."""
+    """Return call arguments that take the number of frames from an input video."""
     arguments = call(**more)
     del arguments["num_frames"]
     return arguments
@@ -97,18 +97,18 @@ RECIPES = (
         name="cogvideo-image-to-video",
         pipeline="CogVideoXImageToVideoPipeline",
         parts=lambda: parts(transformer=transformer(in_channels=2 * CHANNELS, rotary=True)),
-        call=lambda: call(image=picture(SIZE)),
+        call=lambda: call(image=make_image(SIZE)),
     ),
     recipe(
         name="cogvideo-video-to-video",
         pipeline="CogVideoXVideoToVideoPipeline",
         parts=parts,
-        call=lambda: call_on_clip(video=clip_of(FRAMES, SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call_on_clip(video=make_video(FRAMES, SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="cogvideo-control",
         pipeline="CogVideoXFunControlPipeline",
         parts=parts_with_control,
-        call=lambda: call_on_clip(control_video=clip_of(FRAMES, SIZE)),
+        call=lambda: call_on_clip(control_video=make_video(FRAMES, SIZE)),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.parts.language_models import glm
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import glm_tokenizer, t5_tokenizer
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="cogview")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """What the transformers of both versions share."""
+    """Return the arguments that the transformers of both versions share."""
     return {
         "in_channels": 4,
         "out_channels": 4,
@@ -37,7 +37,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts() -> dict[str, Any]:
-    """The components of CogView 3 Plus."""
+    """Return the components of CogView 3 Plus."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -50,7 +50,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_version_4(*, in_channels: int = 4) -> dict[str, Any]:
-    """The components of CogView 4; twice the channels come in where a picture controls."""
+    """Return the components of CogView 4; with a control image the transformer has twice the input channels."""
     shape = transformer_shape(in_channels=in_channels, rope_axes_dim=(8, 8))
     return {
         "tokenizer": glm_tokenizer(),
@@ -80,6 +80,6 @@ RECIPES = (
         name="cogview-4-control",
         pipeline="CogView4ControlPipeline",
         parts=lambda: parts_of_version_4(in_channels=8),
-        call=lambda: prompted(height=SIZE, width=SIZE, max_sequence_length=32, control_image=picture(SIZE)),
+        call=lambda: prompted(height=SIZE, width=SIZE, max_sequence_length=32, control_image=make_image(SIZE)),
     ),
 )

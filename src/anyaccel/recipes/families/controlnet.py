@@ -1,4 +1,4 @@
-"""ControlNet for Stable Diffusion and SDXL: what steers them by a second picture."""
+"""ControlNet for Stable Diffusion and SDXL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import stable_diffusion, stable_diffusion_xl
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES", "controlnet", "parts", "parts_xl"]
@@ -18,21 +18,21 @@ recipe = functools.partial(make_recipe, family="controlnet")
 
 
 def controlnet() -> Any:
-    """A ControlNet of the same shape as the UNet, and without its weights."""
+    """Return a ControlNet with the shape of the UNet, but not its weights."""
     return diffusers.ControlNetModel.from_unet(
         stable_diffusion.denoiser(), conditioning_embedding_out_channels=(8, 16), load_weights_from_unet=False
     )
 
 
 def controlnet_xl() -> Any:
-    """A ControlNet of the shape of the UNet of SDXL."""
+    """Return a ControlNet with the shape of the UNet of SDXL."""
     return diffusers.ControlNetModel.from_unet(
         stable_diffusion_xl.denoiser(), conditioning_embedding_out_channels=(8, 16), load_weights_from_unet=False
     )
 
 
 def controlnet_union() -> Any:
-    """A ControlNet for several kinds of pictures."""
+    """Return a ControlNet for several types of condition image."""
     shape = stable_diffusion_xl.denoiser().config
     names = (
         "block_out_channels",
@@ -58,29 +58,29 @@ def controlnet_union() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """The components of Stable Diffusion and a ControlNet."""
+    """Return the components of Stable Diffusion and a ControlNet."""
     return stable_diffusion.parts(controlnet=controlnet())
 
 
 def parts_xl() -> dict[str, Any]:
-    """The components of SDXL and a ControlNet."""
+    """Return the components of SDXL and a ControlNet."""
     return stable_diffusion_xl.parts(controlnet=controlnet_xl())
 
 
 def parts_union() -> dict[str, Any]:
-    """The components of SDXL and a ControlNet for several kinds of pictures."""
+    """Return the components of SDXL and a union ControlNet."""
     return stable_diffusion_xl.parts(controlnet=controlnet_union())
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call from noise."""
+    """Return call arguments that start from noise."""
     return prompted(height=SIZE, width=SIZE) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """One call that starts from a picture, two steps of four before the end, with another picture to follow."""
+    """Return call arguments with a condition image that start from an image and run the last two of four steps."""
     return prompted(
-        image=picture(SIZE), control_image=picture(SIZE, seed=2), strength=0.5, num_inference_steps=4, **more
+        image=make_image(SIZE), control_image=make_image(SIZE, seed=2), strength=0.5, num_inference_steps=4, **more
     )
 
 
@@ -89,7 +89,7 @@ RECIPES = (
         name="controlnet",
         pipeline="StableDiffusionControlNetPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE)),
+        call=lambda: call(image=make_image(SIZE)),
     ),
     recipe(
         name="controlnet-image-to-image",
@@ -107,7 +107,7 @@ RECIPES = (
         name="controlnet-xl",
         pipeline="StableDiffusionXLControlNetPipeline",
         parts=parts_xl,
-        call=lambda: call(image=picture(SIZE)),
+        call=lambda: call(image=make_image(SIZE)),
     ),
     recipe(
         name="controlnet-xl-image-to-image",
@@ -125,7 +125,7 @@ RECIPES = (
         name="controlnet-xl-union",
         pipeline="StableDiffusionXLControlNetUnionPipeline",
         parts=parts_union,
-        call=lambda: call(control_image=[picture(SIZE)], control_mode=[0]),
+        call=lambda: call(control_image=[make_image(SIZE)], control_mode=[0]),
     ),
     recipe(
         name="controlnet-xl-union-image-to-image",

@@ -1,4 +1,4 @@
-"""DeepFloyd IF: pixels from text, and the stage that enlarges them."""
+"""DeepFloyd IF: text to pixels, and the super-resolution stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -19,7 +19,7 @@ recipe = functools.partial(make_recipe, family="deep-floyd")
 
 
 def denoiser(**more: Any) -> Any:
-    """The UNet of IF, which predicts the noise and its variance."""
+    """Return the UNet of IF, which predicts the noise and its variance."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE,
@@ -45,7 +45,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of the first stage, without its safety checker and watermark."""
+    """Return the components of the first stage, without safety checker and watermarker."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -61,7 +61,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_second_stage() -> dict[str, Any]:
-    """The components of the second stage, whose UNet also takes the small picture and how noisy it was made."""
+    """Return the components of the second stage, whose UNet also gets the small image and its noise level."""
     return parts(
         unet=denoiser(in_channels=6, class_embed_type="timestep"),
         image_noising_scheduler=diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
@@ -69,12 +69,12 @@ def parts_of_second_stage() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call, with the text as it is."""
+    """Return call arguments; the prompt is not cleaned."""
     return prompted(clean_caption=False, **more)
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """One call that starts from a picture, two steps of four before the end."""
+    """Return call arguments that start from an image and run the last two of four steps."""
     return call(strength=0.5, **more) | {"num_inference_steps": 4}
 
 
@@ -89,32 +89,32 @@ RECIPES = (
         name="deep-floyd-image-to-image",
         pipeline="IFImg2ImgPipeline",
         parts=parts,
-        call=lambda: call_halfway(image=picture(SIZE)),
+        call=lambda: call_halfway(image=make_image(SIZE)),
     ),
     recipe(
         name="deep-floyd-inpaint",
         pipeline="IFInpaintingPipeline",
         parts=parts,
-        call=lambda: call_halfway(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: call_halfway(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
     recipe(
         name="deep-floyd-super-resolution",
         pipeline="IFSuperResolutionPipeline",
         parts=parts_of_second_stage,
-        call=lambda: call(image=picture(SIZE // 2), height=SIZE, width=SIZE),
+        call=lambda: call(image=make_image(SIZE // 2), height=SIZE, width=SIZE),
     ),
     recipe(
         name="deep-floyd-super-resolution-image-to-image",
         pipeline="IFImg2ImgSuperResolutionPipeline",
         parts=parts_of_second_stage,
-        call=lambda: call_halfway(image=picture(SIZE // 2), original_image=picture(SIZE)),
+        call=lambda: call_halfway(image=make_image(SIZE // 2), original_image=make_image(SIZE)),
     ),
     recipe(
         name="deep-floyd-super-resolution-inpaint",
         pipeline="IFInpaintingSuperResolutionPipeline",
         parts=parts_of_second_stage,
         call=lambda: call_halfway(
-            image=picture(SIZE // 2), original_image=picture(SIZE), mask_image=mask(SIZE), noise_level=20
+            image=make_image(SIZE // 2), original_image=make_image(SIZE), mask_image=mask(SIZE), noise_level=20
         ),
     ),
 )

@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="easy-animate")
 
 
 def parts(*, in_channels: int = 4) -> dict[str, Any]:
-    """The components of EasyAnimate 5.1; a mask and a masked clip come in where there is something to fill."""
+    """Return the components of EasyAnimate 5.1; inpainting adds channels for a mask and a masked video."""
     return {
         "vae": diffusers.AutoencoderKLMagvit(
             latent_channels=4,
@@ -62,7 +62,7 @@ def parts(*, in_channels: int = 4) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """One call for five frames."""
+    """Return call arguments for five frames."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, num_frames=5)
 
 

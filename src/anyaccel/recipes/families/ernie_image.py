@@ -18,7 +18,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """The components of ERNIE-Image, without the model that enriches prompts."""
+    """Return the components of ERNIE-Image, without the prompt enhancer."""
     return {
         "transformer": diffusers.ErnieImageTransformer2DModel(
             hidden_size=32,

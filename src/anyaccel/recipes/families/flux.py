@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, siglip_image_processor, siglip_vision
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text, t5_encoder
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer, t5_tokenizer
@@ -17,14 +17,14 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "call", "flow_scheduler", "parts", "transformer_shape"]
 
 SIZE = 16
+# Numbers in a patch of a latent: four channels, two by two.
 PATCH = 16
-"""Numbers in a patch of a latent: four channels, two by two."""
 
 recipe = functools.partial(make_recipe, family="flux")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """What the transformer and its ControlNet share."""
+    """Return the arguments that the transformer and its ControlNet share."""
     return {
         "patch_size": 1,
         "in_channels": PATCH,
@@ -40,12 +40,12 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def flow_scheduler() -> Any:
-    """The scheduler of FLUX, whose shift depends on the size."""
+    """Return the scheduler of FLUX, whose shift depends on the image size."""
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 
 def parts(*, in_channels: int = PATCH) -> dict[str, Any]:
-    """The components of FLUX.1; more channels come in where a picture or a mask is laid beside the latent."""
+    """Return the components of FLUX.1; control and fill variants have more input channels."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(
@@ -62,22 +62,22 @@ def parts(*, in_channels: int = PATCH) -> dict[str, Any]:
 
 
 def parts_with_controlnet() -> dict[str, Any]:
-    """The components of FLUX.1 and a ControlNet."""
+    """Return the components of FLUX.1 and a ControlNet."""
     return parts() | {"controlnet": diffusers.FluxControlNetModel(**transformer_shape())}
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call with a short text."""
+    """Return call arguments with a short prompt."""
     return prompted(height=SIZE, width=SIZE, max_sequence_length=32) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """One call that starts from a picture, two steps of four before the end."""
-    return call(image=picture(SIZE), strength=0.5, num_inference_steps=4, **more)
+    """Return call arguments that start from an image and run the last two of four steps."""
+    return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
 
 
 def parts_of_redux() -> dict[str, Any]:
-    """The components of Redux, which embeds a picture as if it were a text."""
+    """Return the components of Redux, which embeds an image like a prompt."""
     encoder = importlib.import_module("diffusers.pipelines.flux.modeling_flux").ReduxImageEncoder(
         redux_dim=IMAGE_WIDTH, txt_in_features=TEXT_WIDTH
     )
@@ -94,7 +94,7 @@ RECIPES = (
         name="flux-redux",
         pipeline="FluxPriorReduxPipeline",
         parts=parts_of_redux,
-        call=lambda: {"image": picture(SIZE), "prompt": "a red fox"},
+        call=lambda: {"image": make_image(SIZE), "prompt": "a red fox"},
     ),
     recipe(
         name="flux",
@@ -113,31 +113,31 @@ RECIPES = (
         name="flux-fill",
         pipeline="FluxFillPipeline",
         parts=lambda: parts(in_channels=3 * PATCH),
-        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: call(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
     recipe(
         name="flux-control",
         pipeline="FluxControlPipeline",
         parts=lambda: parts(in_channels=2 * PATCH),
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
     recipe(
         name="flux-control-image-to-image",
         pipeline="FluxControlImg2ImgPipeline",
         parts=lambda: parts(in_channels=2 * PATCH),
-        call=lambda: call_halfway(control_image=picture(SIZE, seed=2)),
+        call=lambda: call_halfway(control_image=make_image(SIZE, seed=2)),
     ),
     recipe(
         name="flux-control-inpaint",
         pipeline="FluxControlInpaintPipeline",
         parts=lambda: parts(in_channels=2 * PATCH),
-        call=lambda: call_halfway(control_image=picture(SIZE, seed=2), mask_image=mask(SIZE)),
+        call=lambda: call_halfway(control_image=make_image(SIZE, seed=2), mask_image=mask(SIZE)),
     ),
     recipe(
         name="flux-kontext",
         pipeline="FluxKontextPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), max_area=SIZE**2, _auto_resize=False),
+        call=lambda: call(image=make_image(SIZE), max_area=SIZE**2, _auto_resize=False),
     ),
     recipe(
         name="flux-kontext-inpaint",
@@ -149,18 +149,18 @@ RECIPES = (
         name="flux-controlnet",
         pipeline="FluxControlNetPipeline",
         parts=parts_with_controlnet,
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
     recipe(
         name="flux-controlnet-image-to-image",
         pipeline="FluxControlNetImg2ImgPipeline",
         parts=parts_with_controlnet,
-        call=lambda: call_halfway(control_image=picture(SIZE, seed=2)),
+        call=lambda: call_halfway(control_image=make_image(SIZE, seed=2)),
     ),
     recipe(
         name="flux-controlnet-inpaint",
         pipeline="FluxControlNetInpaintPipeline",
         parts=parts_with_controlnet,
-        call=lambda: call_halfway(control_image=picture(SIZE, seed=2), mask_image=mask(SIZE)),
+        call=lambda: call_halfway(control_image=make_image(SIZE, seed=2), mask_image=mask(SIZE)),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families.flux import flow_scheduler
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.language_models import mistral_3, qwen_3
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
@@ -16,14 +16,14 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "autoencoder_flux_2"]
 
 SIZE = 16
+# The hidden states of the language model that are read; the real ones are at 9, 18 and 27.
 LAYERS = (0, 1, 2)
-"""The hidden states of the language model that are read; the real ones are at 9, 18 and 27."""
 
 recipe = functools.partial(make_recipe, family="flux-2")
 
 
 def autoencoder_flux_2() -> Any:
-    """The autoencoder of FLUX.2, which normalises its latents by a batch norm."""
+    """Return the autoencoder of FLUX.2, which normalizes latents with a batch norm."""
     return diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 16),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -36,7 +36,7 @@ def autoencoder_flux_2() -> Any:
 
 
 def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str, Any]:
-    """The components that both have."""
+    """Return the components that both models share."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_flux_2(),
@@ -57,23 +57,23 @@ def parts(*, text_encoder: Any, guidance_embeds: bool, **more: Any) -> dict[str,
 
 
 def parts_of_klein(**more: Any) -> dict[str, Any]:
-    """The components of Klein: Qwen 3 reads the text, and guidance is by a second prompt."""
+    """Return the components of Klein: Qwen 3 as the text encoder, classifier-free guidance."""
     return parts(text_encoder=qwen_3(), guidance_embeds=False, **more)
 
 
 def shorten_text(pipe: Any) -> None:
-    """Give the language model a short instruction: a letter is a token here."""
+    """Replace the system message by a short one: each letter is a token in these tiny tokenizers."""
     pipe.system_message = "Describe."
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call; a language model's marks make the text long."""
+    """Return call arguments; the chat template makes the prompt long."""
     return prompted(height=SIZE, width=SIZE, max_sequence_length=64, text_encoder_out_layers=LAYERS) | more
 
 
 def call_without_guidance() -> dict[str, Any]:
-    """One call of the distilled model, which has no guidance."""
-    arguments = call(image=picture(64))  # it takes none that is smaller
+    """Return call arguments for the distilled model, which has no guidance."""
+    arguments = call(image=make_image(64))  # it takes none that is smaller
     del arguments["guidance_scale"]
     return arguments
 
@@ -91,7 +91,7 @@ RECIPES = (
         name="flux-2-klein-inpaint",
         pipeline="Flux2KleinInpaintPipeline",
         parts=parts_of_klein,
-        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="flux-2-klein-kv",

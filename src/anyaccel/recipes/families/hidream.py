@@ -18,7 +18,7 @@ SIZE = 32
 
 
 def parts() -> dict[str, Any]:
-    """The components of HiDream: four text encoders, and a mixture of experts."""
+    """Return the components of HiDream: four text encoders and a mixture of experts."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": autoencoder_kl(shift_factor=0.1159, scaling_factor=0.3611),
@@ -49,7 +49,7 @@ def parts() -> dict[str, Any]:
 
 
 def paint_small(pipe: Any) -> None:
-    """Let the pipeline paint small: it enlarges what is asked to the area that it was made for."""
+    """Allow small images: the pipeline scales sizes up to the area it was trained for."""
     pipe.default_sample_size = SIZE // 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, bert, t5_encoder
 from anyaccel.recipes.parts.tokenizers import bert_tokenizer, t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-dit")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """What the transformer and its ControlNet share."""
+    """Return the arguments that the transformer and its ControlNet share."""
     return {
         "sample_size": SIZE // 2,
         "num_layers": 2,
@@ -36,7 +36,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Hunyuan-DiT: BERT and T5 read the text."""
+    """Return the components of Hunyuan-DiT with BERT and T5 as text encoders."""
     return {
         "vae": autoencoder_kl(),
         "text_encoder": bert(),
@@ -52,13 +52,13 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def controlnet() -> Any:
-    """The ControlNet, which follows half of the layers."""
+    """Return the ControlNet, which has half of the layers."""
     shape = transformer_shape()
     return diffusers.HunyuanDiT2DControlNetModel(transformer_num_layers=2 * shape.pop("num_layers"), **shape)
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call, without the table of sizes, which is for large pictures."""
+    """Return call arguments without resolution binning, which is for large images."""
     return prompted(height=SIZE, width=SIZE, use_resolution_binning=False) | more
 
 
@@ -70,6 +70,6 @@ RECIPES = (
         parts=lambda: parts(
             controlnet=controlnet(), transformer=diffusers.HunyuanDiT2DModel(**transformer_shape(num_layers=4))
         ),
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
 )

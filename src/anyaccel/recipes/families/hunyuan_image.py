@@ -20,13 +20,13 @@ recipe = functools.partial(make_recipe, family="hunyuan-image")
 
 
 def byt5() -> dict[str, Any]:
-    """T5 for bytes, which reads the words that are to be written into the picture."""
+    """Return the byte-level T5 that encodes text to be rendered in the image."""
     tokenizer = transformers.ByT5Tokenizer()
     return {"text_encoder_2": t5_encoder(vocab_size=len(tokenizer)), "tokenizer_2": tokenizer}
 
 
 def parts() -> dict[str, Any]:
-    """The components of HunyuanImage."""
+    """Return the components of HunyuanImage."""
     return byt5() | {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=4.0),
         "vae": diffusers.AutoencoderKLHunyuanImage(

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families.hunyuan_image import byt5
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import make_image, prompted, unprompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, siglip_image_processor, siglip_vision
 from anyaccel.recipes.parts.language_models import llama, qwen_2_5_vl_text
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
@@ -24,7 +24,7 @@ recipe = functools.partial(make_recipe, family="hunyuan-video")
 
 
 def autoencoder_hunyuan() -> Any:
-    """The autoencoder of HunyuanVideo: an eighth of the size, a quarter of the frames but the first."""
+    """Return the autoencoder of HunyuanVideo with 8x spatial and 4x temporal compression."""
     return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=CHANNELS,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
@@ -36,7 +36,7 @@ def autoencoder_hunyuan() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """One layer of each kind."""
+    """Return transformer arguments with one layer of each kind."""
     return {
         "in_channels": CHANNELS,
         "out_channels": CHANNELS,
@@ -54,7 +54,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of HunyuanVideo: Llama and CLIP read the text."""
+    """Return the components of HunyuanVideo with Llama and CLIP as text encoders."""
     return {
         "text_encoder": llama(),
         "tokenizer": llama_tokenizer(),
@@ -67,13 +67,13 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_skyreels() -> dict[str, Any]:
-    """The components of the first SkyReels, which lays the latent of a picture beside its own."""
+    """Return the components of the first SkyReels, which concatenates the latents of an image to its own."""
     shape = transformer_shape(in_channels=2 * CHANNELS)
     return parts(transformer=diffusers.HunyuanVideoTransformer3DModel(**shape))
 
 
 def parts_of_framepack() -> dict[str, Any]:
-    """The components of FramePack, which packs the frames that it has made into few tokens."""
+    """Return the components of FramePack, which compresses generated frames into a few tokens."""
     shape = transformer_shape(patch_size=2, has_image_proj=True, image_proj_dim=IMAGE_WIDTH, has_clean_x_embedder=True)
     return parts(
         transformer=diffusers.HunyuanVideoFramepackTransformer3DModel(**shape),
@@ -83,7 +83,7 @@ def parts_of_framepack() -> dict[str, Any]:
 
 
 def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
-    """The components of HunyuanVideo 1.5: its latents come with those of a picture, and with a mask."""
+    """Return the components of HunyuanVideo 1.5, whose transformer also gets image latents and a mask."""
     return byt5() | {
         "text_encoder": qwen_2_5_vl_text(num_hidden_layers=3),
         "tokenizer": qwen_tokenizer(),
@@ -112,7 +112,7 @@ def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
 
 
 def shorten_text(pipe: Any) -> None:
-    """Let the pipeline of version 1.5 read a short instruction and short texts: a letter is a token here."""
+    """Shorten the system message and the maximum prompt length of version 1.5: each letter is a token here."""
     pipe.system_message = "Describe."
     pipe.prompt_template_encode_start_idx = 20
     pipe.tokenizer_max_length = 80
@@ -120,7 +120,7 @@ def shorten_text(pipe: Any) -> None:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call for five frames, with a short instruction to the language model."""
+    """Return call arguments for five frames with a short system message."""
     return (
         prompted(
             height=SIZE,
@@ -139,13 +139,13 @@ RECIPES = (
         name="hunyuan-video-skyreels",
         pipeline="HunyuanSkyreelsImageToVideoPipeline",
         parts=parts_of_skyreels,
-        call=lambda: call(image=picture(SIZE), true_cfg_scale=2.0),
+        call=lambda: call(image=make_image(SIZE), true_cfg_scale=2.0),
     ),
     recipe(
         name="hunyuan-video-framepack",
         pipeline="HunyuanVideoFramepackPipeline",
         parts=parts_of_framepack,
-        call=lambda: call(image=picture(64), height=64, width=64, latent_window_size=3),
+        call=lambda: call(image=make_image(64), height=64, width=64, latent_window_size=3),
     ),
     recipe(
         name="hunyuan-video-1-5-image-to-video",
@@ -156,7 +156,7 @@ RECIPES = (
             | {"image_encoder": siglip_vision(), "feature_extractor": siglip_image_processor()}
         ),
         call=lambda: unprompted(
-            image=picture(SIZE), prompt='a fox that says "hi"', negative_prompt="blue", num_frames=FRAMES
+            image=make_image(SIZE), prompt='a fox that says "hi"', negative_prompt="blue", num_frames=FRAMES
         ),
     ),
     recipe(

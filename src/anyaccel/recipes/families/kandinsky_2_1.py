@@ -1,4 +1,4 @@
-"""Kandinsky 2.1: prior, decoder, both combined, image to image, inpainting."""
+"""Kandinsky 2.1: prior, decoder, combined, image to image, inpainting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.recipes.families.kandinsky_2_2 import decoder as decoder_of_version_2_2
 from anyaccel.recipes.families.kandinsky_2_2 import denoiser, prior
-from anyaccel.recipes.parts.calls import embedding, mask, picture, prompted
+from anyaccel.recipes.parts.calls import embedding, make_image, mask, prompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import XLM_VOCABULARY, xlm_tokenizer
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-2-1")
 
 
 def text_encoder() -> Any:
-    """The multilingual CLIP of Kandinsky 2.1."""
+    """Return the multilingual CLIP of Kandinsky 2.1."""
     home = importlib.import_module("diffusers.pipelines.kandinsky.text_encoder")
     return home.MultilingualCLIP(
         home.MCLIPConfig(
@@ -39,7 +39,7 @@ def text_encoder() -> Any:
 
 
 def decoder(*, in_channels: int = 4) -> dict[str, Any]:
-    """The components that turn a text and an embedding into a picture."""
+    """Return the components that turn a text and an embedding into an image."""
     unet = denoiser(
         in_channels=in_channels,
         addition_embed_type="text_image",
@@ -52,12 +52,12 @@ def decoder(*, in_channels: int = 4) -> dict[str, Any]:
 
 
 def both(*, in_channels: int = 4) -> dict[str, Any]:
-    """The components of the prior and of the decoder."""
+    """Return the components of the prior and of the decoder."""
     return decoder(in_channels=in_channels) | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_decoder(**more: Any) -> dict[str, Any]:
-    """One call of the decoder, with embeddings in place of the prior's."""
+    """Return call arguments of the decoder, with embeddings instead of the prior's."""
     return (
         prompted(
             image_embeds=embedding(1, IMAGE_WIDTH),
@@ -70,7 +70,7 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """One call of both."""
+    """Return call arguments of the combined pipeline."""
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2) | more
 
 
@@ -81,25 +81,25 @@ RECIPES = (
         name="kandinsky-2-1-image-to-image",
         pipeline="KandinskyImg2ImgPipeline",
         parts=decoder,
-        call=lambda: call_decoder(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call_decoder(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="kandinsky-2-1-inpaint",
         pipeline="KandinskyInpaintPipeline",
         parts=lambda: decoder(in_channels=9),
-        call=lambda: call_decoder(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: call_decoder(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
     recipe(name="kandinsky-2-1-combined", pipeline="KandinskyCombinedPipeline", parts=both, call=call_both),
     recipe(
         name="kandinsky-2-1-combined-image-to-image",
         pipeline="KandinskyImg2ImgCombinedPipeline",
         parts=both,
-        call=lambda: call_both(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call_both(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="kandinsky-2-1-combined-inpaint",
         pipeline="KandinskyInpaintCombinedPipeline",
         parts=lambda: both(in_channels=9),
-        call=lambda: call_both(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: call_both(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
 )

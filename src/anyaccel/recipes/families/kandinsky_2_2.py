@@ -1,4 +1,4 @@
-"""Kandinsky 2.2: prior, decoder, both combined, image to image, inpainting, control by a hint."""
+"""Kandinsky 2.2: prior, decoder, combined, image to image, inpainting, control by a hint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import movq
-from anyaccel.recipes.parts.calls import embedding, mask, picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import embedding, make_image, mask, prompted, unprompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision
 from anyaccel.recipes.parts.text_encoders import clip_text_with_projection
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-2-2")
 
 
 def denoiser(**more: Any) -> Any:
-    """The UNet of Kandinsky, guided by the embedding of a picture."""
+    """Return the UNet of Kandinsky, conditioned on an image embedding."""
     return diffusers.UNet2DConditionModel(
         **{
             "in_channels": 4,
@@ -44,7 +44,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def decoder(**more: Any) -> dict[str, Any]:
-    """The components that turn an embedding into a picture."""
+    """Return the components that turn an embedding into an image."""
     return {
         "unet": denoiser(),
         "scheduler": diffusers.DDIMScheduler(
@@ -62,7 +62,7 @@ def decoder(**more: Any) -> dict[str, Any]:
 
 
 def prior() -> dict[str, Any]:
-    """The components that turn a text into an embedding."""
+    """Return the components that turn a text into an embedding."""
     return {
         "prior": diffusers.PriorTransformer(
             num_attention_heads=2, attention_head_dim=12, num_layers=1, embedding_dim=IMAGE_WIDTH
@@ -78,17 +78,17 @@ def prior() -> dict[str, Any]:
 
 
 def both() -> dict[str, Any]:
-    """The components of the prior and of the decoder."""
+    """Return the components of the prior and of the decoder."""
     return decoder() | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_prior(**more: Any) -> dict[str, Any]:
-    """One call of the prior."""
+    """Return call arguments of the prior."""
     return prompted(**more)
 
 
 def call_decoder(**more: Any) -> dict[str, Any]:
-    """One call of the decoder, with embeddings in place of the prior's."""
+    """Return call arguments of the decoder, with embeddings instead of the prior's."""
     return (
         unprompted(
             image_embeds=embedding(1, IMAGE_WIDTH),
@@ -102,7 +102,7 @@ def call_decoder(**more: Any) -> dict[str, Any]:
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """One call of both; its own default for `callback_steps` is deprecated."""
+    """Return call arguments of the combined pipeline; its default for `callback_steps` is deprecated."""
     return prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, callback_steps=None) | more
 
 
@@ -112,20 +112,20 @@ RECIPES = (
         name="kandinsky-2-2-prior-from-image",
         pipeline="KandinskyV22PriorEmb2EmbPipeline",
         parts=prior,
-        call=lambda: call_prior(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call_prior(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(name="kandinsky-2-2", pipeline="KandinskyV22Pipeline", parts=decoder, call=call_decoder),
     recipe(
         name="kandinsky-2-2-image-to-image",
         pipeline="KandinskyV22Img2ImgPipeline",
         parts=decoder,
-        call=lambda: call_decoder(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call_decoder(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="kandinsky-2-2-inpaint",
         pipeline="KandinskyV22InpaintPipeline",
         parts=lambda: decoder(unet=denoiser(in_channels=9)),
-        call=lambda: call_decoder(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: call_decoder(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
     recipe(
         name="kandinsky-2-2-control",
@@ -138,7 +138,7 @@ RECIPES = (
         pipeline="KandinskyV22ControlnetImg2ImgPipeline",
         parts=lambda: decoder(unet=denoiser(in_channels=8, addition_embed_type="image_hint")),
         call=lambda: call_decoder(
-            hint=embedding(1, 3, 4 * SIZE, 4 * SIZE), image=picture(SIZE), strength=0.5, num_inference_steps=4
+            hint=embedding(1, 3, 4 * SIZE, 4 * SIZE), image=make_image(SIZE), strength=0.5, num_inference_steps=4
         ),
     ),
     recipe(name="kandinsky-2-2-combined", pipeline="KandinskyV22CombinedPipeline", parts=both, call=call_both),
@@ -146,12 +146,12 @@ RECIPES = (
         name="kandinsky-2-2-combined-image-to-image",
         pipeline="KandinskyV22Img2ImgCombinedPipeline",
         parts=both,
-        call=lambda: call_both(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call_both(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="kandinsky-2-2-combined-inpaint",
         pipeline="KandinskyV22InpaintCombinedPipeline",
         parts=lambda: both() | {"unet": denoiser(in_channels=9)},
-        call=lambda: call_both(image=picture(SIZE), mask_image=mask(SIZE)),
+        call=lambda: call_both(image=make_image(SIZE), mask_image=mask(SIZE)),
     ),
 )

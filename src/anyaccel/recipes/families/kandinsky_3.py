@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import movq
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-3")
 
 
 def parts() -> dict[str, Any]:
-    """The components of Kandinsky 3."""
+    """Return the components of Kandinsky 3."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -49,6 +49,6 @@ RECIPES = (
         name="kandinsky-3-image-to-image",
         pipeline="Kandinsky3Img2ImgPipeline",
         parts=parts,
-        call=lambda: prompted(image=picture(4 * SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(image=make_image(4 * SIZE), strength=0.5, num_inference_steps=4),
     ),
 )

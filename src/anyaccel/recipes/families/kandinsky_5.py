@@ -8,7 +8,7 @@ from typing import Any
 from anyaccel.recipes.families.hunyuan_video import autoencoder_hunyuan
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.parts.language_models import qwen_2_5_vl
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer, qwen_tokenizer
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="kandinsky-5")
 
 
 def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
-    """The components of Kandinsky 5; a text alone needs the tokenizer, and not the whole processor, of Qwen 2.5 VL."""
+    """Return the components of Kandinsky 5; text to image needs only the tokenizer of Qwen 2.5 VL."""
     return {
         "transformer": diffusers.Kandinsky5Transformer3DModel(
             in_visual_dim=4,
@@ -48,17 +48,17 @@ def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
 
 
 def paint_small(pipe: Any) -> None:
-    """Let the pipeline paint small: it knows some large sizes only."""
+    """Allow small images: the pipeline accepts only some large sizes."""
     pipe.resolutions = [(SIZE, SIZE)]
 
 
 RECIPES = (
     recipe(
-        # The first four frames of the latent are normalised by the next ones, so that there must be five.
+        # The first four latent frames are normalized with the next ones, so at least five are required.
         name="kandinsky-5-image-to-video",
         pipeline="Kandinsky5I2VPipeline",
         parts=lambda: parts(vae=autoencoder_hunyuan(), visual_cond=True),
-        call=lambda: prompted(image=picture(SIZE), negative_prompt="blue", height=SIZE, width=SIZE, num_frames=17),
+        call=lambda: prompted(image=make_image(SIZE), negative_prompt="blue", height=SIZE, width=SIZE, num_frames=17),
     ),
     recipe(
         name="kandinsky-5-image",

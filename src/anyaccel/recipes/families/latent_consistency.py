@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import stable_diffusion
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
@@ -18,7 +18,7 @@ recipe = functools.partial(make_recipe, family="latent-consistency")
 
 
 def parts() -> dict[str, Any]:
-    """The components of Stable Diffusion with a UNet that reads the guidance as a number."""
+    """Return the components of Stable Diffusion with a UNet that gets the guidance scale as an embedding."""
     return stable_diffusion.parts(
         unet=stable_diffusion.denoiser(time_cond_proj_dim=8),
         scheduler=diffusers.LCMScheduler(
@@ -38,6 +38,6 @@ RECIPES = (
         name="latent-consistency-image-to-image",
         pipeline="LatentConsistencyModelImg2ImgPipeline",
         parts=parts,
-        call=lambda: prompted(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.recipes.families.flux import flow_scheduler
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import make_image, make_video, prompted, unprompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -23,7 +23,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_ltx() -> Any:
-    """The autoencoder of LTX with two levels that shrink: a quarter of the width, the height and the frames."""
+    """Return the autoencoder of LTX with two downsampling levels: 4x in width, height and frames."""
     return diffusers.AutoencoderKLLTXVideo(
         latent_channels=CHANNELS,
         block_out_channels=(8, 8, 8, 8),
@@ -38,7 +38,7 @@ def autoencoder_ltx() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """The components of LTX-Video."""
+    """Return the components of LTX-Video."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_ltx(),
@@ -57,20 +57,20 @@ def parts() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call for nine frames."""
+    """Return call arguments for nine frames."""
     return prompted(height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=32) | more
 
 
 def parts_of_upsampler() -> dict[str, Any]:
-    """The components that enlarge a clip in its latents; its norms have 32 groups."""
+    """Return the components of the latent upsampler; its norms require 32 groups."""
     home = importlib.import_module("diffusers.pipelines.ltx.modeling_latent_upsampler")
     network = home.LTXLatentUpsamplerModel(in_channels=CHANNELS, mid_channels=32, num_blocks_per_stage=1)
     return {"vae": autoencoder_ltx(), "latent_upsampler": network}
 
 
 def call_upsampler() -> dict[str, Any]:
-    """One call on a clip; nothing is denoised here."""
-    arguments = unprompted(video=clip_of(FRAMES, SIZE), height=SIZE, width=SIZE)
+    """Return call arguments with a video; the upsampler does not denoise."""
+    arguments = unprompted(video=make_video(FRAMES, SIZE), height=SIZE, width=SIZE)
     del arguments["num_inference_steps"]
     return arguments
 
@@ -87,12 +87,12 @@ RECIPES = (
         name="ltx-image-to-video",
         pipeline="LTXImageToVideoPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE)),
+        call=lambda: call(image=make_image(SIZE)),
     ),
     recipe(
         name="ltx-condition",
         pipeline="LTXConditionPipeline",
         parts=lambda: parts() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()},
-        call=lambda: call(image=picture(SIZE), strength=0.8),
+        call=lambda: call(image=make_image(SIZE), strength=0.8),
     ),
 )

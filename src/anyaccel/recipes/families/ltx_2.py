@@ -1,4 +1,4 @@
-"""LTX-2: video with sound, from a text and from a picture."""
+"""LTX-2: video with audio, from text and from an image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from anyaccel.recipes.families.flux import flow_scheduler
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.parts.language_models import gemma_3
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import gemma_tokenizer
@@ -26,7 +26,7 @@ recipe = functools.partial(make_recipe, family="ltx")
 
 
 def autoencoder_of_video() -> Any:
-    """The autoencoder of the clip: patches of two pixels, and one level that halves everything."""
+    """Return the video autoencoder: patches of two pixels and one downsampling level."""
     return diffusers.AutoencoderKLLTX2Video(
         latent_channels=CHANNELS,
         block_out_channels=(8,),
@@ -48,7 +48,7 @@ def autoencoder_of_video() -> Any:
 
 
 def autoencoder_of_sound() -> Any:
-    """The autoencoder of the spectrogram."""
+    """Return the autoencoder of the spectrogram."""
     return diffusers.AutoencoderKLLTX2Audio(
         base_channels=4,
         ch_mult=(1, 1, 1),
@@ -60,7 +60,7 @@ def autoencoder_of_sound() -> Any:
 
 
 def connectors() -> Any:
-    """What turns the layers of the language model into a text for the clip and one for the sound."""
+    """Return the connectors, which map language model layers to the video and the audio context."""
     home = importlib.import_module("diffusers.pipelines.ltx2.connectors")
     return home.LTX2TextConnectors(
         caption_channels=TEXT_WIDTH,
@@ -78,7 +78,7 @@ def connectors() -> Any:
 
 
 def transformer() -> Any:
-    """One transformer for both, each with its own width."""
+    """Return the transformer for video and audio, each with its own width."""
     return diffusers.LTX2VideoTransformer3DModel(
         in_channels=CHANNELS,
         out_channels=CHANNELS,
@@ -99,7 +99,7 @@ def transformer() -> Any:
 
 
 def vocoder() -> Any:
-    """What turns a spectrogram into sound."""
+    """Return the vocoder, which turns a spectrogram into audio."""
     home = importlib.import_module("diffusers.pipelines.ltx2.vocoder")
     return home.LTX2Vocoder(
         in_channels=2 * MEL_BINS,
@@ -113,7 +113,7 @@ def vocoder() -> Any:
 
 
 def parts() -> dict[str, Any]:
-    """The components of LTX-2."""
+    """Return the components of LTX-2."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_of_video(),
@@ -127,7 +127,7 @@ def parts() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call for five frames."""
+    """Return call arguments for five frames."""
     return (
         prompted(
             height=SIZE,
@@ -146,6 +146,6 @@ RECIPES = (
         name="ltx-2-image-to-video",
         pipeline="LTX2ImageToVideoPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), image_crf=0),  # a video codec would squeeze the picture otherwise
+        call=lambda: call(image=make_image(SIZE), image_crf=0),  # a video codec would squeeze the picture otherwise
     ),
 )

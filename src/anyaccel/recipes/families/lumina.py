@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="lumina")
 
 
 def parts() -> dict[str, Any]:
-    """The components of Lumina-Next."""
+    """Return the components of Lumina-Next."""
     return {
         "transformer": diffusers.LuminaNextDiT2DModel(
             sample_size=SIZE // 2,
@@ -40,7 +40,7 @@ def parts() -> dict[str, Any]:
 
 
 def parts_of_version_2() -> dict[str, Any]:
-    """The components of Lumina 2."""
+    """Return the components of Lumina 2."""
     return {
         "transformer": diffusers.Lumina2Transformer2DModel(
             sample_size=SIZE // 2,

@@ -1,4 +1,4 @@
-"""Marigold: depth, normals and intrinsics from a picture."""
+"""Marigold: depth, normals and intrinsics of an image."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from anyaccel.recipes.families.stable_diffusion import denoiser, scheduler
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, unprompted
+from anyaccel.recipes.parts.calls import make_image, unprompted
 from anyaccel.recipes.parts.text_encoders import clip_text
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="marigold")
 
 
 def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
-    """The components of Marigold: the UNet takes the latent of the picture and those of the maps."""
+    """Return the components of Marigold; the UNet gets the latents of the image and of the maps."""
     return {
         "unet": denoiser(in_channels=4 + 4 * maps, out_channels=4 * maps, use_linear_projection=True),
         "vae": autoencoder_kl(),
@@ -32,7 +32,7 @@ def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def intrinsics() -> dict[str, Any]:
-    """The components of the intrinsics of a picture: two maps, each with a name."""
+    """Return the components of intrinsic image decomposition: two named maps."""
     names = {
         "target_names": ["albedo", "material"],
         "albedo": {"prediction_space": "srgb"},
@@ -42,8 +42,8 @@ def intrinsics() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """One call at the size of the picture."""
-    return unprompted(image=picture(SIZE), processing_resolution=0)
+    """Return call arguments at the size of the image."""
+    return unprompted(image=make_image(SIZE), processing_resolution=0)
 
 
 RECIPES = (

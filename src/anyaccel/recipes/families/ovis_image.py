@@ -19,7 +19,7 @@ SIZE = 16
 
 
 def parts() -> dict[str, Any]:
-    """The components of Ovis-Image."""
+    """Return the components of Ovis-Image."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_kl(
@@ -46,7 +46,7 @@ RECIPES = (
         pipeline="OvisImagePipeline",
         family="ovis-image",
         parts=parts,
-        # Its own instruction takes 130 letters before the prompt.
+        # The system message takes 130 letters before the prompt.
         call=lambda: prompted(height=SIZE, width=SIZE, max_sequence_length=256),
     ),
 )

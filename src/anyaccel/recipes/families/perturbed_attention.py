@@ -1,4 +1,4 @@
-"""Perturbed-attention guidance (PAG), for every pipeline that has it."""
+"""Perturbed-attention guidance (PAG), for every pipeline that supports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyaccel.recipes.families import (
     stable_diffusion_3,
     stable_diffusion_xl,
 )
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
@@ -26,13 +26,13 @@ recipe = functools.partial(make_recipe, family="perturbed-attention")
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call from noise."""
+    """Return call arguments that start from noise."""
     return prompted(height=SIZE, width=SIZE, pag_scale=3.0) | more
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """One call that starts from a picture, two steps of four before the end."""
-    return prompted(image=picture(SIZE), strength=0.5, num_inference_steps=4, pag_scale=3.0, **more)
+    """Return call arguments that start from an image and run the last two of four steps."""
+    return prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4, pag_scale=3.0, **more)
 
 
 RECIPES = (
@@ -88,25 +88,25 @@ RECIPES = (
         name="pag-controlnet",
         pipeline="StableDiffusionControlNetPAGPipeline",
         parts=controlnet.parts,
-        call=lambda: call(image=picture(SIZE)),
+        call=lambda: call(image=make_image(SIZE)),
     ),
     recipe(
         name="pag-controlnet-inpaint",
         pipeline="StableDiffusionControlNetPAGInpaintPipeline",
         parts=controlnet.parts,
-        call=lambda: call_halfway(mask_image=mask(SIZE), control_image=picture(SIZE, seed=2)),
+        call=lambda: call_halfway(mask_image=mask(SIZE), control_image=make_image(SIZE, seed=2)),
     ),
     recipe(
         name="pag-controlnet-xl",
         pipeline="StableDiffusionXLControlNetPAGPipeline",
         parts=controlnet.parts_xl,
-        call=lambda: call(image=picture(SIZE)),
+        call=lambda: call(image=make_image(SIZE)),
     ),
     recipe(
         name="pag-controlnet-xl-image-to-image",
         pipeline="StableDiffusionXLControlNetPAGImg2ImgPipeline",
         parts=controlnet.parts_xl,
-        call=lambda: call_halfway(control_image=picture(SIZE, seed=2)),
+        call=lambda: call_halfway(control_image=make_image(SIZE, seed=2)),
     ),
     recipe(
         name="pag-hunyuan-dit",

@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="pixart")
 
 
 def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
-    """The components of PixArt; alpha for 1024 pixels, whose latents are 128, also takes the size of the picture."""
+    """Return the components of PixArt; the 1024-pixel alpha model (latents of 128) also gets the image size."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -42,7 +42,7 @@ def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """One call, without the cleaning and the table of sizes, which are for large pictures."""
+    """Return call arguments without prompt cleaning and resolution binning, which is for large images."""
     return prompted(height=SIZE, width=SIZE, clean_caption=False, use_resolution_binning=False, max_sequence_length=32)
 
 

@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="prx")
 
 
 def parts() -> dict[str, Any]:
-    """The components of PRX."""
+    """Return the components of PRX."""
     return {
         "transformer": diffusers.PRXTransformer2DModel(
             in_channels=4,
@@ -42,7 +42,7 @@ def parts() -> dict[str, Any]:
 
 
 def call() -> dict[str, Any]:
-    """One call with an embedded text: the pipeline cleans a prompt with ftfy, which is no dependency of ours."""
+    """Return call arguments with a prompt embedding: cleaning a prompt requires ftfy, which is not a dependency."""
     return prompted(
         prompt=None,
         prompt_embeds=embedding(1, 16, TEXT_WIDTH),

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families.flux import flow_scheduler
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.language_models import qwen_2_5_vl
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="qwen-image")
 
 
 def autoencoder_qwen() -> Any:
-    """The autoencoder of Qwen-Image, made for clips and fed single frames."""
+    """Return the autoencoder of Qwen-Image, a video autoencoder that gets single frames."""
     return diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=CHANNELS,
@@ -35,7 +35,7 @@ def autoencoder_qwen() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """What the transformer and its ControlNet share."""
+    """Return the arguments that the transformer and its ControlNet share."""
     return {
         "patch_size": 2,
         "in_channels": 4 * CHANNELS,
@@ -49,7 +49,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Qwen-Image."""
+    """Return the components of Qwen-Image."""
     return {
         "scheduler": flow_scheduler(),
         "vae": autoencoder_qwen(),
@@ -60,12 +60,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_controlnet(**more: Any) -> dict[str, Any]:
-    """The components of Qwen-Image and a ControlNet."""
+    """Return the components of Qwen-Image and a ControlNet."""
     return parts(controlnet=diffusers.QwenImageControlNetModel(**transformer_shape(**more)))
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call with guidance by a second prompt."""
+    """Return call arguments with classifier-free guidance."""
     return (
         prompted(
             negative_prompt="blue",
@@ -80,8 +80,8 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def call_halfway(**more: Any) -> dict[str, Any]:
-    """One call that starts from a picture, two steps of four before the end."""
-    return call(image=picture(SIZE), strength=0.5, num_inference_steps=4, **more)
+    """Return call arguments that start from an image and run the last two of four steps."""
+    return call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, **more)
 
 
 RECIPES = (
@@ -97,12 +97,12 @@ RECIPES = (
         name="qwen-image-controlnet",
         pipeline="QwenImageControlNetPipeline",
         parts=parts_with_controlnet,
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
     recipe(
         name="qwen-image-controlnet-inpaint",
         pipeline="QwenImageControlNetInpaintPipeline",
         parts=lambda: parts_with_controlnet(extra_condition_channels=4),
-        call=lambda: call(control_image=picture(SIZE), control_mask=mask(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE), control_mask=mask(SIZE)),
     ),
 )

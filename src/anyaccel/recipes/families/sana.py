@@ -1,4 +1,4 @@
-"""Sana: text to image, the one that needs few steps, ControlNet."""
+"""Sana: text to image, the few-step Sprint model, ControlNet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families.wan import autoencoder_wan
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import picture, prompted
+from anyaccel.recipes.parts.calls import make_image, prompted
 from anyaccel.recipes.parts.language_models import gemma_2
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import gemma_tokenizer
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="sana")
 
 
 def autoencoder_dc() -> Any:
-    """The deep compression autoencoder, with linear attention on the lower level."""
+    """Return the deep compression autoencoder, with linear attention on the lower level."""
     return diffusers.AutoencoderDC(
         latent_channels=CHANNELS,
         attention_head_dim=4,
@@ -39,7 +39,7 @@ def autoencoder_dc() -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """What the transformer and its ControlNet share."""
+    """Return the arguments that the transformer and its ControlNet share."""
     return {
         "in_channels": CHANNELS,
         "out_channels": CHANNELS,
@@ -55,7 +55,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Sana."""
+    """Return the components of Sana."""
     return {
         "tokenizer": gemma_tokenizer(),
         "text_encoder": gemma_2(),
@@ -66,7 +66,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_sprint() -> dict[str, Any]:
-    """The components of Sana Sprint: guidance is a number that the transformer reads."""
+    """Return the components of Sana Sprint, whose transformer gets the guidance scale as an embedding."""
     return parts(
         transformer=diffusers.SanaTransformer2DModel(
             **transformer_shape(guidance_embeds=True, qk_norm="rms_norm_across_heads")
@@ -76,7 +76,7 @@ def parts_of_sprint() -> dict[str, Any]:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call, without the table of sizes and the long instruction, which are for large pictures."""
+    """Return call arguments, without the table of sizes and the long instruction, which are for large images."""
     return (
         prompted(
             height=SIZE,
@@ -90,7 +90,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_video() -> dict[str, Any]:
-    """The components of Sana Video, with the autoencoder of Wan."""
+    """Return the components of Sana Video, with the autoencoder of Wan."""
     shape = transformer_shape(
         patch_size=(1, 2, 2),
         attention_head_dim=12,
@@ -112,13 +112,13 @@ RECIPES = (
         name="sana-image-to-video",
         pipeline="SanaImageToVideoPipeline",
         parts=parts_of_video,
-        call=lambda: call(image=picture(SIZE), frames=5),
+        call=lambda: call(image=make_image(SIZE), frames=5),
     ),
     recipe(
         name="sana-controlnet",
         pipeline="SanaControlNetPipeline",
         parts=lambda: parts(controlnet=diffusers.SanaControlNetModel(**transformer_shape(num_layers=1))),
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
     recipe(name="sana", pipeline="SanaPipeline", parts=parts, call=call),
     recipe(name="sana-sprint", pipeline="SanaSprintPipeline", parts=parts_of_sprint, call=call),
@@ -126,6 +126,6 @@ RECIPES = (
         name="sana-sprint-image-to-image",
         pipeline="SanaSprintImg2ImgPipeline",
         parts=parts_of_sprint,
-        call=lambda: call(image=picture(SIZE), strength=0.5, num_inference_steps=4, intermediate_timesteps=None),
+        call=lambda: call(image=make_image(SIZE), strength=0.5, num_inference_steps=4, intermediate_timesteps=None),
     ),
 )

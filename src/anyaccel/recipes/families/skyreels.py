@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import wan
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, picture
+from anyaccel.recipes.parts.calls import make_image, make_video
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision
 from anyaccel.recipes.recipe import make_recipe
 
@@ -17,18 +17,18 @@ recipe = functools.partial(make_recipe, family="skyreels")
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of SkyReels: Wan's but for the transformer."""
+    """Return the components of SkyReels: Wan's but for the transformer."""
     return wan.parts(transformer=diffusers.SkyReelsV2Transformer3DModel(**wan.transformer_shape(**more)))
 
 
 def parts_for_images() -> dict[str, Any]:
-    """The components of image to video: the latents, those of the picture and a mask of the frames come in."""
+    """Return the components of image to video: the latents, those of the image and a mask of the frames come in."""
     base = parts(in_channels=2 * wan.CHANNELS + wan.TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return base | {"image_encoder": clip_vision(), "image_processor": clip_image_processor()}
 
 
 def call_forcing(**more: Any) -> dict[str, Any]:
-    """One call in which each block of frames has its own noise."""
+    """Return call arguments in which each block of frames has its own noise."""
     return wan.call_embedded(base_num_frames=wan.FRAMES, **more)
 
 
@@ -38,7 +38,7 @@ RECIPES = (
         name="skyreels-image-to-video",
         pipeline="SkyReelsV2ImageToVideoPipeline",
         parts=parts_for_images,
-        call=lambda: wan.call_embedded(image=picture(wan.SIZE)),
+        call=lambda: wan.call_embedded(image=make_image(wan.SIZE)),
     ),
     recipe(
         name="skyreels-forcing",
@@ -50,12 +50,12 @@ RECIPES = (
         name="skyreels-forcing-image-to-video",
         pipeline="SkyReelsV2DiffusionForcingImageToVideoPipeline",
         parts=parts,
-        call=lambda: call_forcing(image=picture(wan.SIZE)),
+        call=lambda: call_forcing(image=make_image(wan.SIZE)),
     ),
     recipe(
         name="skyreels-forcing-video-to-video",
         pipeline="SkyReelsV2DiffusionForcingVideoToVideoPipeline",
         parts=parts,
-        call=lambda: call_forcing(video=clip_of(wan.FRAMES, wan.SIZE), overlap_history=3, num_frames=9),
+        call=lambda: call_forcing(video=make_video(wan.FRAMES, wan.SIZE), overlap_history=3, num_frames=9),
     ),
 )

@@ -14,32 +14,32 @@ from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
 
+# The pipelines divide it by 42.67 for the prior's latent, and by 4 for the decoder's.
 SIZE = 128
-"""The pipelines divide it by 42.67 for the prior's latent, and by 4 for the decoder's."""
 EMBEDDING = (1, 4, 3, 3)
 
 recipe = functools.partial(make_recipe, family="stable-cascade")
 
 
 def home(name: str) -> Any:
-    """A module of Würstchen, whose classes stand nowhere else."""
+    """Return a module of Würstchen; diffusers exports its classes only there."""
     return importlib.import_module(f"diffusers.pipelines.deprecated.wuerstchen.{name}")
 
 
 def vqgan() -> Any:
-    """The quantising autoencoder that both use, scaled for the large latents that random weights give."""
+    """Return the quantising autoencoder that both use, scaled for the large latents that random weights give."""
     return home("modeling_paella_vq_model").PaellaVQModel(
         levels=2, bottleneck_blocks=1, embed_dim=8, latent_channels=4, num_vq_embeddings=12, scale_factor=0.002
     )
 
 
 def text() -> dict[str, Any]:
-    """The text encoder of Stable Cascade."""
+    """Return the text encoder of Stable Cascade."""
     return {"tokenizer": clip_tokenizer(), "text_encoder": clip_text_with_projection()}
 
 
 def unet(**more: Any) -> Any:
-    """The network of either stage, two levels of 16."""
+    """Return the network of either stage, two levels of 16."""
     blocks = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
     return diffusers.StableCascadeUNet(
         **{
@@ -60,13 +60,13 @@ def unet(**more: Any) -> Any:
 
 
 def prior() -> dict[str, Any]:
-    """The components of the first stage."""
+    """Return the components of the first stage."""
     network = unet(clip_text_in_channels=TEXT_WIDTH, clip_image_in_channels=TEXT_WIDTH)
     return text() | {"prior": network, "scheduler": diffusers.DDPMWuerstchenScheduler()}
 
 
 def decoder() -> dict[str, Any]:
-    """The components of the second stage."""
+    """Return the components of the second stage."""
     network = unet(effnet_in_channels=4, patch_size=2, timestep_conditioning_type=("sca",))
     return text() | {
         "decoder": network,
@@ -77,21 +77,21 @@ def decoder() -> dict[str, Any]:
 
 
 def both() -> dict[str, Any]:
-    """The components of both stages."""
+    """Return the components of both stages."""
     second = decoder()
     del second["latent_dim_scale"]
     return second | {f"prior_{name}": part for name, part in prior().items()}
 
 
 def call_both(**more: Any) -> dict[str, Any]:
-    """One call of both stages."""
+    """Return call arguments of both stages."""
     arguments = prompted(height=SIZE, width=SIZE, prior_num_inference_steps=2, decoder_guidance_scale=2.0, **more)
     del arguments["guidance_scale"]
     return arguments
 
 
 def wuerstchen_prior() -> dict[str, Any]:
-    """The components of Würstchen's first stage."""
+    """Return the components of Würstchen's first stage."""
     network = home("modeling_wuerstchen_prior").WuerstchenPrior(
         c_in=4, c=16, c_cond=TEXT_WIDTH, c_r=8, depth=1, nhead=2, dropout=0.0
     )
@@ -104,7 +104,7 @@ def wuerstchen_prior() -> dict[str, Any]:
 
 
 def wuerstchen_decoder() -> dict[str, Any]:
-    """The components of Würstchen's second stage."""
+    """Return the components of Würstchen's second stage."""
     network = home("modeling_wuerstchen_diffnext").WuerstchenDiffNeXt(
         c_cond=TEXT_WIDTH,
         c_hidden=[16, 16, 16, 16],
@@ -126,7 +126,7 @@ def wuerstchen_decoder() -> dict[str, Any]:
 
 
 def wuerstchen_both() -> dict[str, Any]:
-    """The components of both stages of Würstchen."""
+    """Return the components of both stages of Würstchen."""
     second = wuerstchen_decoder()
     del second["latent_dim_scale"]
     return second | {f"prior_{name}": part for name, part in wuerstchen_prior().items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -17,7 +17,7 @@ SIZE = 16
 
 
 def denoiser(**more: Any) -> Any:
-    """The UNet of Stable Diffusion with two levels, the lower one with cross attention."""
+    """Return the UNet of Stable Diffusion with two levels; the lower one has cross attention."""
     return diffusers.UNet2DConditionModel(
         **{
             "sample_size": SIZE // 2,
@@ -35,12 +35,12 @@ def denoiser(**more: Any) -> Any:
 
 
 def scheduler(**more: Any) -> dict[str, Any]:
-    """The schedule that every Stable Diffusion was trained with."""
+    """Return the noise schedule that all Stable Diffusion models were trained with."""
     return {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1} | more
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Stable Diffusion 1.5, without the safety checker."""
+    """Return the components of Stable Diffusion 1.5, without the safety checker."""
     return {
         "vae": autoencoder_kl(),
         "text_encoder": clip_text(),
@@ -54,7 +54,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_version_2() -> dict[str, Any]:
-    """The components of Stable Diffusion 2: heads by number, linear projections, v-prediction."""
+    """Return the components of Stable Diffusion 2: number of heads per level, linear projections, v-prediction."""
     return parts(
         text_encoder=clip_text(hidden_act="gelu"),
         tokenizer=clip_tokenizer(pad_token="!"),
@@ -64,7 +64,7 @@ def parts_of_version_2() -> dict[str, Any]:
 
 
 def parts_for_inpainting() -> dict[str, Any]:
-    """The components of the inpainting model, whose UNet also takes the mask and the masked picture."""
+    """Return the components of the inpainting model, whose UNet also gets the mask and the masked image."""
     return parts(unet=denoiser(in_channels=9))
 
 
@@ -88,13 +88,13 @@ RECIPES = (
         pipeline="StableDiffusionImg2ImgPipeline",
         family="stable-diffusion",
         parts=parts,
-        call=lambda: prompted(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     make_recipe(
         name="stable-diffusion-inpaint",
         pipeline="StableDiffusionInpaintPipeline",
         family="stable-diffusion",
         parts=parts_for_inpainting,
-        call=lambda: prompted(image=picture(SIZE), mask_image=mask(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(image=make_image(SIZE), mask_image=mask(SIZE), height=SIZE, width=SIZE),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text_with_projection, t5_encoder
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer, t5_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-3")
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """What the transformer and its ControlNet share; the text is as wide as both CLIP encoders side by side."""
+    """Return the arguments that the transformer and its ControlNet share; the context has the width of both CLIPs."""
     return {
         "sample_size": SIZE // 2,
         "patch_size": 2,
@@ -41,7 +41,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Stable Diffusion 3.5 medium: three text encoders, dual attention in the first layer."""
+    """Return the components of Stable Diffusion 3.5 medium: three text encoders, dual attention in the first layer."""
     return {
         "transformer": diffusers.SD3Transformer2DModel(**transformer_shape()),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -62,12 +62,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_with_controlnet(**more: Any) -> dict[str, Any]:
-    """The components of Stable Diffusion 3 and a ControlNet."""
+    """Return the components of Stable Diffusion 3 and a ControlNet."""
     return parts(controlnet=diffusers.SD3ControlNetModel(**transformer_shape(**more)))
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call with a short text."""
+    """Return call arguments with a short prompt."""
     return prompted(height=SIZE, width=SIZE, max_sequence_length=LETTERS) | more
 
 
@@ -77,24 +77,24 @@ RECIPES = (
         name="stable-diffusion-3-image-to-image",
         pipeline="StableDiffusion3Img2ImgPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="stable-diffusion-3-inpaint",
         pipeline="StableDiffusion3InpaintPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="stable-diffusion-3-controlnet",
         pipeline="StableDiffusion3ControlNetPipeline",
         parts=parts_with_controlnet,
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
     recipe(
         name="stable-diffusion-3-controlnet-inpaint",
         pipeline="StableDiffusion3ControlNetInpaintingPipeline",
         parts=lambda: parts_with_controlnet(extra_conditioning_channels=1),
-        call=lambda: call(control_image=picture(SIZE), control_mask=mask(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE), control_mask=mask(SIZE)),
     ),
 )

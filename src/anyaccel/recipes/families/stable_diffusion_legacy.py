@@ -1,4 +1,4 @@
-"""Older pipelines around Stable Diffusion, which diffusers keeps and no longer mends."""
+"""Older pipelines based on Stable Diffusion that diffusers no longer maintains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from anyaccel.recipes.families.stable_diffusion import denoiser, parts, scheduler
 from anyaccel.recipes.families.stable_diffusion_variants import without
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import mask, picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted, unprompted
 from anyaccel.recipes.parts.image_encoders import clip_image_processor, clip_vision_config
 from anyaccel.recipes.recipe import make_recipe
 
@@ -21,12 +21,12 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def with_ddim(**more: Any) -> dict[str, Any]:
-    """The components of Stable Diffusion with the scheduler that most of these ask for."""
+    """Return the components of Stable Diffusion with DDIM, which most of these pipelines require."""
     return parts(scheduler=diffusers.DDIMScheduler(**scheduler(clip_sample=False)), **more)
 
 
 def paint_by_example() -> dict[str, Any]:
-    """The components of Paint by Example: a picture in place of a text."""
+    """Return the components of Paint by Example, which takes an image instead of a prompt."""
     home = importlib.import_module("diffusers.pipelines.deprecated.paint_by_example.image_encoder")
     base = parts(
         unet=denoiser(in_channels=9),
@@ -42,9 +42,9 @@ RECIPES = (
         pipeline="PaintByExamplePipeline",
         parts=paint_by_example,
         call=lambda: unprompted(
-            image=picture(SIZE),
+            image=make_image(SIZE),
             mask_image=mask(SIZE),
-            example_image=picture(SIZE, seed=2),
+            example_image=make_image(SIZE, seed=2),
             guidance_scale=5.0,
             height=SIZE,
             width=SIZE,
@@ -67,7 +67,7 @@ RECIPES = (
         pipeline="CycleDiffusionPipeline",
         parts=lambda: parts(scheduler=diffusers.DDIMScheduler(**scheduler(clip_sample=False, set_alpha_to_one=False))),
         call=lambda: prompted(
-            source_prompt="a blue fox", image=picture(SIZE), strength=0.5, num_inference_steps=4, eta=0.1
+            source_prompt="a blue fox", image=make_image(SIZE), strength=0.5, num_inference_steps=4, eta=0.1
         ),
     ),
     recipe(

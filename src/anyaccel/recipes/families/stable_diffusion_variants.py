@@ -1,4 +1,4 @@
-"""Pipelines around Stable Diffusion: by instruction, upscaling, by depth, from a picture alone, other guidance."""
+"""Pipelines based on Stable Diffusion: InstructPix2Pix, upscaling, depth, image variation, other guidance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from anyaccel.recipes.families.stable_diffusion import denoiser, parts, scheduler
 from anyaccel.recipes.lazy_modules import diffusers, transformers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import make_image, prompted, unprompted
 from anyaccel.recipes.parts.image_encoders import clip_image_processor, clip_vision
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.recipe import make_recipe
@@ -21,12 +21,12 @@ recipe = functools.partial(make_recipe, family="stable-diffusion")
 
 
 def without(base: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The same parts less those that a pipeline does not take."""
+    """Return the components without those that a pipeline does not accept."""
     return {name: part for name, part in base.items() if name not in names}
 
 
 def upscaler() -> dict[str, Any]:
-    """The components of the upscaler, whose UNet also takes the small picture and how noisy it was made."""
+    """Return the components of the upscaler, whose UNet also gets the small image and its noise level."""
     base = parts(
         vae=autoencoder_kl(scaling_factor=0.08333),
         unet=denoiser(in_channels=7, num_class_embeds=1000),
@@ -38,7 +38,7 @@ def upscaler() -> dict[str, Any]:
 
 
 def latent_upscaler() -> dict[str, Any]:
-    """The components of the latent upscaler, a UNet with attention of its own kind."""
+    """Return the components of the latent upscaler, whose UNet has its own type of attention."""
     unet = diffusers.UNet2DConditionModel(
         act_fn="gelu",
         attention_head_dim=4,
@@ -63,7 +63,7 @@ def latent_upscaler() -> dict[str, Any]:
 
 
 def depth_estimator() -> Any:
-    """The estimator of depth, DPT without its convolutions."""
+    """Return the depth estimator: DPT without its convolutions."""
     return transformers.DPTForDepthEstimation(
         transformers.DPTConfig(
             hidden_size=32,
@@ -81,7 +81,7 @@ def depth_estimator() -> Any:
 
 
 def by_depth() -> dict[str, Any]:
-    """The components of depth to image, whose UNet also takes a map of depth."""
+    """Return the components of depth to image, whose UNet also gets a depth map."""
     size = {"height": 32, "width": 32}
     base = parts(
         unet=denoiser(in_channels=5),
@@ -92,7 +92,7 @@ def by_depth() -> dict[str, Any]:
 
 
 def variation() -> dict[str, Any]:
-    """The components of image variation: the embedding of a picture in place of a text."""
+    """Return the components of image variation, which takes an image embedding instead of a prompt."""
     base = parts(image_encoder=clip_vision(), feature_extractor=clip_image_processor())
     return without(base, "text_encoder", "tokenizer")
 
@@ -102,31 +102,31 @@ RECIPES = (
         name="instruct-pix2pix",
         pipeline="StableDiffusionInstructPix2PixPipeline",
         parts=lambda: parts(unet=denoiser(in_channels=8)),
-        call=lambda: prompted(image=picture(SIZE), image_guidance_scale=1.5),
+        call=lambda: prompted(image=make_image(SIZE), image_guidance_scale=1.5),
     ),
     recipe(
         name="stable-diffusion-upscale",
         pipeline="StableDiffusionUpscalePipeline",
         parts=upscaler,
-        call=lambda: prompted(image=picture(SIZE), noise_level=20),
+        call=lambda: prompted(image=make_image(SIZE), noise_level=20),
     ),
     recipe(
         name="stable-diffusion-latent-upscale",
         pipeline="StableDiffusionLatentUpscalePipeline",
         parts=latent_upscaler,
-        call=lambda: prompted(image=picture(64)),
+        call=lambda: prompted(image=make_image(64)),
     ),
     recipe(
         name="stable-diffusion-depth-to-image",
         pipeline="StableDiffusionDepth2ImgPipeline",
         parts=by_depth,
-        call=lambda: prompted(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="stable-diffusion-image-variation",
         pipeline="StableDiffusionImageVariationPipeline",
         parts=variation,
-        call=lambda: unprompted(image=picture(SIZE), height=SIZE, width=SIZE, guidance_scale=5.0),
+        call=lambda: unprompted(image=make_image(SIZE), height=SIZE, width=SIZE, guidance_scale=5.0),
     ),
     recipe(
         name="stable-diffusion-panorama",

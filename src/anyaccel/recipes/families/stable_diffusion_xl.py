@@ -1,4 +1,4 @@
-"""Stable Diffusion XL: base, refiner, image to image, inpainting, edits by instruction."""
+"""Stable Diffusion XL: base, refiner, image to image, inpainting, InstructPix2Pix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from anyaccel.recipes.families import stable_diffusion
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, clip_text, clip_text_with_projection
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
 from anyaccel.recipes.recipe import make_recipe
@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-xl")
 
 
 def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
-    """The UNet of SDXL, which also takes the sizes of the picture: six numbers, or five with the refiner's score."""
+    """Return the UNet of SDXL, which also gets six size conditions, or five with the aesthetic score of the refiner."""
     return stable_diffusion.denoiser(
         **{
             "cross_attention_dim": texts * TEXT_WIDTH,
@@ -38,7 +38,7 @@ def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of SDXL, without a watermark."""
+    """Return the components of SDXL, without a watermarker."""
     return {
         "vae": autoencoder_kl(scaling_factor=0.13025),
         "text_encoder": clip_text(),
@@ -58,12 +58,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_refiner() -> dict[str, Any]:
-    """The components of the refiner: the second text encoder alone, and a score for beauty."""
+    """Return the components of the refiner: only the second text encoder, and an aesthetic score."""
     return parts(text_encoder=None, tokenizer=None, unet=denoiser(texts=1, sizes=5), requires_aesthetics_score=True)
 
 
 def parts_for_instructions() -> dict[str, Any]:
-    """The components of InstructPix2Pix, whose UNet also takes the latent of the picture."""
+    """Return the components of InstructPix2Pix, whose UNet also gets the latents of the image."""
     return parts(unet=denoiser(in_channels=8), is_cosxl_edit=False)
 
 
@@ -78,26 +78,26 @@ RECIPES = (
         name="stable-diffusion-xl-refiner",
         pipeline="StableDiffusionXLImg2ImgPipeline",
         parts=parts_of_refiner,
-        call=lambda: prompted(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="stable-diffusion-xl-image-to-image",
         pipeline="StableDiffusionXLImg2ImgPipeline",
         parts=parts,
-        call=lambda: prompted(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="stable-diffusion-xl-inpaint",
         pipeline="StableDiffusionXLInpaintPipeline",
         parts=lambda: parts(unet=denoiser(in_channels=9)),
         call=lambda: prompted(
-            image=picture(SIZE), mask_image=mask(SIZE), height=SIZE, width=SIZE, strength=0.5, num_inference_steps=4
+            image=make_image(SIZE), mask_image=mask(SIZE), height=SIZE, width=SIZE, strength=0.5, num_inference_steps=4
         ),
     ),
     recipe(
         name="stable-diffusion-xl-instruct-pix2pix",
         pipeline="StableDiffusionXLInstructPix2PixPipeline",
         parts=parts_for_instructions,
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE, image_guidance_scale=1.5),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE, image_guidance_scale=1.5),
     ),
 )

@@ -1,4 +1,4 @@
-"""Older models of video, built on Stable Diffusion: ModelScope, I2VGen-XL, PIA, Text2Video-Zero."""
+"""Older video models based on Stable Diffusion: ModelScope, I2VGen-XL, PIA, Text2Video-Zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import animate_diff, stable_diffusion, stable_diffusion_xl
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, make_video, prompted
 from anyaccel.recipes.parts.image_encoders import clip_image_processor, clip_vision
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.recipe import make_recipe
@@ -29,7 +29,7 @@ recipe = functools.partial(make_recipe, family="text-to-video")
 
 
 def base(**more: Any) -> dict[str, Any]:
-    """The components of Stable Diffusion that these keep."""
+    """Return the components of Stable Diffusion that these models keep."""
     kept = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False)), **more
     )
@@ -37,13 +37,13 @@ def base(**more: Any) -> dict[str, Any]:
 
 
 def model_scope() -> dict[str, Any]:
-    """The components of ModelScope's text to video."""
+    """Return the components of ModelScope's text to video."""
     kept = base(unet=diffusers.UNet3DConditionModel(attention_head_dim=4, **SHAPE))
     return animate_diff.without(kept, "feature_extractor")
 
 
 def i2vgen() -> dict[str, Any]:
-    """The components of I2VGen-XL."""
+    """Return the components of I2VGen-XL."""
     return base(
         unet=diffusers.I2VGenXLUNet(attention_head_dim=4, **SHAPE),
         image_encoder=clip_vision(),
@@ -52,7 +52,7 @@ def i2vgen() -> dict[str, Any]:
 
 
 def pia() -> dict[str, Any]:
-    """The components of PIA, whose adapter also brings the first convolution."""
+    """Return the components of PIA, whose adapter also replaces the first convolution."""
     adapter = diffusers.MotionAdapter(
         block_out_channels=(8, 16),
         motion_layers_per_block=1,
@@ -64,7 +64,7 @@ def pia() -> dict[str, Any]:
 
 
 def call_zero(**more: Any) -> dict[str, Any]:
-    """One call of Text2Video-Zero, whose motion is added between the first steps."""
+    """Return call arguments of Text2Video-Zero, which adds motion between the first steps."""
     return prompted(video_length=FRAMES, height=SIZE, width=SIZE, num_inference_steps=3, t0=1, t1=2, **more)
 
 
@@ -79,19 +79,19 @@ RECIPES = (
         name="model-scope-video-to-video",
         pipeline="VideoToVideoSDPipeline",
         parts=model_scope,
-        call=lambda: prompted(video=clip_of(FRAMES, SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: prompted(video=make_video(FRAMES, SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="i2vgen-xl",
         pipeline="I2VGenXLPipeline",
         parts=i2vgen,
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE, num_frames=FRAMES, clip_skip=None),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE, num_frames=FRAMES, clip_skip=None),
     ),
     recipe(
         name="pia",
         pipeline="PIAPipeline",
         parts=pia,
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE, num_frames=FRAMES),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE, num_frames=FRAMES),
     ),
     recipe(
         name="text-to-video-zero",

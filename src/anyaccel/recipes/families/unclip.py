@@ -1,4 +1,4 @@
-"""unCLIP: the pipelines that go by the embedding of a picture."""
+"""unCLIP: pipelines that condition on an image embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from anyaccel.recipes.families import stable_diffusion
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import make_image, prompted, unprompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision
 from anyaccel.recipes.parts.text_encoders import clip_text, clip_text_with_projection
 from anyaccel.recipes.parts.tokenizers import clip_tokenizer
@@ -23,20 +23,20 @@ recipe = functools.partial(make_recipe, family="unclip")
 
 
 def prior() -> Any:
-    """The transformer that turns a text into the embedding of a picture."""
+    """Return the transformer that maps a text to an image embedding."""
     return diffusers.PriorTransformer(
         num_attention_heads=2, attention_head_dim=12, num_layers=1, embedding_dim=IMAGE_WIDTH
     )
 
 
 def normalizer() -> Any:
-    """What brings embeddings to a mean of zero."""
+    """Return the normalizer that centers image embeddings."""
     home = importlib.import_module("diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer")
     return home.StableUnCLIPImageNormalizer(embedding_dim=IMAGE_WIDTH)
 
 
 def stable_unclip() -> dict[str, Any]:
-    """What both pipelines of Stable unCLIP have: the UNet takes the embedding and how noisy it was made."""
+    """Return the common components of Stable unCLIP; the UNet gets the embedding and its noise level."""
     return {
         "image_normalizer": normalizer(),
         "image_noising_scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
@@ -61,7 +61,7 @@ def stable_unclip() -> dict[str, Any]:
 
 
 def stable_unclip_from_text() -> dict[str, Any]:
-    """Stable unCLIP with a prior."""
+    """Return the components of Stable unCLIP with a prior."""
     return stable_unclip() | {
         "prior_tokenizer": clip_tokenizer(),
         "prior_text_encoder": clip_text_with_projection(),
@@ -73,12 +73,12 @@ def stable_unclip_from_text() -> dict[str, Any]:
 
 
 def stable_unclip_from_image() -> dict[str, Any]:
-    """Stable unCLIP with an encoder of pictures."""
+    """Return the components of Stable unCLIP with an image encoder."""
     return stable_unclip() | {"feature_extractor": clip_image_processor(), "image_encoder": clip_vision()}
 
 
 def unclip() -> dict[str, Any]:
-    """What both pipelines of unCLIP have: a decoder and two networks that enlarge."""
+    """Return the components that both unCLIP pipelines share: a decoder and two super-resolution networks."""
     home = importlib.import_module("diffusers.pipelines.deprecated.unclip.text_proj")
     return {
         "decoder": diffusers.UNet2DConditionModel(
@@ -109,7 +109,7 @@ def unclip() -> dict[str, Any]:
 
 
 def enlarger() -> Any:
-    """A network that takes a picture beside a smaller one."""
+    """Return a super-resolution UNet, which gets the smaller image as additional channels."""
     return diffusers.UNet2DModel(
         sample_size=SIZE,
         in_channels=6,
@@ -123,7 +123,7 @@ def enlarger() -> Any:
 
 
 def unclip_from_text() -> dict[str, Any]:
-    """The pipeline with its prior."""
+    """Return the components of the pipeline with its prior."""
     schedule = diffusers.UnCLIPScheduler(
         variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=5.0
     )
@@ -131,12 +131,12 @@ def unclip_from_text() -> dict[str, Any]:
 
 
 def unclip_from_image() -> dict[str, Any]:
-    """The pipeline with an encoder of pictures."""
+    """Return the components of the pipeline with an image encoder."""
     return unclip() | {"feature_extractor": clip_image_processor(), "image_encoder": clip_vision()}
 
 
 def call_unclip(**more: Any) -> dict[str, Any]:
-    """One call; each of its networks has its own number of steps."""
+    """Return call arguments; each network has its own number of steps."""
     arguments = unprompted(decoder_num_inference_steps=2, super_res_num_inference_steps=2, **more)
     del arguments["num_inference_steps"]
     return arguments
@@ -153,7 +153,7 @@ RECIPES = (
         name="stable-unclip-image-to-image",
         pipeline="StableUnCLIPImg2ImgPipeline",
         parts=stable_unclip_from_image,
-        call=lambda: prompted(image=picture(SIZE), height=SIZE, width=SIZE),
+        call=lambda: prompted(image=make_image(SIZE), height=SIZE, width=SIZE),
     ),
     recipe(
         name="unclip",
@@ -165,6 +165,6 @@ RECIPES = (
         name="unclip-image-variation",
         pipeline="UnCLIPImageVariationPipeline",
         parts=unclip_from_image,
-        call=lambda: call_unclip(image=picture(SIZE)),
+        call=lambda: call_unclip(image=make_image(SIZE)),
     ),
 )

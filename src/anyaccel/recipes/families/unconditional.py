@@ -1,4 +1,4 @@
-"""Pipelines without a text: DDPM, DDIM, PNDM, score models, consistency models, DiT, RePaint, dance diffusion."""
+"""Pipelines without a prompt: DDPM, DDIM, PNDM, score models, consistency models, DiT, RePaint, Dance Diffusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, unprompted
+from anyaccel.recipes.parts.calls import make_image, mask, unprompted
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
@@ -18,7 +18,7 @@ recipe = functools.partial(make_recipe, family="unconditional")
 
 
 def denoiser(**more: Any) -> Any:
-    """A UNet of two levels, the lower one with attention."""
+    """Return a UNet with two levels; the lower one has attention."""
     return diffusers.UNet2DModel(
         **{
             "sample_size": SIZE,
@@ -34,7 +34,7 @@ def denoiser(**more: Any) -> Any:
 
 
 def consistency() -> dict[str, Any]:
-    """The components of a consistency model with classes."""
+    """Return the components of a class-conditional consistency model."""
     return {
         "unet": denoiser(num_class_embeds=10),
         "scheduler": diffusers.CMStochasticIterativeScheduler(num_train_timesteps=40, sigma_min=0.002, sigma_max=80.0),
@@ -42,7 +42,7 @@ def consistency() -> dict[str, Any]:
 
 
 def dit() -> dict[str, Any]:
-    """The components of DiT, which paints one of a thousand classes."""
+    """Return the components of DiT with a thousand classes."""
     return {
         "transformer": diffusers.DiTTransformer2DModel(
             sample_size=SIZE,
@@ -59,7 +59,7 @@ def dit() -> dict[str, Any]:
 
 
 def latent_diffusion() -> dict[str, Any]:
-    """The components of unconditional latent diffusion."""
+    """Return the components of unconditional latent diffusion."""
     return {
         "vqvae": diffusers.VQModel(
             block_out_channels=(8, 16),
@@ -74,12 +74,12 @@ def latent_diffusion() -> dict[str, Any]:
 
 
 def super_resolution() -> dict[str, Any]:
-    """The components of the super resolution of latent diffusion, whose UNet also takes the small picture."""
+    """Return the components of latent diffusion super-resolution, whose UNet also gets the small image."""
     return latent_diffusion() | {"unet": denoiser(in_channels=6, out_channels=3)}
 
 
 def dance_diffusion() -> dict[str, Any]:
-    """The components of dance diffusion, which makes sound."""
+    """Return the components of Dance Diffusion, which generates audio."""
     return {
         "unet": diffusers.UNet1DModel(
             block_out_channels=(32, 32, 64),
@@ -100,7 +100,7 @@ def dance_diffusion() -> dict[str, Any]:
 
 
 def call_dance() -> dict[str, Any]:
-    """One call for four seconds of 64 samples."""
+    """Return call arguments for four seconds at 64 samples per second."""
     arguments = unprompted(audio_length_in_s=4.0)
     del arguments["output_type"]
     return arguments
@@ -130,14 +130,14 @@ RECIPES = (
         name="latent-diffusion-super-resolution",
         pipeline="LDMSuperResolutionPipeline",
         parts=super_resolution,
-        call=lambda: unprompted(image=picture(32)),
+        call=lambda: unprompted(image=make_image(32)),
     ),
     recipe(
         name="repaint",
         pipeline="RePaintPipeline",
         parts=lambda: {"unet": denoiser(), "scheduler": diffusers.RePaintScheduler()},
-        # It rounds a picture to multiples of 32.
-        call=lambda: unprompted(image=picture(32), mask_image=mask(32), jump_length=1, jump_n_sample=2),
+        # The pipeline rounds image sizes to multiples of 32.
+        call=lambda: unprompted(image=make_image(32), mask_image=mask(32), jump_length=1, jump_n_sample=2),
     ),
     recipe(name="dance-diffusion", pipeline="DanceDiffusionPipeline", parts=dance_diffusion, call=call_dance),
     recipe(

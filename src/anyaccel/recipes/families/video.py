@@ -1,4 +1,4 @@
-"""Other models of video: Mochi, Allegro, Latte, Stable Video Diffusion."""
+"""Other video models: Mochi, Allegro, Latte, Stable Video Diffusion."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import picture, prompted, unprompted
+from anyaccel.recipes.parts.calls import make_image, prompted, unprompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, t5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="video")
 
 
 def mochi() -> dict[str, Any]:
-    """The components of Mochi."""
+    """Return the components of Mochi."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         "vae": diffusers.AutoencoderKLMochi(
@@ -46,7 +46,7 @@ def mochi() -> dict[str, Any]:
 
 
 def allegro() -> dict[str, Any]:
-    """The components of Allegro."""
+    """Return the components of Allegro."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -72,14 +72,14 @@ def allegro() -> dict[str, Any]:
 
 
 def tile_small(pipe: Any) -> None:
-    """Let Allegro decode in tiles, its only way, and in smaller ones than its own of 24 frames and 320 pixels."""
+    """Set small tiles: Allegro can only decode in tiles, by default of 24 frames and 320 pixels."""
     pipe.vae.enable_tiling()
     pipe.vae.kernel = (8, SIZE, SIZE)
     pipe.vae.stride = (4, SIZE // 2, SIZE // 2)
 
 
 def latte() -> dict[str, Any]:
-    """The components of Latte."""
+    """Return the components of Latte."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),
@@ -106,7 +106,7 @@ def latte() -> dict[str, Any]:
 
 
 def stable_video_diffusion() -> dict[str, Any]:
-    """The components of Stable Video Diffusion, whose norms all have 32 groups."""
+    """Return the components of Stable Video Diffusion, whose norms all have 32 groups."""
     return {
         "vae": diffusers.AutoencoderKLTemporalDecoder(
             block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2
@@ -159,6 +159,6 @@ RECIPES = (
         name="stable-video-diffusion",
         pipeline="StableVideoDiffusionPipeline",
         parts=stable_video_diffusion,
-        call=lambda: unprompted(image=picture(SIZE), height=SIZE, width=SIZE, num_frames=2, decode_chunk_size=2),
+        call=lambda: unprompted(image=make_image(SIZE), height=SIZE, width=SIZE, num_frames=2, decode_chunk_size=2),
     ),
 )

@@ -1,4 +1,4 @@
-"""VisualCloze: FLUX fill that learns a task from pictures of it."""
+"""VisualCloze: FLUX Fill that learns a task from example images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from anyaccel.recipes.families import flux
-from anyaccel.recipes.parts.calls import picture, unprompted
+from anyaccel.recipes.parts.calls import make_image, unprompted
 from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
@@ -17,23 +17,23 @@ recipe = functools.partial(make_recipe, family="visual-cloze")
 
 
 def parts() -> dict[str, Any]:
-    """The components of FLUX fill."""
+    """Return the components of FLUX fill."""
     return flux.parts(in_channels=3 * flux.PATCH) | {"resolution": SIZE}
 
 
 def call() -> dict[str, Any]:
-    """One call with an example of the task, and a picture to do it for."""
+    """Return call arguments with an example of the task and an image to apply it to."""
     return unprompted(
         task_prompt="turn blue",
         content_prompt="a red fox",
-        image=[[picture(SIZE), picture(SIZE, seed=2)], [picture(SIZE, seed=3), None]],
+        image=[[make_image(SIZE), make_image(SIZE, seed=2)], [make_image(SIZE, seed=3), None]],
         guidance_scale=30.0,
         max_sequence_length=256,
     )
 
 
 def silence(pipe: Any) -> None:
-    """Turn off the progress bars of the pipelines inside."""
+    """Disable the progress bars of the nested pipelines."""
     for inner in (pipe.generation_pipe, pipe.upsampling_pipe):
         inner.set_progress_bar_config(disable=True)
 

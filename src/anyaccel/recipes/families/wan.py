@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, embedding, picture, prompted
+from anyaccel.recipes.parts.calls import embedding, make_image, make_video, prompted
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision_model
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH, umt5_encoder
 from anyaccel.recipes.parts.tokenizers import t5_tokenizer
@@ -35,7 +35,7 @@ recipe = functools.partial(make_recipe, family="wan")
 
 
 def autoencoder_wan(*, halvings: int = 1) -> Any:
-    """The autoencoder of Wan, which halves the width, the height and the frames but the first, once or more often."""
+    """Return the autoencoder of Wan, which halves width, height and frames (except the first) `halvings` times."""
     return diffusers.AutoencoderKLWan(
         base_dim=8,
         z_dim=CHANNELS,
@@ -50,7 +50,7 @@ def autoencoder_wan(*, halvings: int = 1) -> Any:
 
 
 def transformer_shape(**more: Any) -> dict[str, Any]:
-    """Two layers of 24."""
+    """Return transformer arguments: two heads of width 12."""
     return {
         "num_attention_heads": 2,
         "attention_head_dim": 12,
@@ -65,7 +65,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Wan 2.1."""
+    """Return the components of Wan 2.1."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": umt5_encoder(),
@@ -78,12 +78,12 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_two_experts() -> dict[str, Any]:
-    """The components of Wan 2.2: one transformer for the noisy steps, one for the others."""
+    """Return the components of Wan 2.2: one transformer for the high-noise steps, one for the others."""
     return parts(transformer_2=diffusers.WanTransformer3DModel(**transformer_shape()), boundary_ratio=0.875)
 
 
 def parts_for_images() -> dict[str, Any]:
-    """The components of image to video: the latents, those of the picture and a mask of the frames come in."""
+    """Return the components of image to video, whose transformer also gets image latents and a frame mask."""
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return parts(
         transformer=diffusers.WanTransformer3DModel(**shape),
@@ -93,18 +93,18 @@ def parts_for_images() -> dict[str, Any]:
 
 
 def parts_of_vace() -> dict[str, Any]:
-    """The components of VACE, whose side branch reads two clips and a mask."""
+    """Return the components of VACE, whose side branch gets two videos and a mask."""
     shape = transformer_shape(vace_layers=[0, 1], vace_in_channels=2 * CHANNELS + 2**2)
     return parts(transformer=diffusers.WanVACETransformer3DModel(**shape))
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call for five frames."""
+    """Return call arguments for five frames."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, num_frames=FRAMES, max_sequence_length=32) | more
 
 
 def call_embedded(**more: Any) -> dict[str, Any]:
-    """One call with an embedded text: these pipelines clean a prompt with ftfy, which is no dependency of ours."""
+    """Return call arguments with a prompt embedding: cleaning a prompt requires ftfy, which is not a dependency."""
     embedded = {
         "prompt_embeds": embedding(1, 32, TEXT_WIDTH),
         "negative_prompt_embeds": embedding(1, 32, TEXT_WIDTH, seed=4),
@@ -113,24 +113,24 @@ def call_embedded(**more: Any) -> dict[str, Any]:
 
 
 def call_without_length(**more: Any) -> dict[str, Any]:
-    """One call that takes its number of frames from a clip."""
+    """Return call arguments that take the number of frames from an input video."""
     arguments = call_embedded(**more)
     del arguments["num_frames"]
     return arguments
 
 
 def call_halfway() -> dict[str, Any]:
-    """One call that starts from a clip, two steps of four before the end."""
-    return call_without_length(video=clip_of(FRAMES, SIZE), strength=0.5, num_inference_steps=4)
+    """Return call arguments that start from a video and run the last two of four steps."""
+    return call_without_length(video=make_video(FRAMES, SIZE), strength=0.5, num_inference_steps=4)
 
 
 def parts_of_lucy() -> dict[str, Any]:
-    """The components of Lucy Edit, which lays the latents of a clip beside its own."""
+    """Return the components of Lucy Edit, which concatenates the latents of a video to its own."""
     return parts(transformer=diffusers.WanTransformer3DModel(**transformer_shape(in_channels=2 * CHANNELS)))
 
 
 def parts_of_chrono_edit() -> dict[str, Any]:
-    """The components of ChronoEdit, which edits a picture as the end of a clip."""
+    """Return the components of ChronoEdit, which edits an image as the last frame of a video."""
     base = parts_for_images()
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return base | {"transformer": diffusers.ChronoEditTransformer3DModel(**shape)}
@@ -141,13 +141,13 @@ RECIPES = (
         name="lucy-edit",
         pipeline="LucyEditPipeline",
         parts=parts_of_lucy,
-        call=lambda: call_embedded(video=clip_of(FRAMES, SIZE)),
+        call=lambda: call_embedded(video=make_video(FRAMES, SIZE)),
     ),
     recipe(
         name="chrono-edit",
         pipeline="ChronoEditPipeline",
         parts=parts_of_chrono_edit,
-        call=lambda: call_embedded(image=picture(SIZE)),
+        call=lambda: call_embedded(image=make_image(SIZE)),
     ),
     recipe(name="wan", pipeline="WanPipeline", parts=parts, call=call),
     recipe(name="wan-two-experts", pipeline="WanPipeline", parts=parts_of_two_experts, call=call),
@@ -155,13 +155,13 @@ RECIPES = (
         name="wan-image-to-video",
         pipeline="WanImageToVideoPipeline",
         parts=parts_for_images,
-        call=lambda: call_embedded(image=picture(SIZE)),
+        call=lambda: call_embedded(image=make_image(SIZE)),
     ),
     recipe(name="wan-video-to-video", pipeline="WanVideoToVideoPipeline", parts=parts, call=call_halfway),
     recipe(
         name="wan-vace",
         pipeline="WanVACEPipeline",
         parts=parts_of_vace,
-        call=lambda: call_embedded(video=clip_of(FRAMES, SIZE)),
+        call=lambda: call_embedded(video=make_video(FRAMES, SIZE)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Models of video that keep Wan's autoencoder and text encoder: Wan Animate, AnyFlow."""
+"""Video models with Wan's autoencoder and text encoder: Wan Animate, AnyFlow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.families import wan
 from anyaccel.recipes.lazy_modules import diffusers
-from anyaccel.recipes.parts.calls import clip_of, picture
+from anyaccel.recipes.parts.calls import make_image, make_video
 from anyaccel.recipes.parts.image_encoders import IMAGE_WIDTH, clip_image_processor, clip_vision_model
 from anyaccel.recipes.recipe import make_recipe
 
@@ -17,7 +17,7 @@ recipe = functools.partial(make_recipe, family="wan")
 
 
 def animate() -> dict[str, Any]:
-    """The components of Wan Animate, which moves a figure after a face and a pose."""
+    """Return the components of Wan Animate, which animates a character from a face and a pose video."""
     shape = wan.transformer_shape(
         in_channels=2 * wan.CHANNELS + 4,
         latent_channels=wan.CHANNELS,
@@ -41,7 +41,7 @@ def animate() -> dict[str, Any]:
 
 
 def any_flow() -> dict[str, Any]:
-    """The components of AnyFlow, which steps along a map of the flow."""
+    """Return the components of AnyFlow, a flow-map model."""
     return wan.parts(
         transformer=diffusers.AnyFlowTransformer3DModel(**wan.transformer_shape()),
         scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
@@ -54,9 +54,9 @@ RECIPES = (
         pipeline="WanAnimatePipeline",
         parts=animate,
         call=lambda: wan.call_without_length(
-            image=picture(wan.SIZE),
-            pose_video=clip_of(wan.FRAMES, wan.SIZE),
-            face_video=clip_of(wan.FRAMES, wan.SIZE),
+            image=make_image(wan.SIZE),
+            pose_video=make_video(wan.FRAMES, wan.SIZE),
+            face_video=make_video(wan.FRAMES, wan.SIZE),
             segment_frame_length=wan.FRAMES,
         ),
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import diffusers
 from anyaccel.recipes.parts.autoencoders import autoencoder_kl
-from anyaccel.recipes.parts.calls import mask, picture, prompted
+from anyaccel.recipes.parts.calls import make_image, mask, prompted
 from anyaccel.recipes.parts.language_models import qwen_3_model
 from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import qwen_tokenizer
@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="z-image")
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    """The components of Z-Image."""
+    """Return the components of Z-Image."""
     return {
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         "vae": autoencoder_kl(scaling_factor=0.3611, shift_factor=0.1159),
@@ -42,7 +42,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def controlnet(*, channels: int) -> Any:
-    """The ControlNet, which borrows its embedders from the transformer."""
+    """Return the ControlNet, which shares its embedders with the transformer."""
     return diffusers.ZImageControlNetModel(
         control_layers_places=[0, 1],
         control_refiner_layers_places=[0],
@@ -56,7 +56,7 @@ def controlnet(*, channels: int) -> Any:
 
 
 def call(**more: Any) -> dict[str, Any]:
-    """One call; a language model's marks make the text long."""
+    """Return call arguments; the chat template makes the prompt long."""
     return prompted(negative_prompt="blue", height=SIZE, width=SIZE, max_sequence_length=64) | more
 
 
@@ -66,24 +66,24 @@ RECIPES = (
         name="z-image-image-to-image",
         pipeline="ZImageImg2ImgPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="z-image-inpaint",
         pipeline="ZImageInpaintPipeline",
         parts=parts,
-        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
+        call=lambda: call(image=make_image(SIZE), mask_image=mask(SIZE), strength=0.5, num_inference_steps=4),
     ),
     recipe(
         name="z-image-controlnet",
         pipeline="ZImageControlNetPipeline",
         parts=lambda: parts(controlnet=controlnet(channels=4)),
-        call=lambda: call(control_image=picture(SIZE)),
+        call=lambda: call(control_image=make_image(SIZE)),
     ),
     recipe(
         name="z-image-controlnet-inpaint",
         pipeline="ZImageControlNetInpaintPipeline",
         parts=lambda: parts(controlnet=controlnet(channels=9)),
-        call=lambda: call(image=picture(SIZE), mask_image=mask(SIZE), control_image=picture(SIZE, seed=2)),
+        call=lambda: call(image=make_image(SIZE), mask_image=mask(SIZE), control_image=make_image(SIZE, seed=2)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Autoencoders at their smallest."""
+"""Tiny autoencoders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["autoencoder_kl", "movq"]
 
 
 def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
-    """The autoencoder of Stable Diffusion; two levels: a picture of 16 pixels has a latent of 8."""
+    """Return the autoencoder of Stable Diffusion with two levels: a 16-pixel image has 8-pixel latents."""
     return diffusers.AutoencoderKL(
         **{
             "latent_channels": latent_channels,
@@ -24,7 +24,7 @@ def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
 
 
 def movq() -> Any:
-    """The quantising autoencoder of Kandinsky, whose decoder is normalised by the latent."""
+    """Return the quantizing autoencoder of Kandinsky, whose decoder norms are conditioned on the latents."""
     return diffusers.VQModel(
         block_out_channels=(32, 32),  # its norms have 32 groups, whatever is asked
         down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),

@@ -1,4 +1,4 @@
-"""What the calls of the recipes have in common: the prompt, the seed, pictures and clips."""
+"""Call arguments that recipes share: prompt, seed, images and videos."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import Any
 
 from anyaccel.recipes.lazy_modules import numpy, torch
 
-__all__ = ["clip_of", "embedding", "generator", "mask", "picture", "prompted", "unprompted"]
+__all__ = ["embedding", "generator", "make_image", "make_video", "mask", "prompted", "unprompted"]
 
 
 def generator() -> Any:
-    """A generator of the host with a fixed seed."""
+    """Return a CPU generator with a fixed seed."""
     return torch.Generator("cpu").manual_seed(7)
 
 
 def unprompted(**more: Any) -> dict[str, Any]:
-    """Two steps, seeded, with an array as the result."""
+    """Return arguments for two seeded steps with NumPy output."""
     return {"num_inference_steps": 2, "generator": generator(), "output_type": "np"} | more
 
 
 def prompted(**more: Any) -> dict[str, Any]:
-    """The same with a prompt, and with guidance."""
+    """Return the same arguments with a prompt and guidance."""
     return unprompted(prompt="a red fox", guidance_scale=5.0) | more
 
 
-def picture(size: int, *, seed: int = 1) -> Any:
-    """A square picture of coloured blocks."""
+def make_image(size: int, *, seed: int = 1) -> Any:
+    """Return a square image of colored blocks."""
     from PIL import Image
 
     blocks = numpy.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=numpy.uint8)
@@ -33,7 +33,7 @@ def picture(size: int, *, seed: int = 1) -> Any:
 
 
 def mask(size: int) -> Any:
-    """A mask whose left half is to be painted."""
+    """Return a mask that inpaints the left half."""
     from PIL import Image
 
     half = numpy.zeros((size, size), dtype=numpy.uint8)
@@ -41,11 +41,11 @@ def mask(size: int) -> Any:
     return Image.fromarray(half)
 
 
-def clip_of(frames: int, size: int) -> list[Any]:
-    """A clip: that many pictures."""
-    return [picture(size, seed=seed) for seed in range(frames)]
+def make_video(frames: int, size: int) -> list[Any]:
+    """Return a video as a list of frames."""
+    return [make_image(size, seed=seed) for seed in range(frames)]
 
 
 def embedding(*shape: int, seed: int = 3) -> Any:
-    """What another model would have made of a picture or a text: noise of that shape."""
+    """Return noise in the shape of an image or prompt embedding."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Encoders of pictures at their smallest, and what prepares pictures for them."""
+"""Tiny image encoders and their image processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGE_SIZE = 32
 
 
 def clip_vision_config(**more: Any) -> Any:
-    """The configuration of an image encoder of CLIP, two layers of 32."""
+    """Return the configuration of a CLIP image encoder with two layers of width 32."""
     return transformers.CLIPVisionConfig(
         **{
             "hidden_size": IMAGE_WIDTH,
@@ -37,22 +37,22 @@ def clip_vision_config(**more: Any) -> Any:
 
 
 def clip_vision(**more: Any) -> Any:
-    """The image encoder of CLIP, which also gives a vector for the whole picture."""
+    """Return the image encoder of CLIP with its projection."""
     return transformers.CLIPVisionModelWithProjection(clip_vision_config(**more))
 
 
 def clip_vision_model(**more: Any) -> Any:
-    """The image encoder of CLIP, for those who read its hidden states."""
+    """Return the image encoder of CLIP without its projection, for pipelines that read hidden states."""
     return transformers.CLIPVisionModel(clip_vision_config(**more))
 
 
 def clip_image_processor(size: int = IMAGE_SIZE) -> Any:
-    """What crops and scales a picture for CLIP."""
+    """Return the image processor of CLIP."""
     return transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def siglip_vision(**more: Any) -> Any:
-    """The image encoder of SigLIP, two layers of 32."""
+    """Return the image encoder of SigLIP with two layers of width 32."""
     return transformers.SiglipVisionModel(
         transformers.SiglipVisionConfig(
             **{
@@ -69,5 +69,5 @@ def siglip_vision(**more: Any) -> Any:
 
 
 def siglip_image_processor(size: int = IMAGE_SIZE) -> Any:
-    """What scales a picture for SigLIP."""
+    """Return the image processor of SigLIP."""
     return transformers.SiglipImageProcessor(size={"height": size, "width": size})

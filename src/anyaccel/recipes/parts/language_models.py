@@ -1,4 +1,4 @@
-"""Language models at their smallest, for the pipelines that read their hidden states."""
+"""Tiny language models, for pipelines that read their hidden states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def layers_of(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
-    """Two layers of 32 with grouped queries, as every decoder of a language model takes them."""
+    """Return decoder arguments: two layers of width 32 with grouped-query attention."""
     return {
         "vocab_size": len(vocabulary),
         "hidden_size": TEXT_WIDTH,
@@ -50,17 +50,17 @@ def _qwen_marks() -> dict[str, int]:
 
 
 def qwen_3_config(**more: Any) -> Any:
-    """The configuration of Qwen 3."""
+    """Return the configuration of Qwen 3."""
     return transformers.Qwen3Config(**layers_of(QWEN_VOCABULARY, **_qwen_marks()) | more)
 
 
 def qwen_3(**more: Any) -> Any:
-    """Qwen 3 with its head."""
+    """Return Qwen 3 with its head."""
     return transformers.Qwen3ForCausalLM(qwen_3_config(**more))
 
 
 def qwen_3_model(**more: Any) -> Any:
-    """Qwen 3 without its head."""
+    """Return Qwen 3 without its head."""
     return transformers.Qwen3Model(qwen_3_config(**more))
 
 
@@ -70,13 +70,13 @@ def _qwen_2_5_layers(**more: Any) -> dict[str, Any]:
 
 
 def qwen_2_5_vl_text(**more: Any) -> Any:
-    """The decoder of Qwen 2.5 VL alone."""
+    """Return only the text decoder of Qwen 2.5 VL."""
     home = importlib.import_module("transformers.models.qwen2_5_vl")
     return home.Qwen2_5_VLTextModel(home.Qwen2_5_VLTextConfig(**_qwen_2_5_layers(**more)))
 
 
 def qwen_2_5_vl(**more: Any) -> Any:
-    """Qwen 2.5 VL: a decoder that also sees pictures of patches of 14 pixels."""
+    """Return Qwen 2.5 VL, whose vision tower uses patches of 14 pixels."""
     text = _qwen_2_5_layers(**more)
     vision = {
         "depth": 2,
@@ -99,7 +99,7 @@ def qwen_2_5_vl(**more: Any) -> Any:
 
 
 def mistral_3() -> Any:
-    """Mistral 3: a decoder of Mistral and the eyes of Pixtral."""
+    """Return Mistral 3: a Mistral decoder with the vision tower of Pixtral."""
     text = transformers.MistralConfig(**layers_of(QWEN_VOCABULARY, **_qwen_marks()))
     vision = transformers.PixtralVisionConfig(
         hidden_size=32, intermediate_size=37, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
@@ -112,17 +112,17 @@ def mistral_3() -> Any:
 
 
 def gemma(**more: Any) -> Any:
-    """The first Gemma, without its head."""
+    """Return the first Gemma, without its head."""
     return transformers.GemmaModel(transformers.GemmaConfig(**layers_of(GEMMA_VOCABULARY) | more))
 
 
 def gemma_2(**more: Any) -> Any:
-    """Gemma 2, without its head."""
+    """Return Gemma 2, without its head."""
     return transformers.Gemma2Model(transformers.Gemma2Config(**layers_of(GEMMA_VOCABULARY) | more))
 
 
 def glm(**more: Any) -> Any:
-    """GLM, without its head."""
+    """Return GLM, without its head."""
     return transformers.GlmModel(
         transformers.GlmConfig(
             **layers_of(
@@ -136,29 +136,29 @@ def glm(**more: Any) -> Any:
 
 
 def llama(**more: Any) -> Any:
-    """Llama, without its head."""
+    """Return Llama, without its head."""
     return transformers.LlamaModel(transformers.LlamaConfig(**layers_of(LLAMA_VOCABULARY, pad_token_id=0) | more))
 
 
 def llama_with_head(**more: Any) -> Any:
-    """Llama with its head."""
+    """Return Llama with its head."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**layers_of(LLAMA_VOCABULARY, pad_token_id=0) | more))
 
 
 def mistral_3_model() -> Any:
-    """Mistral 3 without its head."""
+    """Return Mistral 3 without its head."""
     return mistral_3().model
 
 
 def smol_lm(**more: Any) -> Any:
-    """SmolLM 3 with its head."""
+    """Return SmolLM 3 with its head."""
     return transformers.SmolLM3ForCausalLM(
         transformers.SmolLM3Config(**layers_of(QWEN_VOCABULARY, **_qwen_marks()) | more)
     )
 
 
 def qwen_2_vl() -> Any:
-    """Qwen 2 VL, with its eyes."""
+    """Return Qwen 2 VL with its vision tower."""
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": TEXT_WIDTH, "num_heads": 2, "mlp_ratio": 2}
     return transformers.Qwen2VLForConditionalGeneration(
         transformers.Qwen2VLConfig(text_config=_qwen_2_5_layers(), vision_config=vision)
@@ -166,7 +166,7 @@ def qwen_2_vl() -> Any:
 
 
 def t5_gemma_encoder() -> Any:
-    """The encoder of T5Gemma."""
+    """Return the encoder of T5Gemma."""
     home = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
     half = transformers.models.t5gemma.T5GemmaModuleConfig(**layers_of(GEMMA_VOCABULARY))
     both = transformers.models.t5gemma.T5GemmaConfig(encoder=half, decoder=half, vocab_size=len(GEMMA_VOCABULARY))
@@ -174,7 +174,7 @@ def t5_gemma_encoder() -> Any:
 
 
 def qwen_3_vl_model() -> Any:
-    """Qwen 3 VL without its head."""
+    """Return Qwen 3 VL without its head."""
     turns = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = {
         "depth": 2,
@@ -198,7 +198,7 @@ def qwen_3_vl_model() -> Any:
 
 
 def gemma_3() -> Any:
-    """Gemma 3, with eyes."""
+    """Return Gemma 3 with its vision tower."""
     vision = {
         "hidden_size": 32,
         "intermediate_size": 37,

@@ -1,4 +1,4 @@
-"""Text encoders at their smallest: CLIP, T5 and BERT."""
+"""Tiny text encoders: CLIP, T5 and BERT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TEXT_WIDTH = 32
 
 
 def clip_config(**more: Any) -> Any:
-    """The configuration of a text encoder of CLIP, two layers of 32."""
+    """Return the configuration of a CLIP text encoder with two layers of width 32."""
     return transformers.CLIPTextConfig(
         **{
             "vocab_size": len(CLIP_VOCABULARY),
@@ -32,17 +32,17 @@ def clip_config(**more: Any) -> Any:
 
 
 def clip_text(**more: Any) -> Any:
-    """A text encoder of CLIP."""
+    """Return a CLIP text encoder."""
     return transformers.CLIPTextModel(clip_config(**more))
 
 
 def clip_text_with_projection(**more: Any) -> Any:
-    """A text encoder of CLIP that also gives a vector for the whole text."""
+    """Return a CLIP text encoder with its projection."""
     return transformers.CLIPTextModelWithProjection(clip_config(**more))
 
 
 def t5_encoder(**more: Any) -> Any:
-    """The encoder of T5 1.1, two layers of 32."""
+    """Return the encoder of T5 1.1 with two layers of width 32."""
     return transformers.T5EncoderModel(
         transformers.T5Config(
             **{
@@ -60,7 +60,7 @@ def t5_encoder(**more: Any) -> Any:
 
 
 def umt5_encoder(**more: Any) -> Any:
-    """The encoder of the multilingual T5, two layers of 32."""
+    """Return the encoder of the multilingual T5 with two layers of width 32."""
     return transformers.UMT5EncoderModel(
         transformers.UMT5Config(
             **{
@@ -77,7 +77,7 @@ def umt5_encoder(**more: Any) -> Any:
 
 
 def bert(**more: Any) -> Any:
-    """BERT, two layers of 32."""
+    """Return BERT with two layers of width 32."""
     return transformers.BertModel(
         transformers.BertConfig(
             **{

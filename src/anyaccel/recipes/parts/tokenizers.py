@@ -1,4 +1,4 @@
-"""Tokenizers of the classes that the pipelines accept, with vocabularies of single letters."""
+"""Tokenizers of the classes that the pipelines require, with character-level vocabularies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def byte_letters() -> list[str]:
-    """The 256 characters that stand for bytes in a byte-level vocabulary, in the order of the bytes."""
+    """Return the 256 characters that represent bytes in a byte-level vocabulary, in byte order."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
@@ -39,11 +39,11 @@ def byte_letters() -> list[str]:
 
 
 def number(tokens: list[str]) -> dict[str, int]:
-    """A vocabulary: each token with its place."""
+    """Return a vocabulary that maps each token to its index."""
     return {token: place for place, token in enumerate(tokens)}
 
 
-# The end of text is the largest number: older CLIP configurations find it by argmax.
+# The end token has the largest id: older CLIP configurations find it with argmax.
 CLIP_VOCABULARY = number(
     [*byte_letters(), *(letter + "</w>" for letter in byte_letters()), "<|startoftext|>", "<|endoftext|>"]
 )
@@ -103,20 +103,20 @@ CHAT_TEMPLATE = """\
 
 
 def clip_tokenizer(*, pad_token: str = "<|endoftext|>", max_length: int = 77) -> Any:
-    """The tokenizer of CLIP: one token a letter, between a start and an end."""
+    """Return the tokenizer of CLIP: one token per letter, with start and end tokens."""
     return transformers.CLIPTokenizer(
         vocab=CLIP_VOCABULARY, merges=[], pad_token=pad_token, model_max_length=max_length
     )
 
 
 def t5_tokenizer(*, max_length: int = 512) -> Any:
-    """The tokenizer of T5: one token a letter, an end, and padding with zeros."""
+    """Return the tokenizer of T5: one token per letter, an end token, zero padding."""
     pieces = [(token, 0.0 if token.startswith("<") and len(token) > 1 else -2.0) for token in T5_VOCABULARY]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
 
 
 def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
-    """The tokenizer of Qwen: one token a byte, marks around each turn of a talk, and a chat template."""
+    """Return the tokenizer of Qwen: one token per byte, with a chat template."""
     return transformers.Qwen2Tokenizer(
         vocab=QWEN_VOCABULARY,
         merges=[],
@@ -128,19 +128,19 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
 
 
 def gemma_tokenizer(*, max_length: int = 512) -> Any:
-    """The tokenizer of Gemma: one token a letter, after a start; it pads on the left."""
+    """Return the tokenizer of Gemma: one token per letter, a start token, left padding."""
     return transformers.GemmaTokenizer(
         vocab=GEMMA_VOCABULARY, merges=[], add_bos_token=True, model_max_length=max_length
     )
 
 
 def bert_tokenizer(*, max_length: int = 77) -> Any:
-    """The tokenizer of BERT: one token a letter, between a class mark and a separator."""
+    """Return the tokenizer of BERT: one token per letter, with class and separator tokens."""
     return transformers.BertTokenizer(vocab=BERT_VOCABULARY, model_max_length=max_length)
 
 
 def glm_tokenizer(*, max_length: int = 1024) -> Any:
-    """The tokenizer of GLM: one token a byte, after two marks; it pads on the left."""
+    """Return the tokenizer of GLM: one token per byte, two prefix tokens, left padding."""
     library = importlib.import_module("tokenizers")
     backend = library.Tokenizer(library.models.BPE(vocab=GLM_VOCABULARY, merges=[]))
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -158,18 +158,18 @@ def glm_tokenizer(*, max_length: int = 1024) -> Any:
 
 
 def llama_tokenizer(*, max_length: int = 512, **more: Any) -> Any:
-    """The tokenizer of Llama: one token a letter, after a start."""
+    """Return the tokenizer of Llama: one token per letter, a start token."""
     return transformers.LlamaTokenizer(
         vocab=LLAMA_VOCABULARY, merges=[], add_bos_token=True, pad_token="<unk>", model_max_length=max_length, **more
     )
 
 
 def roberta_tokenizer(*, max_length: int = 77) -> Any:
-    """The tokenizer of RoBERTa: one token a byte, between a start and an end."""
+    """Return the tokenizer of RoBERTa: one token per byte, with start and end tokens."""
     return transformers.RobertaTokenizer(vocab=ROBERTA_VOCABULARY, merges=[], model_max_length=max_length)
 
 
 def xlm_tokenizer(*, max_length: int = 77) -> Any:
-    """The tokenizer of XLM-RoBERTa: one token a letter, between a start and an end."""
+    """Return the tokenizer of XLM-RoBERTa: one token per letter, with start and end tokens."""
     pieces = [(token, -2.0) for token in XLM_VOCABULARY]
     return transformers.XLMRobertaTokenizer(vocab=pieces, model_max_length=max_length)

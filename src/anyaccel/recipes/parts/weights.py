@@ -1,4 +1,4 @@
-"""Random weights that do not depend on how a library initialises, or forgets to initialise, its layers."""
+"""Random weights that are independent of a library's initialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCALE_NAMES = {"weight", "weight_g", "gamma", "scale"}
 
 
 def draw_weights(module: Any, *, seed: int) -> None:
-    """Fill every parameter anew, so that none is zero: an adapter that starts at zero would hide its branch."""
+    """Fill every parameter with random values; a zero-initialized adapter would hide its branch."""
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -21,7 +21,7 @@ def draw_weights(module: Any, *, seed: int) -> None:
 
 
 def _shape_noise(name: str, noise: Any) -> Any:
-    """Noise around one for the scale of a norm and zero for the rest, so small that activations stay near one."""
+    """Return noise around one for norm scales and around zero otherwise, small enough to keep activations near one."""
     is_vector = noise.ndim == 0 or noise.shape[0] == noise.numel()
     if is_vector and name in SCALE_NAMES:
         return 1 + 0.1 * noise

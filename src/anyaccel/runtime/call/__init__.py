@@ -1,1 +1,1 @@
-"""One call of a placed pipeline: validation, warmup and the run itself."""
+"""Calls of a placed pipeline: validation, warmup and the run itself."""

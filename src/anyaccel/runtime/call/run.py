@@ -1,4 +1,4 @@
-"""The call: admitted, split where batches are not reliable, run inside the seams, watched, put together again."""
+"""One call of a placed pipeline: validate, split, run with the workarounds of the plan, check for NaN, join."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from anyaccel.runtime.call_request import CallRequest, read_call_request
 from anyaccel.runtime.distributed.parallel import run_split, share_noise
 from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
-from anyaccel.runtime.placement.place import fall_back_in_dtype, keep_float32, place_newcomers
+from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
 from anyaccel.runtime.placement_state import Placement, find_placement
-from anyaccel.runtime.speed.compile import compiling, note_shape
+from anyaccel.runtime.speed.compile import compile_cache_env, record_shape
 from anyaccel.runtime.speed.quantize import is_quantized
 from anyaccel.runtime.speed.session import apply_speedups
-from anyaccel.runtime.workarounds.function_modes import keeping_function_modes, make_pipeline_function_mode
+from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode, preserve_function_modes
 from anyaccel.runtime.workarounds.model_inputs import find_input_adapters, set_input_adapters
 from anyaccel.runtime.workarounds.nan_check import (
-    Outputs,
+    OutputCheck,
+    checking_outputs,
     find_first_non_finite,
     find_non_finite,
     warn_safety_checker,
-    watching,
 )
 from anyaccel.runtime.workarounds.noise import (
     BatchSliceNoise,
     NoiseSource,
     PerImageNoise,
-    drawing_from,
     make_generators,
+    use_noise_source,
 )
 from anyaccel.runtime.workarounds.overlapped_copy import find_overlapped_copy
 from anyaccel.runtime.workarounds.scheduler_on_cpu import keep_on_cpu
@@ -52,36 +52,37 @@ Call = Callable[..., Any]
 
 
 def run_call(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call of a pipeline as its plan says."""
+    """Run one call of a pipeline according to its plan."""
     while True:
-        with placement.lock:  # a second thread waits: a pipeline has one scheduler
+        with placement.lock:  # one call at a time, because a pipeline has one scheduler
             current = find_placement(pipe) or placement
             if current is placement:
-                if placement.running:  # a pipeline inside a pipeline, or a callback that calls it again
+                if placement.running:  # a nested pipeline, or a callback that calls the pipeline again
                     kwargs.pop("seed", None)
                     return call(pipe, *args, **kwargs)
-                return _run_alone(pipe, placement, call, args, kwargs)
-        placement = current  # the pipeline was placed anew while this thread waited
+                return _run_request(pipe, placement, call, args, kwargs)
+        placement = current  # the pipeline was placed again while this thread waited for the lock
 
 
-def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     request = read_call_request(pipe, call, args, kwargs)
     validate_call(placement, request)
-    place_newcomers(pipe, placement)
+    place_new_models(pipe, placement)
     split = placement.plan.parallel.value
     if split is not None:
         request = share_noise(request)
-    draws = _Draws(request)
+    noise = _RequestNoise(request)
 
-    def run(part: CallRequest, first: int, parts: int) -> Any:
-        if parts > 1 and (placement.progress is None or placement.progress.calls != parts):
-            placement.progress = SharedProgress(parts)
-        note_shape(placement, part)
+    def run(chunk: CallRequest, first: int, chunks: int) -> Any:
+        # A retry after an out-of-memory error may have another number of chunks, so it starts a new bar.
+        if chunks > 1 and (placement.progress is None or placement.progress.calls != chunks):
+            placement.progress = SharedProgress(chunks)
+        record_shape(placement, chunk)
         placement.running = True
         try:
-            with apply_speedups(pipe, placement, part):
+            with apply_speedups(pipe, placement, chunk):
                 return run_split(
-                    pipe, split, _CallRun(pipe, placement, call, part, draws.take(first, part.images)).finish
+                    pipe, split, _ChunkRun(pipe, placement, call, chunk, noise.make_start(first, chunk.images)).finish
                 )
         finally:
             _set_idle(pipe, placement)
@@ -89,12 +90,12 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
     try:
         results = [run(request, 0, 1)] if placement.shared else run_within_memory(pipe, placement, request, run)
     except DoesNotFitError as error:
-        if placement.shared or split is not None or not fall_back_in_dtype(pipe, placement, error):
+        if placement.shared or split is not None or not place_in_smaller_dtype(pipe, placement, error):
             raise
-        draws.rewind()
+        noise.rewind()
         smaller = find_placement(pipe)
         assert smaller is not None
-        return _run_alone(pipe, smaller, call, args, kwargs)
+        return _run_request(pipe, smaller, call, args, kwargs)
     finally:
         if placement.progress is not None:
             placement.progress.close()
@@ -103,170 +104,185 @@ def _run_alone(pipe: Any, placement: Placement, call: Call, args: tuple[Any, ...
     result = join_results(results)
     if placement.plan.check_finite.value:
         warn_safety_checker(result)
-    _label(result, placement, request)
+    _attach_plan(result, placement, request)
     return result
 
 
 def _set_idle(pipe: Any, placement: Placement) -> None:
-    """Note that no call runs; a callback may have placed the pipeline anew meanwhile."""
-    current = find_placement(pipe)
+    """Mark the pipeline as idle."""
+    current = find_placement(pipe)  # another object if a callback placed the pipeline again
     placement.running = False
     if current is not None and current is not placement:
         current.running, current.progress = False, None
 
 
-def _label(result: Any, placement: Placement, request: CallRequest) -> None:
-    """A result carries its plan and its seeds, where it is an object that can."""
+def _attach_plan(result: Any, placement: Placement, request: CallRequest) -> None:
+    """Add `plan` and `seeds` to a result object; a plain tuple gets none."""
     if hasattr(result, "to_tuple"):
-        plan = replace(placement.plan, report=replace(placement.report))  # later calls do not change this one
+        plan = replace(placement.plan, report=replace(placement.report))  # later calls change the pipeline's report
         vars(result)["plan"], vars(result)["seeds"] = plan, request.seeds
 
 
-class _Draws:
-    """Where the noise of each part of a request comes from, at its beginning and again for a replay."""
+class _RequestNoise:
+    """The noise sources of a request, with the generator states at its start.
+
+    Every chunk, and every replay of a chunk, draws the noise that the unsplit call would draw.
+    """
 
     def __init__(self, request: CallRequest) -> None:
         self.request = request
-        given = request.arguments.get("generator")
-        self.shared = torch.default_generator if given is None else given
-        self.one_for_all = isinstance(self.shared, torch.Generator) and not request.seeds
-        self.start = self.shared.get_state() if self.one_for_all else None
-        self.states = [] if self.one_for_all or request.seeds else _states(given)
+        generator = request.arguments.get("generator")
+        self.shared = torch.default_generator if generator is None else generator
+        self.has_one_generator = isinstance(self.shared, torch.Generator) and not request.seeds
+        self.start = self.shared.get_state() if self.has_one_generator else None
+        self.states = [] if self.has_one_generator or request.seeds else _read_states(generator)
 
     def rewind(self) -> None:
-        """Set all generators to where they were."""
+        """Reset all generators to their states at the start of the request."""
         if self.start is not None:
             self.shared.set_state(self.start)
         for generator, state in self.states:
             generator.set_state(state)
 
-    def take(self, first: int, images: int) -> Callable[[CallRequest], tuple[CallRequest, NoiseSource]]:
-        """A function that sets the noise of one part to its start, and gives the part and its source."""
+    def make_start(self, first: int, images: int) -> Callable[[CallRequest], tuple[CallRequest, NoiseSource]]:
+        """Return a function that resets the generators of a chunk and returns the chunk with its noise source."""
 
-        def begin(part: CallRequest) -> tuple[CallRequest, NoiseSource]:
-            if part.seeds:
-                generators = make_generators(part.seeds)
-                if "generator" in part.accepts:
-                    part = part.with_arguments(generator=generators if len(generators) > 1 else generators[0])
-                return part, PerImageNoise(generators)
-            if self.one_for_all:
+        def start_noise(chunk: CallRequest) -> tuple[CallRequest, NoiseSource]:
+            if chunk.seeds:
+                generators = make_generators(chunk.seeds)
+                if "generator" in chunk.accepts:
+                    chunk = chunk.with_arguments(generator=generators if len(generators) > 1 else generators[0])
+                return chunk, PerImageNoise(generators)
+            if self.has_one_generator:
                 assert self.start is not None
                 self.shared.set_state(self.start)
                 if images < self.request.images:
-                    return part, BatchSliceNoise(self.shared, self.request.images, first, images)
-            return part, NoiseSource()
+                    # One generator draws for the whole batch, so the chunk takes its rows of the batch's noise.
+                    return chunk, BatchSliceNoise(self.shared, self.request.images, first, images)
+            return chunk, NoiseSource()
 
-        whole = len(self.states) != self.request.images
-        states = self.states if whole else self.states[first : first + images]
+        not_per_image = len(self.states) != self.request.images
+        states = self.states if not_per_image else self.states[first : first + images]
 
-        def begin_again(part: CallRequest) -> tuple[CallRequest, NoiseSource]:
+        def start_chunk(chunk: CallRequest) -> tuple[CallRequest, NoiseSource]:
             for generator, state in states:
                 generator.set_state(state)
-            return begin(part)
+            return start_noise(chunk)
 
-        return begin_again
-
-
-def _states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
-    return [(one, one.get_state()) for one in generators] if isinstance(generators, list) else []
+        return start_chunk
 
 
-def _runs_as_stock(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
-    """Return whether a mode around the models would change nothing, and only cost time at every call of torch."""
+def _read_states(generators: Any) -> list[tuple[torch.Generator, torch.Tensor]]:
+    return [(generator, generator.get_state()) for generator in generators] if isinstance(generators, list) else []
+
+
+def _needs_no_function_mode(placement: Placement, plan: Plan, source: NoiseSource) -> bool:
+    """Return whether a function mode would change nothing and only slow down every torch call."""
     return is_host(placement.device) and not plan.workarounds.value and type(source) is NoiseSource
 
 
-class _CallRun:
-    """One part of a request: run, looked at, and run again where it has to be."""
+class _ChunkRun:
+    """Runs one chunk of a request, checks its outputs, and repeats it in float32 if they have NaN or Inf."""
 
-    def __init__(self, pipe: Any, placement: Placement, call: Call, part: CallRequest, begin: Any) -> None:
-        self.pipe, self.placement, self.call, self.part, self.begin = pipe, placement, call, part, begin
+    def __init__(self, pipe: Any, placement: Placement, call: Call, chunk: CallRequest, start: Any) -> None:
+        self.pipe, self.placement, self.call, self.chunk, self.start = pipe, placement, call, chunk, start
         self.components = find_components(pipe)
-        self.ferry = find_overlapped_copy(placement)
+        self.overlapped_copy = find_overlapped_copy(placement)
 
     def finish(self) -> Any:
-        """The result, which is finite."""
-        result, outputs = self._once()
+        """Return a finite result, or raise `NotFiniteError`."""
+        result, outputs = self._run_once()
         if not self.placement.plan.check_finite.value:
             return result
-        broken = (
+        non_finite = (
             find_non_finite(outputs)
-            if self.ferry is None
-            else self.ferry.read(outputs.done, functools.partial(find_non_finite, outputs))
+            if self.overlapped_copy is None
+            else self.overlapped_copy.read_after(outputs.wait, functools.partial(find_non_finite, outputs))
         )
-        if broken:
-            result = self._mend(broken)
+        if non_finite:
+            result = self._recover(non_finite)
         return result
 
-    def _once(self) -> tuple[Any, Outputs]:
-        part, source = self.begin(self.part)
-        with watching(None if self.ferry is None else self.ferry.mark) as outputs, self._seams(source):
+    def _run_once(self) -> tuple[Any, OutputCheck]:
+        chunk, source = self.start(self.chunk)
+        with (
+            checking_outputs(None if self.overlapped_copy is None else self.overlapped_copy.record_event) as outputs,
+            self._apply_plan(source),
+        ):
             try:
-                return self.call(self.pipe, **part.arguments), outputs
+                return self.call(self.pipe, **chunk.arguments), outputs
             except ValueError as error:
                 if is_argument_error(error):
-                    hint = "change that argument; the pipeline can be called again"
+                    hint = "correct the argument and call the pipeline again"
                     raise UsageError(str(error), hint=hint) from error
                 raise
 
     @contextmanager
-    def _seams(self, source: NoiseSource) -> Iterator[None]:
+    def _apply_plan(self, source: NoiseSource) -> Iterator[None]:
+        """Apply the noise source and the workarounds of the plan during the block."""
         placement = self.placement
         plan = placement.call_plan
         set_input_adapters(self.components, plan, placement.device)
         with ExitStack() as stack:
-            stack.enter_context(compiling(placement))
-            on_host = plan.scheduler.value == "cpu"
-            numbers = stack.enter_context(keep_on_cpu(self.components)) if on_host else None
-            stack.enter_context(drawing_from(source))
-            if numbers is not None or self.ferry is not None or not _runs_as_stock(placement, plan, source):
-                stack.enter_context(make_pipeline_function_mode(plan, placement.device, numbers, self.ferry))
-            stack.enter_context(keeping_function_modes())
+            stack.enter_context(compile_cache_env(placement))
+            on_cpu = plan.scheduler.value == "cpu"
+            cpu_tensors = stack.enter_context(keep_on_cpu(self.components)) if on_cpu else None
+            stack.enter_context(use_noise_source(source))
+            if (
+                cpu_tensors is not None
+                or self.overlapped_copy is not None
+                or not _needs_no_function_mode(placement, plan, source)
+            ):
+                stack.enter_context(
+                    make_pipeline_function_mode(plan, placement.device, cpu_tensors, self.overlapped_copy)
+                )
+            # Last, and so left first: an interrupted call may leave modes on the stack.
+            stack.enter_context(preserve_function_modes())
             yield
 
-    def _mend(self, broken: list[str]) -> Any:
-        """Find where it broke, try that model once more in float32, and give up with its name if that fails too."""
+    def _recover(self, non_finite: list[str]) -> Any:
+        """Run again with the failing model in float32; raise with the name of its first failing module otherwise."""
         if self.placement.shared:
             raise NotFiniteError(
-                f"the picture is not finite: {broken[0]} gave numbers that are not, on {self.placement.plan.device}",
-                hint="others use the model now; by itself the call would be tried in float32",
+                f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",
+                hint="other calls are using the model; a call without concurrent ones is retried in float32",
             )
-        with find_first_non_finite(self.components) as found:
-            self._once()
-        module, step = found[0] if found else (broken[0], 1)
+        with find_first_non_finite(self.components) as failures:
+            self._run_once()
+        module, step = failures[0] if failures else (non_finite[0], 1)
         name = module.split(".")[0]
         component = self.components[name]
-        where = f"{module} at pass {step}"
-        narrow = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
-        if narrow and not is_quantized(component):
+        where = f"{module} at forward pass {step}"
+        low_precision = {parameter.dtype for parameter in component.parameters()} - {torch.float32}
+        if low_precision and not is_quantized(component):
             is_finite = False
             self._cast(component, torch.float32, torch.float32)
             try:
-                result, outputs = self._once()
+                result, outputs = self._run_once()
                 is_finite = not find_non_finite(outputs)
-            finally:  # also after Ctrl-C or a lack of memory
+            finally:  # also after KeyboardInterrupt or an out-of-memory error
                 if not is_finite:
-                    self._cast(component, next(iter(narrow)), None)
+                    self._cast(component, next(iter(low_precision)), None)
             if is_finite:
                 self._report_float32(name, where)
                 return result
         raise NotFiniteError(
-            f"the picture is not finite: {where} is the first module whose output is not, on "
-            f"{self.placement.plan.device} in {self.placement.plan.dtype.value}; in float32 it is not finite either",
-            hint=f"look at the weights of {name}, or compare with a run on the cpu",
+            f"the image contains NaN or Inf, even when recomputed in float32: {where} is the first module that "
+            f"produces them, on {self.placement.plan.device} in {self.placement.plan.dtype.value}",
+            hint=f'check the weights of {name}, or compare with pipe.to("cpu")',
         )
 
     def _cast(self, component: torch.nn.Module, dtype: torch.dtype, inputs: torch.dtype | None) -> None:
-        """Cast one model, and what goes into it; weights that wait elsewhere are written there anew."""
+        """Cast a model and its inputs; offloaded weights are cast on the CPU and offloaded again."""
         with weights_on_cpu(self.pipe), drop_log_records(*FLOAT32_ADVICE):
             component.to(dtype)
             if inputs is None:
-                keep_float32(self.pipe, self.placement.plan)
-        for boundary in find_input_adapters(component):
-            boundary.cast_to = inputs
+                restore_float32_modules(self.pipe, self.placement.plan)
+        for adapter in find_input_adapters(component):
+            adapter.cast_to = inputs
 
     def _report_float32(self, name: str, where: str) -> None:
         report = self.placement.report
         names = (*(report.float32_models.value if report.float32_models else ()), name)
-        reason = f"{name} was not finite in {self.placement.plan.dtype.value} ({where}), and is in float32"
+        reason = f"{name} produced NaN or Inf in {self.placement.plan.dtype.value} ({where}), not in float32"
         report.float32_models = Decision(names, reason)

@@ -1,4 +1,4 @@
-"""Admission: what cannot work is refused before any long work, and the pipeline stays usable."""
+"""Checks of a call before it runs: calls that cannot work fail early, and the pipeline stays usable."""
 
 from __future__ import annotations
 
@@ -10,51 +10,54 @@ from anyaccel.errors import DeviceUnavailableError, UsageError
 from anyaccel.runtime.call_request import CallRequest
 from anyaccel.runtime.placement_state import Placement
 
-__all__ = ["find_multiple", "validate_call"]
+__all__ = ["find_size_multiple", "validate_call"]
 
 
 def validate_call(placement: Placement, request: CallRequest) -> None:
-    """Raise an error of our tree, with a hint, if the request cannot be run."""
+    """Raise an `AnyaccelError` with a hint if a request cannot run."""
     if not is_available(placement.plan.device):
         raise DeviceUnavailableError(
-            f"{placement.plan.device} is not there any more", hint='place the pipeline again: pipe.to("auto")'
+            f"{placement.plan.device} is no longer available", hint='place the pipeline again: pipe.to("auto")'
         )
-    _admit_steps(request)
-    _admit_size(request)
-    _admit_generators(request)
+    _validate_steps(request)
+    _check_size(request)
+    _check_generators(request)
 
 
-def _admit_steps(request: CallRequest) -> None:
-    """Raise for fewer steps than one, of which some schedulers would return noise; a custom schedule has its own."""
+def _validate_steps(request: CallRequest) -> None:
+    """Raise for less than one step, unless the call has custom timesteps or sigmas."""
+    # Some schedulers accept 0 steps, and the pipeline would return decoded noise.
     steps = request.arguments.get("num_inference_steps")
     custom = any(request.arguments.get(name) is not None for name in ("timesteps", "sigmas"))
     if isinstance(steps, int) and steps < 1 and not custom:
         check_steps(steps)
 
 
-def _admit_size(request: CallRequest) -> None:
-    """Raise for a negative size; what else a size must be is the pipeline's to say, and some round it."""
+def _check_size(request: CallRequest) -> None:
+    """Raise for a negative size."""
+    # Nothing else: pipelines check sizes themselves, some round them, and for some 0 is the default size.
     for name in SIDES:
         side = request.arguments.get(name)
         if isinstance(side, int) and side < 0:
             check_side(name, side)
 
 
-def _admit_generators(request: CallRequest) -> None:
-    """A list holds one for each image; where nothing is prompted, images are counted at the least."""
-    given = request.arguments.get("generator")
-    if not isinstance(given, list | tuple):
+def _check_generators(request: CallRequest) -> None:
+    """Raise if a list of generators does not have one per image."""
+    generators = request.arguments.get("generator")
+    if not isinstance(generators, list | tuple):
         return
-    prompted = request.arguments.get("prompt") is not None
-    if len(given) < request.images or (prompted and len(given) > request.images):
+    # Without a prompt the number of images is only a lower bound, so more generators are accepted.
+    has_prompt = request.arguments.get("prompt") is not None
+    if len(generators) < request.images or (has_prompt and len(generators) > request.images):
         images = f"{request.images} image{'s' if request.images != 1 else ''}"
         raise UsageError(
-            f"{len(given)} generator{'s were' if len(given) != 1 else ' was'} given for {images}",
-            hint="give a list with one generator for each image, or a single generator without a list",
+            f"{len(generators)} generator{'s were' if len(generators) != 1 else ' was'} passed for {images}",
+            hint="pass a list with one generator per image, or a single generator",
         )
 
 
-def find_multiple(pipe: Any) -> int | None:
-    """What a size must be a multiple of: the factor by which the autoencoder shrinks; None where it is not known."""
+def find_size_multiple(pipe: Any) -> int | None:
+    """Return the required multiple of height and width (the VAE's scale factor); None if unknown."""
     factor = getattr(pipe, "vae_scale_factor", None)
     return factor if isinstance(factor, int) and factor > 0 else None

@@ -1,4 +1,4 @@
-"""Warming up: one step at each declared size, which leaves no trace but what was compiled."""
+"""Warmup: run one step at each size, so compiling and other one-time work happen before the first image."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from anyaccel.errors import UsageError
 from anyaccel.runtime.introspection import find_components
 from anyaccel.upstream.diffusers_internals import read_progress_bar_config
 
-__all__ = ["leaving_no_trace", "warm_up"]
+__all__ = ["preserving_state", "warm_up"]
 
-_SIZE = 64
+_INPUT_IMAGE_SIDE = 64
 
 
 def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
-    """Run one step at each size, under one progress bar: `[(512, 512), {"height": 768, "width": 512}]`."""
+    """Run one step at each size with one progress bar; sizes are `(height, width)` or dicts of call arguments."""
     from tqdm.auto import tqdm
 
     calls = [{**arguments, **_read_shape(shape)} for shape in ([None] if shapes is None else shapes)]
     if not calls:
-        raise UsageError("no shape was given to warm up", hint="warmup(shapes=[(512, 512)])")
+        raise UsageError("warmup got an empty list of shapes", hint="use warmup(shapes=[(512, 512)])")
     config = read_progress_bar_config(pipe)
     with tqdm(calls, desc="Warming up", disable=config.get("disable")) as bar:
         for call in bar:
@@ -32,33 +32,35 @@ def warm_up(pipe: Any, shapes: Any, arguments: dict[str, Any]) -> None:
 
 
 def run_one_step(pipe: Any, arguments: dict[str, Any]) -> None:
-    """One step with these arguments, and what the pipeline must have besides."""
-    accepts = _accepted(pipe)
-    call = {**_needed(accepts, arguments), **arguments}
+    """Run one step with these arguments, and with defaults for the pipeline's required ones."""
+    accepts = _list_arguments(pipe)
+    call = {**_make_required(accepts, arguments), **arguments}
     if "num_inference_steps" in accepts:
         call.setdefault("num_inference_steps", 1)
-    with leaving_no_trace(pipe):
+    with preserving_state(pipe):
         pipe.set_progress_bar_config(disable=True)
         pipe(**call)
 
 
 @contextmanager
-def leaving_no_trace(pipe: Any) -> Iterator[None]:
-    """Put back the schedulers, the random numbers of the host and the progress bar's settings."""
-    schedulers = [part for part in find_components(pipe).values() if hasattr(part, "set_timesteps")]
+def preserving_state(pipe: Any) -> Iterator[None]:
+    """Restore the schedulers, the CPU random state and the progress bar settings after the block."""
+    # Later images must be the same with and without a warmup: schedulers cache timesteps, and noise comes from the CPU.
+    schedulers = [component for component in find_components(pipe).values() if hasattr(component, "set_timesteps")]
     before = [copy.deepcopy(vars(scheduler)) for scheduler in schedulers]
     state, config = torch.get_rng_state(), read_progress_bar_config(pipe)
     try:
         yield
     finally:
         torch.set_rng_state(state)
-        for scheduler, kept in zip(schedulers, before, strict=True):
+        for scheduler, attributes in zip(schedulers, before, strict=True):
             vars(scheduler).clear()
-            vars(scheduler).update(kept)
+            vars(scheduler).update(attributes)
         pipe.set_progress_bar_config(**config)
 
 
-def _accepted(pipe: Any) -> set[str]:
+def _list_arguments(pipe: Any) -> set[str]:
+    """Return the names of a pipeline's call arguments; those of a modular pipeline are in its blocks."""
     import inspect
 
     names = set(inspect.signature(pipe.__call__).parameters)
@@ -66,29 +68,30 @@ def _accepted(pipe: Any) -> set[str]:
     return names | set(getattr(blocks, "input_names", ()) or ())
 
 
-def _needed(accepts: set[str], given: dict[str, Any]) -> dict[str, Any]:
-    """A prompt, a grey picture and a mask, for the pipelines that cannot do without."""
+def _make_required(accepts: set[str], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a prompt, a gray image and a mask for pipelines that require them."""
     from PIL import Image
 
-    needed: dict[str, Any] = {}
-    if "prompt" in accepts and "prompt_embeds" not in given:
-        needed["prompt"] = "warm-up"
-    size = (given.get("width") or _SIZE, given.get("height") or _SIZE)
+    required: dict[str, Any] = {}
+    if "prompt" in accepts and "prompt_embeds" not in arguments:
+        required["prompt"] = "warm-up"
+    size = (arguments.get("width") or _INPUT_IMAGE_SIDE, arguments.get("height") or _INPUT_IMAGE_SIDE)
+    # Text-to-image pipelines may have an optional `image`; with strength or mask_image it is required.
     if "image" in accepts and accepts & {"strength", "mask_image"}:
-        needed["image"] = Image.new("RGB", size, "grey")
+        required["image"] = Image.new("RGB", size, "grey")
     if "mask_image" in accepts:
-        needed["mask_image"] = Image.new("L", size, "white")
+        required["mask_image"] = Image.new("L", size, "white")
     if "strength" in accepts:
-        needed["strength"] = 1.0
-    return {name: value for name, value in needed.items() if name not in given}
+        required["strength"] = 1.0  # a lower strength would skip the only step
+    return {name: value for name, value in required.items() if name not in arguments}
 
 
 def _read_shape(shape: Any) -> dict[str, Any]:
-    """`(512, 768)` is a height and a width; a dictionary is taken as it is."""
+    """Return the call arguments of a shape: `(512, 768)` is height and width, a dict is used as it is."""
     if shape is None:
         return {}
     if isinstance(shape, dict):
         return dict(shape)
     if isinstance(shape, Sequence) and len(shape) == 2 and all(isinstance(side, int) for side in shape):
         return {"height": shape[0], "width": shape[1]}
-    raise UsageError(f"{shape!r} is no shape", hint="a shape is (height, width), or a dictionary of call arguments")
+    raise UsageError(f"not a valid shape: {shape!r}", hint="use (height, width) or a dict of call arguments")

@@ -1,1 +1,1 @@
-"""One pipeline over several devices: parallel models and split classifier-free guidance."""
+"""One pipeline on several devices: parallel models and split classifier-free guidance."""

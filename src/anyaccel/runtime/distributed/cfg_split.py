@@ -1,6 +1,6 @@
-"""The two halves of classifier-free guidance on two ranks: a batch is halved before a model and put together after it.
+"""Classifier-free guidance on two ranks: each rank runs one half of every batch.
 
-Pipelines with a UNet, and many with a transformer, run both halves as one batch: what was asked for and what was not.
+Pipelines with a UNet, and many with a transformer, run the conditional and the unconditional half as one batch.
 """
 
 from __future__ import annotations
@@ -22,37 +22,40 @@ __all__ = ["split_cfg_over_ranks"]
 Forward = Callable[..., Any]
 
 _LOG = logging.getLogger("anyaccel")
+# Largest difference between the joined halves and the whole batch, relative to the largest absolute output.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-_COARSE = 5e-2
-"""How far halves may be from the batch, against its largest number: in half precision sums of another order differ."""
+# The same for half precision, where kernels for another batch size sum in another order.
+_HALF_PRECISION_TOLERANCE = 5e-2
 
 
-def split_cfg_over_ranks(model: torch.nn.Module, *, insist: bool) -> None:
-    """Let each of two ranks run one half of every batch that a model is given.
+def split_cfg_over_ranks(model: torch.nn.Module, *, required: bool) -> None:
+    """Run one half of every batch of a model on each of two ranks.
 
-    Where halves do not give what the batch gives, it is an error if one insists, else batches are run whole.
+    If the halves do not give the result of the whole batch, raise if the split is `required`; otherwise run whole
+    batches.
     """
     first = next(iter(inspect.signature(model.forward).parameters))
-    set_override(model, Slot.CFG_SPLIT, _CfgSplit(first, insist))
+    set_override(model, Slot.CFG_SPLIT, _CfgSplit(first, required))
 
 
 class _CfgSplit:
     """The override of one model's forward."""
 
-    def __init__(self, first: str, insist: bool) -> None:
-        self.first, self.insist = first, insist
-        """The name of the model's first argument, and whether to raise where halves give another result."""
+    def __init__(self, first: str, required: bool) -> None:
+        self.first, self.required = first, required
+        """The name of the model's first argument, and whether to raise if the halves give another result."""
         self.compared: set[int] = set()
-        """Batches, by their rows, whose halves were seen to give the same."""
-        self.off = False
-        self.told = False
+        """Batch sizes for which the halves gave the result of the whole batch."""
+        self.disabled = False
+        self.warned = False
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output for a whole batch, of which this rank ran one half."""
+        """Return the output for the whole batch; this rank runs only one half of it."""
         sample = args[0] if args else kwargs.get(self.first)
         rows = sample.shape[0] if isinstance(sample, torch.Tensor) else 1
-        if self.off or rows % 2:
-            self._tell(rows)
+        # An odd batch cannot be halved: guidance is off, or the pipeline calls the model once per half.
+        if self.disabled or rows % 2:
+            self._warn_unsplit(rows)
             return forward(*args, **kwargs)
         if rows in self.compared:
             return self._run_half(forward, rows, args, kwargs)
@@ -61,74 +64,77 @@ class _CfgSplit:
     def _run_half(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rank = torch.distributed.get_rank()
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.chunk(2)[rank] if _has_a_row_a_picture(tensor, rows) else tensor
+        def take_half(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.chunk(2)[rank] if _is_batched(tensor, rows) else tensor
 
-        mine = forward(*map_tensors(args, keep), **map_tensors(kwargs, keep))
-        return map_tensors(mine, _join)
+        half = forward(*map_tensors(args, take_half), **map_tensors(kwargs, take_half))
+        return map_tensors(half, _gather_halves)
 
     def _compare(self, forward: Forward, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a batch of so many rows in both ways, once: some models let the pictures of a batch see one another."""
+        """Run the first batch of a size both whole and in halves; return the whole one."""
+        # Some models mix the rows of a batch, for example with attention across the images of a batch.
         whole = forward(*args, **kwargs)
         try:
             reason = _find_difference(whole, self._run_half(forward, rows, args, kwargs))
         except Exception as error:
             if isinstance(error, AnyaccelError) or is_out_of_memory(error):
-                raise
+                raise  # not caused by the split
             reason = f"a half fails with {type(error).__name__}: {error}"
         if not reason:
             self.compared.add(rows)
             return whole
-        if self.insist:
+        if self.required:
             raise UsageError(
-                f"parallel='cfg': the halves of a batch do not give what the batch gives: {reason}",
-                hint="load the pipeline anew and leave parallel out",
+                f"parallel='cfg' changes the result: the halves of a batch differ from the whole batch: {reason}",
+                hint="load the pipeline again and omit parallel",
             )
-        self.off = True
-        _LOG.warning("anyaccel: guidance is not shared, and each rank runs whole batches: %s", reason)
+        self.disabled = True
+        _LOG.warning("anyaccel: guidance is not split, and each rank runs whole batches: %s", reason)
         return whole
 
-    def _tell(self, rows: int) -> None:
-        if not self.told and not self.off:
-            self.told = True
+    def _warn_unsplit(self, rows: int) -> None:
+        if not self.warned and not self.disabled:
+            self.warned = True
             _LOG.warning(
-                "anyaccel: parallel='cfg' has nothing to halve in a batch of %d: guidance is off, or the pipeline runs "
-                "its halves one after the other; both ranks do the same work",
+                "anyaccel: parallel='cfg' cannot split a batch of %d: guidance is off, or the pipeline runs its halves "
+                "one after the other; both ranks do the same work",
                 rows,
             )
 
 
-def _has_a_row_a_picture(tensor: torch.Tensor, rows: int) -> bool:
-    """Whether a tensor's rows are pictures, or the frames of each: a table of positions has two dimensions alone."""
+def _is_batched(tensor: torch.Tensor, rows: int) -> bool:
+    """Return whether the first dimension of a tensor is the batch, or batch times frames."""
+    # More than two dimensions for batch times frames: a table of positions has two and can have any length.
     return tensor.dim() > 0 and (tensor.shape[0] == rows or (tensor.dim() > 2 and tensor.shape[0] % rows == 0))
 
 
-def _join(tensor: torch.Tensor) -> torch.Tensor:
-    """Both ranks' halves of an output."""
-    mine = tensor.contiguous()
-    halves = [torch.empty_like(mine) for _ in range(2)]
-    torch.distributed.all_gather(halves, mine)
+def _gather_halves(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the output halves of both ranks as one tensor."""
+    half = tensor.contiguous()
+    halves = [torch.empty_like(half) for _ in range(2)]
+    torch.distributed.all_gather(halves, half)
     return torch.cat(halves)
 
 
 def _find_difference(whole: Any, joined: Any) -> str:
-    """How far two outputs are apart, in words; empty where it is rounding."""
-    for one, other in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
-        if one.shape != other.shape:
-            return f"{tuple(other.shape)} instead of {tuple(one.shape)}"
-        if one.is_floating_point():
-            apart, most = float((one - other).abs().max()), float(one.abs().max())
-            if not apart <= _TOLERANCES.get(one.dtype, _COARSE) * max(most, 1e-6):
-                return f"they are {apart:.2g} apart, of {most:.2g}"
+    """Return how two outputs differ, as text; empty if the difference is rounding."""
+    for expected, actual in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
+        if expected.shape != actual.shape:
+            return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        if expected.is_floating_point():
+            difference, largest = float((expected - actual).abs().max()), float(expected.abs().max())
+            # `not <=` instead of `>`, because NaN must count as a difference.
+            if not difference <= _TOLERANCES.get(expected.dtype, _HALF_PRECISION_TOLERANCE) * max(largest, 1e-6):
+                return f"the largest difference is {difference:.2g}, the largest value {largest:.2g}"
     return ""
 
 
 def _list_tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(value, note)
-    return found
+    map_tensors(value, collect)
+    return tensors

@@ -1,6 +1,7 @@
-"""One model over several devices: a process a device joins the others, and diffusers splits the denoisers.
+"""One model on several devices: one process per device, and diffusers splits the denoisers.
 
-Each rank runs the same program. Text encoders and the autoencoder run whole on every rank; all give the same picture.
+Each rank runs the same program. Text encoders and the VAE run unsplit on every rank, and all ranks return the same
+image.
 """
 
 from __future__ import annotations
@@ -42,23 +43,24 @@ __all__ = [
     "check_splits",
     "count_ranks",
     "join_ranks",
+    "open_rank_device",
     "read_ranks",
     "run_split",
     "share_noise",
     "split_models",
-    "take_own_device",
 ]
 
+# Environment variables that torchrun sets in each process.
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells each process that it starts."""
 T = TypeVar("T")
-_MARK = "_anyaccel_split"
-_FREE_SHARE = 0.8
-"""Weights that take more than this of a device leave no room for a picture."""
+# Key of the `Split` in the `__dict__` of a split model.
+_SPLIT_ATTRIBUTE = "_anyaccel_split"
+# Larger weights leave too little memory for activations.
+_MAX_WEIGHTS_SHARE = 0.8
 
 
 def count_ranks() -> int:
-    """How many processes share the work: those of the group that was joined, or that torchrun started."""
+    """Return the number of ranks: of the process group, or of torchrun before there is one."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
@@ -66,91 +68,99 @@ def count_ranks() -> int:
 
 
 def read_ranks(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> Ranks:
-    """The processes that there are, as far as a plan depends on them."""
+    """Return the facts about the ranks that a plan depends on."""
     if options.parallel is None:
         return Ranks()
-    types = read_tensor_parallel_devices()
-    return Ranks(count=count_ranks(), tensor_types=types, fits_alone=_fits_alone(opened, facts, options))
+    device_types = read_tensor_parallel_devices()
+    return Ranks(
+        count=count_ranks(), tensor_types=device_types, fits_one_device=_fits_one_device(opened, facts, options)
+    )
 
 
-def _fits_alone(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> bool | None:
-    """Whether the weights fit on one device, by the memory on its label: what is free may differ between ranks."""
+def _fits_one_device(opened: OpenDevice, facts: PipelineFacts, options: PlacementOptions) -> bool | None:
+    """Return whether the weights fit on one device; None if its memory is not measurable."""
+    # By total memory, because free memory can differ between ranks, and all ranks must make the same plan.
     try:
         total = opened.driver.memory(opened.index).total_bytes
     except NotMeasurableError:
         return None
-    number = FLOATING_BYTES[options.dtype or opened.sheet.default_dtypes.order[0]]
-    return sum(one.parameters for one in facts.components) * number <= total * _FREE_SHARE
+    itemsize = FLOATING_BYTES[options.dtype or opened.sheet.default_dtypes.order[0]]
+    return sum(component.parameters for component in facts.components) * itemsize <= total * _MAX_WEIGHTS_SHARE
 
 
-def take_own_device(opened: OpenDevice, asked: Any) -> OpenDevice:
-    """The device of this rank: that of its number on this machine, unless one was named or it sees one alone."""
+def open_rank_device(opened: OpenDevice, requested: Any) -> OpenDevice:
+    """Return the device with the index `LOCAL_RANK`, unless an index was requested."""
     local, name = int(os.environ.get("LOCAL_RANK", 0)), opened.sheet.name
-    if isinstance(asked, int | OpenDevice):
+    if isinstance(requested, int | OpenDevice):
         return opened
-    if asked is not None and DeviceSpec.parse(asked, load_registry()).index is not None:
+    if requested is not None and DeviceSpec.parse(requested, load_registry()).index is not None:
         return opened
+    # If each rank sees only its own device, for example by CUDA_VISIBLE_DEVICES, that device has index 0.
     if is_available(f"{name}:{local}") or is_available(f"{name}:1"):
         return open_device(f"{name}:{local}")
     return opened
 
 
 def join_ranks(opened: OpenDevice, plan: Plan) -> None:
-    """Join the other processes by the device's own backend, beside gloo for the host; all must have one plan."""
+    """Join the process group, and raise if the ranks do not have the same plan."""
     distributed = torch.distributed
-    known = opened.sheet.distributed
-    assert isinstance(known, Distributed)
+    facts = opened.sheet.distributed
+    assert isinstance(facts, Distributed)
     set_device = getattr(opened.driver.module(), "set_device", None)
     if set_device is not None and not is_host(opened.torch_device):
         set_device(opened.index)
     if not distributed.is_initialized():
-        if known.module:
-            importlib.import_module(known.module)
-        beside = f"cpu:gloo,{opened.sheet.torch_name}:{known.backend}"
-        distributed.init_process_group("gloo" if is_host(opened.torch_device) else beside)
-        if distributed.Backend.backend_type_map[known.backend] != distributed.ProcessGroup.BackendType.CUSTOM:
-            atexit.register(_leave)  # where torch complains of a group that is left behind; of others, of leaving
-    mine = f"{plan.pipeline}, parallel {plan.parallel}, {plan.dtype.value}, {plan.title}"
-    all_plans: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(all_plans, mine)
-    if len(set(all_plans)) > 1:
-        said = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(all_plans))
-        raise UsageError(f"the ranks decided differently: {said}", hint="say dtype= and parallel= in the program")
+        if facts.module:
+            importlib.import_module(facts.module)  # registers the backend
+        # gloo for the tensors that stay on the CPU, such as generator states.
+        backends = f"cpu:gloo,{opened.sheet.torch_name}:{facts.backend}"
+        distributed.init_process_group("gloo" if is_host(opened.torch_device) else backends)
+        # torch's own backends warn if the group is not destroyed at exit
+        # (https://docs.pytorch.org/docs/stable/distributed.html#shutdown); custom backends complain if it is.
+        if distributed.Backend.backend_type_map[facts.backend] != distributed.ProcessGroup.BackendType.CUSTOM:
+            atexit.register(_destroy_group)
+    summary = f"{plan.pipeline}, parallel {plan.parallel}, {plan.dtype.value}, {plan.title}"
+    summaries: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(summaries, summary)
+    if len(set(summaries)) > 1:
+        differences = "; ".join(f"rank {rank}: {summary}" for rank, summary in enumerate(summaries))
+        raise UsageError(f"the ranks have different plans: {differences}", hint="pass dtype= and parallel= explicitly")
 
 
-def _leave() -> None:
+def _destroy_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def check_splits(pipe: Any, split: Split | None) -> None:
-    """Raise if models are split in another way already: diffusers has no way back."""
+    """Raise if a model is already split differently: diffusers cannot undo a split."""
     for name, model in find_models(pipe).items():
-        before = vars(model).get(_MARK)
+        before = vars(model).get(_SPLIT_ATTRIBUTE)
         if before is not None and before != split:
             raise UsageError(
-                f"{name} is split over devices by {before} already, and parallel is now {split or 'left out'}",
-                hint="load the pipeline anew",
+                f"{name} is already split with parallel='{before}', which cannot be changed to {split or 'no split'}",
+                hint="load the pipeline again",
             )
 
 
 def split_models(pipe: Any, placement: Placement) -> None:
-    """Split the models that run at every step as the plan says; weights that are to be split lie on the host."""
+    """Split the denoisers as planned; for a tensor split their weights must be on the CPU."""
     split = placement.plan.parallel.value
     assert split is not None
     models = find_models(pipe)
     for name in read_facts(pipe).denoisers:
         model = models[name]
-        if vars(model).get(_MARK) == split:
+        if vars(model).get(_SPLIT_ATTRIBUTE) == split:
             continue
         if split.strategy == "cfg":
-            split_cfg_over_ranks(model, insist=placement.options.parallel != "auto")
+            split_cfg_over_ranks(model, required=placement.options.parallel != "auto")
         else:
-            _enable(model, split, placement)
-        vars(model)[_MARK] = split
+            _enable_parallelism(model, split, placement)
+        vars(model)[_SPLIT_ATTRIBUTE] = split
 
 
-def _enable(model: Any, split: Split, placement: Placement) -> None:
+def _enable_parallelism(model: Any, split: Split, placement: Placement) -> None:
+    """Split one model with diffusers' context or tensor parallelism."""
     from diffusers import ContextParallelConfig
 
     mesh = _make_mesh(placement.opened.sheet.torch_name, split)
@@ -164,12 +174,13 @@ def _enable(model: Any, split: Split, placement: Placement) -> None:
     except (ValueError, RuntimeError) as error:
         if isinstance(error, AnyaccelError):
             raise
-        raise UsageError(f"diffusers refuses parallel='{split}': {error}", hint="leave parallel out") from error
+        raise UsageError(f"diffusers rejects parallel='{split}': {error}", hint="omit parallel") from error
 
 
 @functools.cache
 def _make_mesh(kind: str, split: Split) -> Any:
-    """The ranks in the shape that diffusers takes them in; made once, since making one is a meeting of all ranks."""
+    """Return the device mesh in the shape that diffusers expects."""
+    # Cached: creating a mesh is a collective operation of all ranks.
     from torch.distributed.device_mesh import init_device_mesh
 
     if split.strategy == "context":
@@ -178,22 +189,24 @@ def _make_mesh(kind: str, split: Split) -> Any:
 
 
 def share_noise(request: CallRequest) -> CallRequest:
-    """The request with rank 0's seeds, and every generator as rank 0 has it: all ranks draw the same noise."""
-    given = request.arguments.get("generator")
-    generators = [torch.default_generator, *(given if isinstance(given, list | tuple) else [given] if given else [])]
-    told: list[Any] = [(request.seeds, [one.get_state() for one in generators])]
-    torch.distributed.broadcast_object_list(told, src=0)
-    seeds, states = told[0]
+    """Return the request with the seeds and generator states of rank 0, so all ranks draw the same noise."""
+    passed = request.arguments.get("generator")
+    generators = [
+        torch.default_generator,
+        *(passed if isinstance(passed, list | tuple) else [passed] if passed else []),
+    ]
+    shared: list[Any] = [(request.seeds, [generator.get_state() for generator in generators])]
+    torch.distributed.broadcast_object_list(shared, src=0)
+    seeds, states = shared[0]
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)
     return replace(request, seeds=seeds)
 
 
 def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
-    """Run a call; where diffusers cannot share a sequence out evenly, once more with shares that differ.
-
-    Uneven shares cost an exchange of their sizes at every attention, and so are not taken before they are needed.
-    """
+    """Run a call; repeat it with uneven shards if a sequence length is not divisible by the number of ranks."""
+    # Uneven shards exchange their sizes at every attention, so they are enabled only when a call needs them:
+    # https://github.com/huggingface/diffusers/pull/12996
     try:
         return run()
     except AssertionError as error:
@@ -206,5 +219,5 @@ def run_split(pipe: Any, split: Split | None, run: Callable[[], T]) -> T:
         return run()
     except AssertionError as error:
         raise UsageError(
-            f"parallel='{split}': a sequence is too short to be shared out: {error}", hint="take fewer ranks"
+            f"parallel='{split}': a sequence is too short for the number of ranks: {error}", hint="use fewer ranks"
         ) from error

@@ -1,1 +1,1 @@
-"""Placing a pipeline on a device: weights, offloading, and retries after out-of-memory errors."""
+"""Placement of a pipeline on a device: weights, offloading, and retries after out-of-memory errors."""

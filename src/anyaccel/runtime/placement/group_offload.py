@@ -1,9 +1,9 @@
-"""Streaming: weights wait in host memory, and each layer's come to the device while it runs.
+"""Streaming of layers: weights stay in host memory and each layer is copied to the device when it runs.
 
 This is diffusers' group offloading with one leaf module per group. Blocks are not used as groups: one block of SDXL's
 UNet is 47 % of its weights, and an autoencoder's blocks belong to a forward that pipelines never call.
 
-What it relies on in diffusers besides `apply_group_offloading` is in `upstream/diffusers_internals.py`.
+The private names of diffusers that this module uses are in `upstream/diffusers_internals.py`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from anyaccel.upstream.diffusers_internals import GROUP_OFFLOADING, HOOK_ATTRIBU
 
 __all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
 
-_BEFORE = "_anyaccel_before"
-"""Attribute of our registries: the module's own `forward` before, or None."""
+# Attributes of diffusers' hook registries.
+# The `forward` in the module's `__dict__` before streaming, or None.
+_ORIGINAL_FORWARD = "_anyaccel_before"
+# The parameters of the model when streaming began.
 _WEIGHTS = "_anyaccel_weights"
-"""Attribute of the model's registry: its parameters when streaming began."""
 
 
 def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream: bool, pin: bool) -> None:
-    """Let a model's layers come to a device one by one, from host memory.
+    """Stream the layers of a model from host memory to a device.
 
-    With `use_stream` the next layer is fetched while one runs. `pin` keeps all weights in pinned memory; otherwise each
-    layer is pinned when it is fetched.
+    With `use_stream` the next layer is prefetched on another stream. `pin` keeps all weights in pinned memory;
+    otherwise each layer is pinned when it is copied (https://github.com/huggingface/diffusers/pull/11106).
     """
     from diffusers.hooks.group_offloading import apply_group_offloading
     from diffusers.hooks.hooks import HookRegistry
 
-    if is_streamed(model):  # by another pipeline that has the same model
+    if is_streamed(model):  # by another pipeline that shares the model
         stop_streaming(model)
     drop_log_records_always(apply_group_offloading.__module__, SKIPPED_LAYERS)
-    before = {module: vars(module).get("forward") for module in model.modules()}
+    # diffusers replaces `forward` of every module and has no function to restore it.
+    originals = {module: vars(module).get("forward") for module in model.modules()}
     apply_group_offloading(
         model, device, offload_type="leaf_level", use_stream=use_stream, low_cpu_mem_usage=use_stream and not pin
     )
-    _join_attention(model)
+    _join_attention_groups(model)
     for _, registry in _list_registries(model):
         hook = registry.get_hook(GROUP_OFFLOADING)
         if hook is not None:
@@ -50,7 +52,7 @@ def start_streaming(model: torch.nn.Module, device: torch.device, *, use_stream:
     registry = HookRegistry.check_if_exists_or_initialize(model)
     setattr(registry, _WEIGHTS, tuple(model.parameters()))
     for module, registry in _list_registries(model):
-        setattr(registry, _BEFORE, before[module])
+        setattr(registry, _ORIGINAL_FORWARD, originals[module])
 
 
 @functools.cache
@@ -58,11 +60,11 @@ def _make_group_class() -> type:
     from diffusers.hooks.group_offloading import ModuleGroup
 
     class HostBackedGroup(ModuleGroup):
-        """A group whose tensors return to the host memory that they came from.
+        """A group that returns its tensors to the host memory they came from.
 
-        Without a stream diffusers copies weights back after each layer, which took 13.2 s instead of 4.0 s per step of
-        FLUX.1-schnell on one H200. With one it returns to the memory of the beginning, so that a later
-        `weight.data = tensor` would be lost.
+        Without a stream, diffusers copies weights back after each layer: 13.2 s instead of 4.0 s per step of
+        FLUX.1-schnell on one H200. With a stream, it restores the tensors of the start and would lose a later
+        `weight.data = tensor`.
         """
 
         @torch.compiler.disable()  # type: ignore[untyped-decorator]
@@ -70,8 +72,8 @@ def _make_group_class() -> type:
             for tensor in _list_tensors(self):
                 if tensor.device != self.offload_device or type(tensor.data) is not torch.Tensor:
                     continue
-                known = self.cpu_param_dict.get(tensor)
-                if known is None or known.data_ptr() != tensor.data_ptr():
+                stored = self.cpu_param_dict.get(tensor)
+                if stored is None or stored.data_ptr() != tensor.data_ptr():  # replaced by the user
                     self.cpu_param_dict[tensor] = tensor.data
             super().onload_()
 
@@ -80,7 +82,7 @@ def _make_group_class() -> type:
             if self.stream is None:
                 for tensor in list(self.cpu_param_dict):
                     tensor.data = self.cpu_param_dict.pop(tensor)
-            super().offload_()  # what is on the host already stays as it is
+            super().offload_()  # does not copy tensors that are already on the CPU
 
     return HostBackedGroup
 
@@ -91,48 +93,48 @@ def is_streamed(model: torch.nn.Module) -> bool:
 
 
 def has_new_weights(model: torch.nn.Module) -> bool:
-    """Return whether a streamed model has parameters that it did not have when streaming began."""
+    """Return whether a streamed model has parameters that were added after streaming began."""
     if not is_streamed(model):
         return False
-    known, now = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS), tuple(model.parameters())
-    return len(known) != len(now) or not all(map(operator.is_, known, now))
+    before, now = getattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS), tuple(model.parameters())
+    return len(before) != len(now) or not all(map(operator.is_, before, now))
 
 
 def end_streaming_call(model: torch.nn.Module, *, failed: bool = False) -> None:
-    """Send the layers back that a call left on the device: those that were fetched ahead, or when it failed.
-
-    A model whose own forward did not run, such as an autoencoder, keeps no note of its order: the list would grow with
-    every call.
-    """
+    """Offload the layers that a call left on the device: prefetched ones, or those of a failed call."""
     if not is_streamed(model):
         return
     for _, registry in _list_registries(model):
         hook = registry.get_hook(GROUP_OFFLOADING)
-        if hook is not None and any(one.device != hook.group.offload_device for one in _list_tensors(hook.group)):
+        if hook is not None and any(tensor.device != hook.group.offload_device for tensor in _list_tensors(hook.group)):
             hook.group.offload_()
+        # These hooks record the order of layers and remove themselves when the model's forward ends. Pipelines call an
+        # autoencoder's decode, not its forward, so the recorded list would grow with every call.
         for name in () if failed else PREFETCH_HOOKS:
             registry.remove_hook(name, recurse=False)
 
 
 def stop_streaming(model: torch.nn.Module) -> None:
-    """Bring a streamed model's weights to host memory, and leave no hook and no `forward` of diffusers' behind."""
+    """Move all weights of a streamed model to host memory, and remove diffusers' hooks and `forward` methods."""
     if not is_streamed(model):
         return
     end_streaming_call(model)
     delattr(vars(model)[HOOK_ATTRIBUTE], _WEIGHTS)
     for module, registry in _list_registries(model):
         registry.remove_hook(GROUP_OFFLOADING, recurse=False)
-        before = vars(registry).pop(_BEFORE, registry)
-        if registry.hooks or before is registry:  # somebody else's are there, or put it there since
+        original = vars(registry).pop(_ORIGINAL_FORWARD, registry)
+        if registry.hooks or original is registry:  # the registry has other hooks, or was not created by streaming
             continue
         del vars(module)[HOOK_ATTRIBUTE]
         vars(module).pop("forward", None)
-        if before is not None:
-            vars(module)["forward"] = before
+        if original is not None:
+            vars(module)["forward"] = original
 
 
-def _join_attention(model: torch.nn.Module) -> None:
-    """Let torch's own attention bring its last layer along: it reads the weights of that layer and does not call it."""
+def _join_attention_groups(model: torch.nn.Module) -> None:
+    """Stream the output projection of `torch.nn.MultiheadAttention` together with the attention module."""
+    # The module reads `out_proj.weight` without calling `out_proj`, so a hook of `out_proj` would never run:
+    # https://github.com/pytorch/pytorch/issues/78109
     for module in model.modules():
         if isinstance(module, torch.nn.MultiheadAttention):
             outer, inner = vars(module)[HOOK_ATTRIBUTE], vars(module.out_proj)[HOOK_ATTRIBUTE]

@@ -1,4 +1,4 @@
-"""Memory: what a call will hold is worked out before it runs, and the pipeline is brought into the shape that fits."""
+"""The memory plan of a call: predict its peak before it runs and choose the first rule that fits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from anyaccel.planning.memory import (
     make_forecast,
 )
 from anyaccel.planning.options import PlacementOptions
-from anyaccel.planning.parallel import weigh_rank
+from anyaccel.planning.parallel import count_rank_parameters
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
-from anyaccel.runtime.introspection import find_components, read_facts
+from anyaccel.runtime.introspection import find_components, plain_class, read_facts
 from anyaccel.runtime.placement_state import Placement
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_clone import clone_pipeline
@@ -37,81 +37,82 @@ from anyaccel.units import readable
 __all__ = [
     "find_capacity",
     "find_default_side",
-    "has_parts",
     "list_call_rules",
     "list_pipeline_residences",
     "list_pipeline_rules",
     "plan_call",
     "plan_weights",
+    "supports_tiling",
 ]
 
 _LOG = logging.getLogger(__name__)
-_MOST_A_PIXEL = 16 * 2**10
-"""Bytes that no picture needs a pixel in half precision: six times what decoding holds."""
-_USUAL_SIDE = 1024
-_TINY = 4096
-"""A model whose weights are this part of the memory does not fill it with one picture."""
-_USUAL_FRAMES = 96
-_HEADS, _PIXELS_A_TOKEN = 24, 64
-_NO_SHAPE = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
-"""Arguments that no shape depends on, and that a trial run must not touch."""
+# Generous upper bounds: a call below them is not traced.
+# Upper bound of activation bytes per pixel in half precision: six times what decoding needs.
+_MAX_BYTES_PER_PIXEL = 16 * 2**10
+_DEFAULT_SIDE = 1024
+# A model with weights below 1/4096 of the memory cannot fill it with one image.
+_TINY_FRACTION = 4096
+_DEFAULT_FRAMES = 96
+_HEADS, _PIXELS_PER_TOKEN = 24, 64
+# Arguments that do not affect shapes. A trace must not use them: it would advance generators and call user code.
+_SHAPELESS_ARGUMENTS = ("generator", "callback", "callback_on_step_end", "callback_on_step_end_tensor_inputs")
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How one call is to be run, as far as memory is concerned."""
+    """The memory rule of one call."""
 
     decision: Decision[MemoryRule]
     forecast: Forecast | None = None
-    """What it will hold; None where it was not worked out."""
+    """The predicted memory; None if the call was not traced."""
 
 
 def find_capacity(pipe: Any, placement: Placement) -> int | None:
-    """The bytes that this pipeline can have on its device now; None where the device does not tell.
-
-    What it holds there already counts as its own.
-    """
+    """Return the bytes that the pipeline can use on its device, including its own; None if it is not measurable."""
     driver = placement.opened.driver
     try:
         driver.empty_cache()
         free = driver.memory(placement.opened.index).free_bytes
     except NotMeasurableError:
         return None
-    return free + sum(_held_on(placement.device, part) for part in find_components(pipe).values())
+    return free + sum(_bytes_on(placement.device, component) for component in find_components(pipe).values())
 
 
-def _held_on(device: torch.device, part: Any) -> int:
-    if not isinstance(part, torch.nn.Module):
+def _bytes_on(device: torch.device, component: Any) -> int:
+    if not isinstance(component, torch.nn.Module):
         return 0
-    tensors = {id(tensor): tensor for tensor in (*part.parameters(), *part.buffers())}
+    tensors = {id(tensor): tensor for tensor in (*component.parameters(), *component.buffers())}
     return sum(
         tensor.numel() * tensor.element_size() for tensor in tensors.values() if is_on(tensor.device, device.type)
     )
 
 
 def find_default_side(pipe: Any) -> int:
-    """The side of the picture that a pipeline makes unless told otherwise; 1024 where it does not say."""
+    """Return the default image size of a pipeline in pixels; 1024 if it has none."""
     scale = getattr(pipe, "vae_scale_factor", None)
-    scale = scale if isinstance(scale, int) else 1  # without an autoencoder, what is denoised is the picture
+    scale = scale if isinstance(scale, int) else 1  # without an autoencoder the denoiser works on pixels
     models = [getattr(pipe, name, None) for name in ("unet", "transformer")]
     sizes = [getattr(pipe, "default_sample_size", None)]
     sizes += [getattr(getattr(model, "config", None), "sample_size", None) for model in models]
-    found = next((size for size in sizes if isinstance(size, int)), None)
-    return _USUAL_SIDE if found is None else found * scale
+    sample_size = next((size for size in sizes if isinstance(size, int)), None)
+    return _DEFAULT_SIDE if sample_size is None else sample_size * scale
 
 
-def has_parts(pipe: Any) -> bool:
-    """Whether a model of the pipeline can take its pictures one by one or in tiles."""
-    parts = find_components(pipe).values()
-    return any(isinstance(part, torch.nn.Module) and hasattr(part, "enable_tiling") for part in parts)
+def supports_tiling(pipe: Any) -> bool:
+    """Return whether a model of the pipeline supports slicing and tiling."""
+    components = find_components(pipe).values()
+    return any(
+        isinstance(component, torch.nn.Module) and hasattr(component, "enable_tiling") for component in components
+    )
 
 
 def list_pipeline_residences(pipe: Any, placement: Placement) -> tuple[Residence, ...]:
-    """Where the weights of a pipeline can be on its device, the fastest first."""
+    """Return the residences that a pipeline supports on its device, fastest first."""
     return _list_residences(pipe, placement.opened.sheet.unified_memory)
 
 
 def _list_residences(pipe: Any, unified_memory: bool) -> tuple[Residence, ...]:
+    # diffusers raises in enable_model_cpu_offload for pipelines without this attribute.
     can_offload = getattr(pipe, "model_cpu_offload_seq", None) is not None
     return list_residences(unified_memory=unified_memory, can_offload=can_offload)
 
@@ -119,26 +120,27 @@ def _list_residences(pipe: Any, unified_memory: bool) -> tuple[Residence, ...]:
 def list_pipeline_rules(
     pipe: Any,
     images: int,
-    at_once: int | None,
+    images_per_call: int | None,
     options: PlacementOptions,
     *,
     unified_memory: bool,
 ) -> list[MemoryRule]:
-    """The ways in which a pipeline could make so many images, the cheapest first.
+    """Return the memory rules for a number of images, fastest first.
 
-    `at_once` is how many a call may make, None for as many as fit: where it is given, no rule splits them further.
+    `images_per_call` is the batch size of each model call; None lets the rules split the batch.
     """
-    whole = at_once is not None and at_once >= images
-    options = replace(options, images_per_call=None if whole else at_once)
+    whole = images_per_call is not None and images_per_call >= images
+    options = replace(options, images_per_call=None if whole else images_per_call)
     residences = _list_residences(pipe, unified_memory)
-    rules = list_rules(1 if whole else images, options, residences, has_parts=has_parts(pipe))
+    # One image if the batch must stay whole: for one image no rule splits.
+    rules = list_rules(1 if whole else images, options, residences, supports_tiling=supports_tiling(pipe))
     return list(dict.fromkeys(rules))
 
 
 def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[MemoryRule]:
-    """The ways in which a pipeline could run a call of so many images, the cheapest first."""
+    """Return the memory rules for a call with a number of images, fastest first."""
     options = placement.options
-    if placement.offloaded_by_user:  # where the weights are was decided
+    if placement.offloaded_by_user:  # the user chose the residence
         options = replace(options, memory=placement.residence)
     plan = placement.plan
     return list_pipeline_rules(
@@ -151,61 +153,62 @@ def list_call_rules(pipe: Any, placement: Placement, images: int) -> list[Memory
 
 
 def plan_weights(pipe: Any, placement: Placement) -> Decision[MemoryRule]:
-    """Where the weights go before a size is known; a pin that cannot hold is refused."""
+    """Return the memory rule before an image size is known; raise if the requested residence cannot fit."""
     split = placement.plan.parallel.value
     weights = {
-        component.name: weigh_rank(component, split) * _bytes_of(component.name, placement)
+        component.name: count_rank_parameters(component, split) * _bytes_per_parameter(component.name, placement)
         for component in read_facts(pipe).components
     }
     capacity = find_capacity(pipe, placement)
-    whole = split is not None and split.strategy == "tensor"  # what is split cannot come and go
-    pinned, unified = "resident" if whole else placement.options.memory, placement.opened.sheet.unified_memory
+    is_sharded = split is not None and split.strategy == "tensor"  # sharded weights cannot be offloaded
+    requested, unified = "resident" if is_sharded else placement.options.memory, placement.opened.sheet.unified_memory
     if capacity is None:
-        reason = "asked for" if pinned else "the device does not tell how much memory it has"
-        return Decision(MemoryRule(pinned or "resident"), reason)  # type: ignore[arg-type]
+        reason = "requested" if requested else "the device does not report its memory"
+        return Decision(MemoryRule(requested or "resident"), reason)  # type: ignore[arg-type]
     total = sum(weights.values())
-    if pinned == "resident" and total > capacity:
+    if requested == "resident" and total > capacity:
         raise DoesNotFitError(
-            f"memory='resident' was asked for: the weights of {type(pipe).__name__} are {readable(total)}, and "
+            f"memory='resident' does not fit: the weights of {type(pipe).__name__} are {readable(total)}, and "
             f"{placement.plan.device} has {readable(capacity)}",
-            hint=f"leave memory out, or ask for memory='{'phase' if unified else 'component'}'",
+            hint=f"omit memory, or use memory='{'phase' if unified else 'component'}'",
         )
-    if pinned:
-        reason = f"asked for; weights {readable(total)} of {readable(capacity)}"
-        return Decision(MemoryRule(pinned), reason)  # type: ignore[arg-type]
+    if requested:
+        reason = f"requested; weights {readable(total)} of {readable(capacity)}"
+        return Decision(MemoryRule(requested), reason)  # type: ignore[arg-type]
     return choose_residence(weights, capacity, list_pipeline_residences(pipe, placement))
 
 
-def _bytes_of(name: str, placement: Placement) -> int:
+def _bytes_per_parameter(name: str, placement: Placement) -> int:
     dtype = placement.component_dtypes.get(name, placement.plan.dtype.value)
     return int(getattr(torch, dtype).itemsize)
 
 
 def plan_call(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """The first rule that fits a call; where nothing can be worked out, the one that the weights suggest."""
+    """Return the first rule that fits a call; if the call cannot be traced, the rule for the weights."""
     capacity = find_capacity(pipe, placement)
-    usual = _find_usual(placement.weights_rule, rules)
-    if capacity is None or (usual.value == rules[0] and _is_sure(pipe, placement, request, capacity)):
-        return CallPlan(usual)
+    default = _find_default_rule(placement.weights_rule, rules)
+    # Tracing takes seconds, so calls that obviously fit are not traced.
+    if capacity is None or (default.value == rules[0] and _fits_easily(pipe, placement, request, capacity)):
+        return CallPlan(default)
     try:
         measure = _make_measurement(pipe, placement, request)
         decision, forecast = make_forecast(measure, request.images, capacity, rules)
-    except Exception as error:  # noqa: BLE001 - any pipeline may be asked; what cannot be traced is run and looked at
-        _LOG.debug("anyaccel: %s cannot be traced: %r", type(pipe).__name__, error)
-        return CallPlan(Decision(usual.value, f"{usual.reason}; this call cannot be traced ahead of time"))
+    except Exception as error:  # noqa: BLE001 - pipelines run arbitrary code; a call that cannot be traced is just run
+        _LOG.debug("anyaccel: cannot trace %s: %r", type(pipe).__name__, error)
+        return CallPlan(Decision(default.value, f"{default.reason}; memory of this call cannot be predicted"))
     if decision.value is None:
-        raise does_not_fit(pipe, placement, request, decision.reason, rules, capacity)
+        raise make_does_not_fit_error(pipe, placement, request, decision.reason, rules, capacity)
     return CallPlan(Decision(decision.value, decision.reason), forecast)
 
 
-def _find_usual(weights_rule: Decision[MemoryRule], rules: list[MemoryRule]) -> Decision[MemoryRule]:
-    """The first rule that leaves the weights where they were put, with all that is pinned."""
-    wanted = weights_rule.value.residence
-    rule = next((rule for rule in rules if rule.residence == wanted), rules[0])
+def _find_default_rule(weights_rule: Decision[MemoryRule], rules: list[MemoryRule]) -> Decision[MemoryRule]:
+    """Return the first rule with the residence that was planned for the weights."""
+    residence = weights_rule.value.residence
+    rule = next((rule for rule in rules if rule.residence == residence), rules[0])
     return Decision(rule, weights_rule.reason)
 
 
-def does_not_fit(
+def make_does_not_fit_error(
     pipe: Any,
     placement: Placement,
     request: CallRequest,
@@ -213,9 +216,9 @@ def does_not_fit(
     rules: list[MemoryRule] | None = None,
     capacity: int | None = None,
 ) -> DoesNotFitError:
-    """The error for a call that no rule fits, with a smaller size that does."""
-    best = _find_smaller(pipe, placement, request, rules, capacity) if rules and capacity else None
-    hint = f"a size that fits is {best[0]} × {best[1]}" if best else "take a device with more memory"
+    """Return the error for a call that fits with no rule; its hint is a smaller size that fits."""
+    smaller = _find_smaller(pipe, placement, request, rules, capacity) if rules and capacity else None
+    hint = f"use {smaller[0]} × {smaller[1]}, which fits" if smaller else "use a device with more memory"
     return DoesNotFitError(
         f"{type(pipe).__name__} at {shape_of(request)} does not fit on {placement.plan.device}: {reason}", hint=hint
     )
@@ -234,42 +237,43 @@ def _find_smaller(
         smaller = request.with_arguments(width=size[0], height=size[1])
         try:
             decision, _ = make_forecast(_make_measurement(pipe, placement, smaller), request.images, capacity, rules)
-        except Exception:  # noqa: BLE001 - a size that the pipeline refuses is none to advise
+        except Exception:  # noqa: BLE001 - the pipeline does not support this size
             continue
         if decision.value is not None:
             return size[0], size[1]
     return None
 
 
-def _is_sure(pipe: Any, placement: Placement, request: CallRequest, capacity: int) -> bool:
-    """Whether a call fits by so much that it need not be worked out."""
+def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity: int) -> bool:
+    """Return whether a call fits even by a rough upper bound."""
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element
     width, height = request.arguments.get("width"), request.arguments.get("height")
     side = find_default_side(pipe)
     pixels = (width if isinstance(width, int) else side) * (height if isinstance(height, int) else side)
-    frames = request.arguments.get("num_frames", _USUAL_FRAMES if "num_frames" in request.accepts else 1)
-    pixels *= request.images * (frames if isinstance(frames, int) else _USUAL_FRAMES)
+    frames = request.arguments.get("num_frames", _DEFAULT_FRAMES if "num_frames" in request.accepts else 1)
+    pixels *= request.images * (frames if isinstance(frames, int) else _DEFAULT_FRAMES)
     if placement.weights_rule.value.residence != "resident":
         return False
-    if weights * _TINY <= capacity and pixels <= _USUAL_SIDE**2:
+    if weights * _TINY_FRACTION <= capacity and pixels <= _DEFAULT_SIDE**2:
         return True
-    held = pixels * _MOST_A_PIXEL * element // 2
+    activations = pixels * _MAX_BYTES_PER_PIXEL * element // 2
     if not read_workspace(placement.opened.sheet).fused_attention:
-        tokens = math.ceil(pixels / _PIXELS_A_TOKEN)
-        held += 2 * _HEADS * tokens**2 * 2 * 4
-    return weights + held <= capacity
+        # Attention scores are materialized; 16 bytes per score are an upper bound.
+        tokens = math.ceil(pixels / _PIXELS_PER_TOKEN)
+        activations += 2 * _HEADS * tokens**2 * 2 * 4
+    return weights + activations <= capacity
 
 
 def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> Measurement:
     traced = PipelineTrace()
-    clone = clone_pipeline(pipe, type(pipe)._plain_class, traced)
+    clone = clone_pipeline(pipe, plain_class(pipe), traced)
 
     def arguments(images: int) -> dict[str, Any]:
-        part = split_request(request, images)[0]
-        kept = {name: value for name, value in part.arguments.items() if name not in _NO_SHAPE}
-        return map_tensors(kept, _to_host)  # type: ignore[no-any-return]
+        chunk = split_request(request, images)[0]
+        shaped = {name: value for name, value in chunk.arguments.items() if name not in _SHAPELESS_ARGUMENTS}
+        return map_tensors(shaped, _to_zeros)  # type: ignore[no-any-return]
 
     width, height = request.arguments.get("width"), request.arguments.get("height")
     return Measurement(
@@ -280,10 +284,10 @@ def _make_measurement(pipe: Any, placement: Placement, request: CallRequest) -> 
         arguments=arguments,
         attention=placement.plan.attention.value,
         unified_memory=placement.opened.sheet.unified_memory,
-        fetches_ahead=placement.opened.driver.marks,
+        fetches_ahead=placement.opened.driver.has_events,
         size=(width, height) if isinstance(width, int) and isinstance(height, int) else None,
     )
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def _to_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)

@@ -1,4 +1,4 @@
-"""What was learnt the hard way: which rule a call of one shape needed on one device, kept between runs."""
+"""Outcomes of out-of-memory retries: the memory rule that a call needed on a device, stored across processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from anyaccel.storage.cache_dir import find_cache_folder
 
 __all__ = ["has_outcome", "load_outcome", "save_outcome"]
 
+# A stored outcome is ignored if the device has more than this times the memory that it had then.
 _MARGIN = 1.02
-"""With this much more memory than there was, what failed then is tried again."""
-_LEARNT: dict[str, tuple[MemoryRule, int]] = {}
+# Rule and capacity in bytes of each key, for this process.
+_OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}
 
 
 def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None:
-    """Keep the rule that a call needed, in this process and, where it can be written, in a small file."""
-    _LEARNT[key] = (rule, capacity_bytes or 0)
+    """Store the rule that a call needed, in this process and in a file if the cache is writable."""
+    _OUTCOMES[key] = (rule, capacity_bytes or 0)
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,16 +34,16 @@ def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None
 
 
 def has_outcome() -> bool:
-    """Whether anything was ever kept here."""
-    return bool(_LEARNT) or _folder().is_dir()
+    """Return whether any outcome was ever stored; cheaper than building a key."""
+    return bool(_OUTCOMES) or _folder().is_dir()
 
 
 def load_outcome(key: str, capacity_bytes: int | None) -> MemoryRule | None:
-    """The rule that a call needed before, unless there is more memory now."""
-    found = _LEARNT.get(key) or _read(key)
-    if found is None or (capacity_bytes or 0) > found[1] * _MARGIN:
+    """Return the rule that a call needed earlier, unless the device has more memory now."""
+    outcome = _OUTCOMES.get(key) or _read(key)
+    if outcome is None or (capacity_bytes or 0) > outcome[1] * _MARGIN:
         return None
-    return found[0]
+    return outcome[0]
 
 
 def _folder() -> Path:
@@ -50,14 +51,15 @@ def _folder() -> Path:
 
 
 def _path(key: str) -> Path:
+    # Keys are long and have characters that file names cannot have. The file contains the key itself.
     return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def _read(key: str) -> tuple[MemoryRule, int] | None:
     try:
-        kept: dict[str, Any] = json.loads(_path(key).read_text())
-        rule = MemoryRule(kept["residence"], MemorySavings(**kept["way"]), kept["images_per_call"])
-        hash(rule)
-        return (rule, int(kept["capacity_bytes"])) if kept["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        content: dict[str, Any] = json.loads(_path(key).read_text())
+        rule = MemoryRule(content["residence"], MemorySavings(**content["way"]), content["images_per_call"])
+        hash(rule)  # raises TypeError if a field has the wrong type, such as a list
+        return (rule, int(content["capacity_bytes"])) if content["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # a damaged file
         return None

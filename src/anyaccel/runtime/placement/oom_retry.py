@@ -1,4 +1,4 @@
-"""Running a call in the memory that there is: as planned, and after running out with the next rule, and the next."""
+"""Run a call with its memory rule, and retry with the next rule after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from anyaccel.processes.gc_control import release_unreachable
 from anyaccel.runtime.batch_split import split_request
 from anyaccel.runtime.call_request import CallRequest, shape_of
 from anyaccel.runtime.introspection import find_components, read_facts
-from anyaccel.runtime.placement.memory_plan import CallPlan, does_not_fit, find_capacity, list_call_rules, plan_call
+from anyaccel.runtime.placement.memory_plan import (
+    CallPlan,
+    find_capacity,
+    list_call_rules,
+    make_does_not_fit_error,
+    plan_call,
+)
 from anyaccel.runtime.placement.offload import (
     end_phase,
     find_lost_change,
@@ -35,60 +41,62 @@ from anyaccel.runtime.placement_state import Placement, being_offloaded, find_pl
 from anyaccel.runtime.speed.session import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
-from anyaccel.tracing.footprint_measurement import set_parts
+from anyaccel.tracing.footprint_measurement import set_vae_tiling
 
-__all__ = ["apply_rule", "clear_traceback_frames", "free", "move_weights", "run_within_memory", "weights_on_cpu"]
+__all__ = ["apply_rule", "clear_traceback_frames", "free_memory", "move_weights", "run_within_memory", "weights_on_cpu"]
 
 _LOG = logging.getLogger(__name__)
 
+# Runs one chunk of a request. Arguments: the chunk, the index of its first image, the number of chunks.
 Run = Callable[[CallRequest, int, int], Any]
-"""Runs a part of a request: the part, its first image, and how many parts there are."""
 
 
 def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run: Run) -> list[Any]:
-    """The results of a request's parts; images that were made before memory ran out are kept."""
+    """Return the results of all chunks of a request; images that are finished before an error are not run again."""
     _check_weights(pipe, placement)
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
-    if placement.plan.parallel.value is not None:  # ranks must do the same: none works ahead or tries again by itself
+    if placement.plan.parallel.value is not None:
+        # A single rule: a rank that retries alone would leave the others waiting in a collective.
         rules = [next((rule for rule in rules if rule.residence == placement.residence), rules[0])]
-    chosen = _choose(pipe, placement, request, rules)
+    chosen = _choose_rule(pipe, placement, request, rules)
     results: list[Any] = []
     done = 0
-    words = ""
-    at = rules.index(chosen.decision.value) if chosen.decision.value in rules else 0
-    for place, rule in enumerate(rules[at:]):
-        decision = chosen.decision if place == 0 else Decision(rule, f"memory ran out before: {words}")
+    message = ""
+    start = rules.index(chosen.decision.value) if chosen.decision.value in rules else 0
+    for attempt, rule in enumerate(rules[start:]):
+        decision = chosen.decision if attempt == 0 else Decision(rule, f"out of memory with a faster rule: {message}")
         try:
-            apply_rule(pipe, placement, decision, chosen if place == 0 else None)
-            parts = split_request(request, _at_once(placement, rule), first=done)
-            for part in parts:
-                results.append(run(part, done, len(parts)))
-                done += part.images
+            apply_rule(pipe, placement, decision, chosen if attempt == 0 else None)
+            chunks = split_request(request, _images_per_call(placement, rule), first=done)
+            for chunk in chunks:
+                results.append(run(chunk, done, len(chunks)))
+                done += chunk.images
             if rule.residence != "resident":
                 end_phase(pipe)
         except BaseException as error:
             if not is_out_of_memory(error):
-                _send_weights_back(pipe, placement)
+                _offload_after_failure(pipe, placement)
                 raise
-            words = first_line(error)
+            message = first_line(error)
             clear_traceback_frames(error)
         else:
-            if place:
+            if attempt:
                 placement.call_plans[shape_of(request)] = CallPlan(decision)
-                save_outcome(_key(pipe, placement, request), rule, find_capacity(pipe, placement))
+                save_outcome(_outcome_key(pipe, placement, request), rule, find_capacity(pipe, placement))
             return results
+        # Outside of the except block: while it is active, the exception keeps the frames of the call alive.
         forget_captured_graphs(pipe)
         if placement.residence != "resident":
-            placement.residence = None  # models that were cut short lie where they lay
-        free(placement)
-        _LOG.warning("anyaccel: out of memory with %s at %s; trying the next way", rule, shape_of(request))
+            placement.residence = None  # the interrupted call left some models on the device
+        free_memory(placement)
+        _LOG.warning("anyaccel: out of memory with %s at %s; trying the next rule", rule, shape_of(request))
     _restore(pipe, placement, before)
-    raise does_not_fit(pipe, placement, request, f"every way was tried, and the device says: {words}")
+    raise make_does_not_fit_error(pipe, placement, request, f"out of memory with every rule: {message}")
 
 
 def _check_weights(pipe: Any, placement: Placement) -> None:
-    """Weights that lie elsewhere cannot be changed in place: what somebody wrote to them is lost, and must not be."""
+    """Raise if offloaded weights were changed; stream parameters that were added."""
     changed = find_lost_change(pipe) if placement.residence in ("phase", "layer") else None
     if changed is not None:
         raise make_lost_change_error(changed)
@@ -98,7 +106,7 @@ def _check_weights(pipe: Any, placement: Placement) -> None:
 
 @contextmanager
 def weights_on_cpu(pipe: Any) -> Iterator[None]:
-    """While the block runs, weights that wait elsewhere are in their models, on the host."""
+    """Restore offloaded weights on the CPU during the block."""
     placement = find_placement(pipe)
     residence = placement.residence if placement is not None else None
     if placement is None or residence not in ("phase", "layer"):
@@ -112,8 +120,8 @@ def weights_on_cpu(pipe: Any) -> Iterator[None]:
         move_weights(pipe, placement, residence)
 
 
-def _send_weights_back(pipe: Any, placement: Placement) -> None:
-    """A call was cut short: the weights that it had fetched go back to where they wait."""
+def _offload_after_failure(pipe: Any, placement: Placement) -> None:
+    """Offload the weights that an interrupted call left on the device."""
     if placement.residence in ("phase", "layer"):
         end_phase(pipe, failed=True)
     elif placement.residence == "component" and not placement.offloaded_by_user:
@@ -121,90 +129,95 @@ def _send_weights_back(pipe: Any, placement: Placement) -> None:
             pipe.maybe_free_model_hooks()
 
 
-def _choose(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
-    """What was planned for this shape before, what was learnt of it, or what can be worked out."""
+def _choose_rule(pipe: Any, placement: Placement, request: CallRequest, rules: list[MemoryRule]) -> CallPlan:
+    """Return the plan of an earlier call of this shape, the stored outcome of one, or a new prediction."""
     shape = shape_of(request)
     if placement.plan.parallel.value is not None:
         return CallPlan(Decision(rules[0], placement.weights_rule.reason))
-    known = placement.call_plans.get(shape)
-    if known is not None and known.decision.value in rules:
-        return known
-    learnt = load_outcome(_key(pipe, placement, request), find_capacity(pipe, placement)) if has_outcome() else None
-    if learnt in rules:
-        chosen = CallPlan(Decision(learnt, "a call of this shape ran out of memory here with anything faster"))
+    earlier = placement.call_plans.get(shape)
+    if earlier is not None and earlier.decision.value in rules:
+        return earlier
+    outcome = (
+        load_outcome(_outcome_key(pipe, placement, request), find_capacity(pipe, placement)) if has_outcome() else None
+    )
+    if outcome in rules:
+        chosen = CallPlan(Decision(outcome, "faster rules ran out of memory for this shape earlier"))
     else:
         chosen = plan_call(pipe, placement, request, rules)
     placement.call_plans[shape] = chosen
     return chosen
 
 
-def _key(pipe: Any, placement: Placement, request: CallRequest) -> str:
+# Stored on disk: a change of this text makes existing outcomes unreadable.
+def _outcome_key(pipe: Any, placement: Placement, request: CallRequest) -> str:
     facts = read_facts(pipe)
     weights = ", ".join(f"{component.name} {component.parameters}" for component in facts.components)
     device = f"{placement.plan.title} {placement.opened.driver.device_name(placement.opened.index)}"
     return f"{device} | {facts.pipeline}: {weights} | {placement.plan.dtype.value} | {shape_of(request)}"
 
 
-def _at_once(placement: Placement, rule: MemoryRule) -> int | None:
-    limits = [number for number in (rule.images_per_call, placement.plan.images_per_call.value) if number is not None]
+def _images_per_call(placement: Placement, rule: MemoryRule) -> int | None:
+    limits = [limit for limit in (rule.images_per_call, placement.plan.images_per_call.value) if limit is not None]
     return min(limits, default=None)
 
 
 def apply_rule(pipe: Any, placement: Placement, decision: Decision[MemoryRule], call: CallPlan | None = None) -> None:
-    """Bring a pipeline into the shape that a rule says."""
+    """Apply a memory rule to a pipeline: residence, VAE tiling and attention slicing."""
     rule = decision.value
     if rule.residence != placement.residence:
         move_weights(pipe, placement, rule.residence)
     if rule.savings.vae_in_parts != placement.vae_in_parts:
-        set_parts(pipe, rule.savings.vae_in_parts)
+        set_vae_tiling(pipe, rule.savings.vae_in_parts)
         placement.vae_in_parts = rule.savings.vae_in_parts
     sheet, plan = placement.opened.sheet, placement.plan
     attention = plan.attention
     if rule.savings.sliced_attention:
         options = replace(placement.options, attention_slicing="max")
         attention = choose_attention(sheet, options, int(getattr(torch, plan.dtype.value).itemsize))
-        attention = replace(attention, reason="all heads at once do not fit into the memory")
+        attention = replace(attention, reason="attention for all heads together does not fit into memory")
     report = placement.report
     report.memory = None if decision == plan.memory else decision
     report.forecast = call.forecast if call else None
     if attention.value != placement.call_plan.attention.value:
-        repairs = choose_workarounds(sheet, plan.replacements.value, attention.value)
-        placement.call_plan = replace(plan, attention=attention, workarounds=repairs)
+        workarounds = choose_workarounds(sheet, plan.replacements.value, attention.value)
+        placement.call_plan = replace(plan, attention=attention, workarounds=workarounds)
         set_input_adapters(find_components(pipe), placement.call_plan, placement.device)
 
 
 def move_weights(pipe: Any, placement: Placement, residence: Residence) -> None:
-    """Bring the weights to where a rule wants them; until they are there, they are nowhere for certain."""
-    placement.residence = None
+    """Move the weights to a residence."""
+    placement.residence = None  # unknown if the move is interrupted
     remove_speedups(pipe, placement)
-    move_to_cpu(pipe)  # outside the seam, which would bring what lies on the host to a device that may be full
+    move_to_cpu(pipe)  # outside of the function mode, which moves CPU tensors to a device that may be full
     with make_pipeline_function_mode(placement.plan, placement.device):
         set_residence(pipe, residence, placement.device, placement.opened)
     placement.residence = residence
 
 
 def _restore(pipe: Any, placement: Placement, before: Decision[MemoryRule]) -> None:
-    """Back to how the pipeline was before a call that failed; where even that does not fit, to the host."""
-    free(placement)
+    """Restore the memory rule before a failed call; if it does not fit any more, leave the weights on the CPU."""
+    free_memory(placement)
     try:
         apply_rule(pipe, placement, before)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         clear_traceback_frames(error)
-        free(placement)
+        free_memory(placement)
 
 
 def clear_traceback_frames(error: BaseException) -> None:
-    """Let go of what the functions that failed still hold, those of errors behind the error too."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    """Release the local variables of the failed functions, including those of chained exceptions."""
+    # A traceback references its frames, and they reference tensors on the device:
+    # https://github.com/pytorch/pytorch/issues/27600
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
 
 
-def free(placement: Placement) -> None:
-    """Let go of what a failed run left behind."""
+def free_memory(placement: Placement) -> None:
+    """Release unreachable tensors and the cached memory of the device."""
     release_unreachable()
     try:
         placement.opened.driver.empty_cache()

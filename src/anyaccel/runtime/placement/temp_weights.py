@@ -1,6 +1,6 @@
-"""The temporary directory of weights that are offloaded to disk.
+"""Temporary directories for weights that are offloaded to disk.
 
-The directory of a process that was killed is removed by the next process that creates one.
+If a process is killed, the next process that creates a directory removes the old one.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ _LOCK = "in-use"
 
 
 def make_weights_folder() -> tuple[Path, IO[bytes]]:
-    """Create a directory; return it with its lock, which keeps other processes from removing it while it is open."""
+    """Create a directory; return it with its open lock file, which protects it from removal by other processes."""
     _remove_unlocked()
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = try_lock_file(folder / _LOCK)
         if lock is not None:
+            # No link left: another process removed the directory between mkdtemp and the lock.
             if os.fstat(lock.fileno()).st_nlink:
                 return folder, lock
             lock.close()
-        # Another process locked and removed the directory before this one locked it.
 
 
 def remove_weights_folder(folder: Path, lock: IO[bytes]) -> None:
-    """Remove a folder that is not needed any more."""
+    """Remove a directory and release its lock."""
+    # In this order: after the release another process could remove the same directory concurrently.
     shutil.rmtree(folder, ignore_errors=True)
     lock.close()
 
 
 def _remove_unlocked() -> None:
-    """Remove the directories of processes that ended without doing so."""
+    """Remove the directories of processes that were killed."""
     if not LOCKS_ARE_SUPPORTED:
         return
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # another user's, or removed meanwhile
+        with suppress(OSError):  # owned by another user, or already removed
             lock = try_lock_file(path)
             if lock is not None:
                 remove_weights_folder(path.parent, lock)

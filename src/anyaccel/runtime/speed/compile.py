@@ -1,4 +1,4 @@
-"""Compiling: `torch.compile` as the device's sheet says, with the repairs of `graph_repairs.py` made in the graph."""
+"""Compilation of models with the device's `torch.compile` backend and the workarounds of graph_workarounds.py."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from anyaccel.runtime.speed.compiled_forward import compile_blocks, compile_forw
 from anyaccel.runtime.speed.graph_fusions import fuse
 from anyaccel.runtime.speed.graph_workarounds import GraphWorkarounds, read_graph_workarounds
 from anyaccel.runtime.speed.module_fingerprint import LayerHooks
-from anyaccel.storage.cache_dir import find_graphs_folder, find_write_fault, tell_write_fault
-from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_triton_assembler
+from anyaccel.storage.cache_dir import find_graphs_folder, find_write_error, warn_not_cached
+from anyaccel.upstream.torch_internals import find_compiler, find_inductor_cache, is_compiled, set_ptxas_path
 
-__all__ = ["compile_components", "compile_for_speed", "compiling", "has_decoder", "note_shape"]
+__all__ = ["compile_cache_env", "compile_components", "compile_for_speed", "has_decoder", "record_shape"]
 
 _LOG = logging.getLogger("anyaccel")
 
@@ -37,35 +37,36 @@ def compile_components(
     cache_dir: str | os.PathLike[str] | None,
     fullgraph: bool | None,
 ) -> None:
-    """Compile some models of a pipeline: those that run at every step unless others are named."""
+    """Compile models of a pipeline; by default the denoisers."""
     rule = placement.plan.compiler.value
     if not rule.backend:
         raise NotMeasurableError(
-            f"no compiler is known for {placement.plan.title}: {placement.plan.compiler.reason}",
-            hint="run it without compiling",
+            f"no compiler is available for {placement.plan.title}: {placement.plan.compiler.reason}",
+            hint="run the pipeline without compile()",
         )
-    chosen = _choose(pipe, names)
+    selected = _select_models(pipe, names)
     placement.cache_dir = None if cache_dir is None else str(Path(cache_dir).expanduser().absolute())
     if placement.cache_dir and not rule.cache_variable:
         raise UsageError(
-            f"where {placement.plan.title} keeps its compiled graphs cannot be chosen", hint="leave cache_dir out"
+            f"the compile cache directory of {placement.plan.title} cannot be set", hint="remove the argument cache_dir"
         )
-    whole = rule.fullgraph if fullgraph is None else fullgraph
-    with _put_back(rule.cache_variable):
-        for name in chosen:
-            _compile(pipe, name, placement, whole)
+    fullgraph = rule.fullgraph if fullgraph is None else fullgraph
+    with _restore_env(rule.cache_variable):
+        for name in selected:
+            _compile(pipe, name, placement, fullgraph)
     report = placement.report
-    names = tuple(dict.fromkeys((*(report.compiled_models.value if report.compiled_models else ()), *chosen)))
+    names = tuple(dict.fromkeys((*(report.compiled_models.value if report.compiled_models else ()), *selected)))
     cached = f", cached in {placement.cache_dir}" if placement.cache_dir else ""
     report.compiled_models = Decision(names, f"requested: {rule}{cached}")
 
 
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
-    """Compile what takes the time of a picture in place, as the plan says: denoisers, and what decodes."""
+    """Compile the denoisers and decoders in place, as the plan says; return their names."""
     plan = placement.plan
-    compiling = plan.compile_policy.value
+    policy = plan.compile_policy.value
     options = _find_options(placement, plan.compiler.value.fullgraph)
     models: dict[str, Any] = dict(find_models(pipe))
+    # Compiled code would bypass a forward that another library has replaced.
     denoisers = [
         name for name, model in find_denoisers(pipe, placement).items() if not LayerHooks(model).has_foreign_forward()
     ]
@@ -76,9 +77,9 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     ]
     if plan.channels_last.value:
         for name in (*denoisers, *decoders):
-            _lay_out_channels_last(models[name])
+            _convert_to_channels_last(models[name])
     for name in denoisers:
-        if compiling.region == "blocks":
+        if policy.region == "blocks":
             compile_blocks(models[name], name, options)
         else:
             compile_forward(models[name], name, options)
@@ -87,42 +88,44 @@ def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
     return (*denoisers, *decoders)
 
 
-def _lay_out_channels_last(model: torch.nn.Module) -> None:
-    """Store the weights of 2-D convolutions channels last; `Module.to` would refuse a model with 3-D ones."""
+def _convert_to_channels_last(model: torch.nn.Module) -> None:
+    """Convert the weights of 2-D convolutions to channels last."""
+    # Layer by layer: `model.to(memory_format=…)` raises for the 5-D weights of 3-D convolutions.
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, torch.nn.Conv2d)]
     for layer in layers:
         layer.to(memory_format=torch.channels_last)
 
 
 def has_decoder(model: Any) -> bool:
-    """Whether a model decodes by a part of its own that is called so."""
+    """Return whether a model has `decode()` and a `decoder` module, as autoencoders do."""
     return hasattr(model, "decode") and isinstance(getattr(model, "decoder", None), torch.nn.Module)
 
 
-def _choose(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
-    models = [name for name, part in find_components(pipe).items() if isinstance(part, torch.nn.Module)]
+def _select_models(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
+    models = [name for name, component in find_components(pipe).items() if isinstance(component, torch.nn.Module)]
     if names is None:
         return list(read_facts(pipe).denoisers) or models
-    asked = [names] if isinstance(names, str) else list(names)
-    if asked == ["all"]:
+    requested = [names] if isinstance(names, str) else list(names)
+    if requested == ["all"]:
         return models
-    for name in asked:
+    for name in requested:
         if name not in models:
-            raise UnknownComponentError(f"this pipeline has no model {name!r} to compile", hint=nearest(name, models))
-    return asked
+            raise UnknownComponentError(f"the pipeline has no model {name!r}", hint=nearest(name, models))
+    return requested
 
 
 def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> None:
-    """Put a compiled model in the place of one; of an autoencoder, whose methods are called, the parts inside."""
+    """Replace a model by a compiled one."""
     module = getattr(pipe, name)
     if is_compiled(module):
         return
     options = _find_options(placement, fullgraph)
     if hasattr(module, "decode") and not hasattr(module, "generate"):
-        for part in ("encoder", "decoder"):
-            inside = getattr(module, part, None)
-            if isinstance(inside, torch.nn.Module):
-                setattr(module, part, torch.compile(inside, **options))
+        # Pipelines call vae.encode and vae.decode, and never the forward that torch.compile would replace.
+        for attribute in ("encoder", "decoder"):
+            child = getattr(module, attribute, None)
+            if isinstance(child, torch.nn.Module):
+                setattr(module, attribute, torch.compile(child, **options))
         return
     setattr(pipe, name, torch.compile(module, **options))
 
@@ -130,8 +133,8 @@ def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> Non
 def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     plan = placement.plan
     rule: CompileRule = plan.compiler.value
-    if rule.backend == "inductor":
-        set_triton_assembler()
+    if rule.backend == "inductor":  # before the first lookup in Triton's cache
+        set_ptxas_path()
     return {
         "backend": _find_backend(rule.backend, read_graph_workarounds(plan, placement.device), plan.fusions.value),
         "fullgraph": fullgraph,
@@ -139,66 +142,66 @@ def _find_options(placement: Placement, fullgraph: bool) -> dict[str, Any]:
     }
 
 
-@functools.cache  # graphs are shared among models for as long as their backend is one object
-def _find_backend(name: str, repairs: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
-    """Return the compiler's name, or the compiler behind passes that change a graph first."""
-    if not repairs and not fusions:
+@functools.cache  # Dynamo reuses graphs only if the backend is the same object
+def _find_backend(name: str, workarounds: GraphWorkarounds, fusions: tuple[str, ...]) -> Any:
+    """Return the backend's name, or a backend that changes the graph before it calls the named one."""
+    if not workarounds and not fusions:
         return name
 
-    def compile_changed(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if repairs:
-            repairs.apply(module)
+    def compile_transformed(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if workarounds:
+            workarounds.apply(module)
         if fusions:
             fuse(module, fusions)
         compile_graph = find_compiler(name)
         compiled: Callable[..., Any] = compile_graph(module, inputs)
         return compiled
 
-    return compile_changed
+    return compile_transformed
 
 
 @contextmanager
-def compiling(placement: Placement) -> Iterator[None]:
-    """Name the cache folder to the vendor's compiler while the block runs, and put the environment back.
+def compile_cache_env(placement: Placement) -> Iterator[None]:
+    """Set the environment variable for the compiler's cache directory during the block.
 
-    A compiler that is told nothing may write its own default there: that is put back too.
+    A compiler may set the variable to its own default. That is undone too.
     """
     variable = placement.plan.compiler.value.cache_variable
     if not variable or not (placement.cache_dir or placement.report.compiled_models):
         yield
         return
-    with _put_back(variable):
-        folder = placement.cache_dir or _find_own_folder(placement, variable)
+    with _restore_env(variable):
+        folder = placement.cache_dir or _find_default_cache(placement, variable)
         if folder:
             os.environ[variable] = placement.plan.compiler.value.cache_value.format(folder)
         yield
 
 
-def _find_own_folder(placement: Placement, variable: str) -> str | None:
-    """Where graphs are kept that were compiled for speed: beside all else that is kept, unless the user said where."""
-    if _was_given(variable) or placement.speed is None or not placement.speed.compiled:
+def _find_default_cache(placement: Placement, variable: str) -> str | None:
+    """Return the cache directory for automatic compilation; None if the user has set the variable."""
+    if _is_set_by_user(variable) or placement.speed is None or not placement.speed.compiled:
         return None
     folder = find_graphs_folder() / placement.opened.sheet.name
     return str(folder) if _can_write(folder) else None
 
 
-@functools.cache  # tried once
+@functools.cache  # one warning per process
 def _can_write(folder: Path) -> bool:
-    """Whether a compiler can keep its graphs in a folder; where not, it keeps them where it does by itself."""
-    fault = find_write_fault(folder)
+    """Return whether the cache directory is writable; the compiler otherwise uses its own default."""
+    fault = find_write_error(folder)
     if fault:
-        tell_write_fault(fault)
+        warn_not_cached(fault)
     return not fault
 
 
-def _was_given(variable: str) -> bool:
-    """Whether the user said where graphs go: torch writes its own default into the variable as it is imported."""
+def _is_set_by_user(variable: str) -> bool:
+    # Inductor writes its own default into TORCHINDUCTOR_CACHE_DIR (_inductor/runtime/cache_dir_utils.py, torch 2.13).
     return os.environ.get(variable) not in (None, find_inductor_cache())
 
 
 @contextmanager
-def _put_back(variable: str) -> Iterator[None]:
-    """Leave one variable of the environment as it was."""
+def _restore_env(variable: str) -> Iterator[None]:
+    """Restore an environment variable after the block."""
     before = os.environ.get(variable)
     try:
         yield
@@ -209,8 +212,8 @@ def _put_back(variable: str) -> Iterator[None]:
             os.environ[variable] = before
 
 
-def note_shape(placement: Placement, request: CallRequest) -> None:
-    """Note the size that a compiled pipeline is about to run at; a new one may be compiled, which takes time."""
+def record_shape(placement: Placement, request: CallRequest) -> None:
+    """Add the size of a call to the report of a compiled pipeline; warn if the size must be compiled first."""
     report, rule = placement.report, placement.plan.compiler.value
     if report.compiled_models is None:
         return
@@ -220,9 +223,9 @@ def note_shape(placement: Placement, request: CallRequest) -> None:
         return
     if sizes and rule.static:
         _LOG.warning(
-            "anyaccel: %s is a new size for a compiled pipeline, and is compiled now; ready are: %s",
+            "anyaccel: compiling for a new size, %s; already compiled: %s",
             size,
             "; ".join(sizes),
         )
-    reason = "every size is a graph of its own here" if rule.static else "sizes that were run compiled"
+    reason = "the device compiles one graph per size" if rule.static else "sizes run with compiled models"
     report.compiled_sizes = Decision((*sizes, size), reason)

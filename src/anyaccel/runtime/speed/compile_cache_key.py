@@ -1,4 +1,4 @@
-"""All that something compiled depends on, as a key that two machines of one kind have in common."""
+"""Keys of the compile cache. Machines with the same device and the same versions have the same keys."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from anyaccel.runtime.introspection import find_models
 from anyaccel.runtime.placement_state import Placement
 
-__all__ = ["describe_key", "find_versions"]
+__all__ = ["find_versions", "make_cache_key"]
 
 
-def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
-    """All that what was compiled depends on."""
+def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
+    """Return the key of a pipeline's compiled code: everything that the code depends on."""
     plan = placement.plan
     models = find_models(pipe)
     compiled = placement.report.compiled_models
     names = compiled.value if compiled is not None else ()
-    structure = {name: _describe_model(models[name]) for name in names if name in models}
+    structure = {name: _summarize_model(models[name]) for name in names if name in models}
     return {
         "pipeline": plan.pipeline,
         "structure": hashlib.sha256(json.dumps(structure, sort_keys=True, default=str).encode()).hexdigest()[:16],
@@ -34,18 +34,19 @@ def describe_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str]:
 
 
 def find_versions() -> dict[str, str]:
-    """The versions that compiled things hold for; empty where a library is not there."""
-    found = {}
+    """Return the versions that compiled code depends on; an empty string for a library that is not installed."""
+    versions = {}
     for name in ("anyaccel", "torch", "triton", "diffusers", "transformers"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
-    return found
+            versions[name] = ""
+    return versions
 
 
-def _describe_model(model: Any) -> dict[str, Any]:
-    """A model's class, its config, and the shapes of its weights, which adapters add to."""
+def _summarize_model(model: Any) -> dict[str, Any]:
+    """Return the class and the config of a model and a hash of its weights' names, shapes and dtypes."""
+    # The weights, because LoRA adapters add some without changing the config.
     weights = hashlib.sha256()
     for name, parameter in model.named_parameters():
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())

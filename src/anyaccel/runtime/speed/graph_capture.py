@@ -1,8 +1,8 @@
-"""Device graphs: a denoiser's work is captured once per input shape and replayed.
+"""Device graphs: the work of a denoiser is captured once per input shape and replayed, as with CUDA graphs.
 
-A captured graph reads its inputs from fixed buffers and writes its outputs to others: inputs are copied in and outputs
-out. It is replayed only if its first replay gave the eager result, and only while the module, the torch modes and the
-numeric settings are those of the capture. Anything else runs the forward beneath, and so does a capture that fails.
+A captured graph reads its inputs from fixed buffers and writes its outputs to others, so inputs are copied in and
+outputs are copied out. A graph is replayed only if its first replay matched the eager result, and only while the
+module, the torch modes and the numeric settings are the same as at the capture. Otherwise the eager forward runs.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["GraphCapture"]
 _LOG = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
+# Shapes captured per module. Each holds its own buffers; a pipeline with many shapes runs the others eagerly.
 _MAX_SHAPES = 8
-"""Shapes that are captured per module; a pipeline with ever new shapes runs without."""
-_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
+_PLAIN_TYPES = (str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
 @dataclass
-class _Shape:
-    """What is known about one input shape."""
+class _CapturedShape:
+    """The state of one input shape: warm-up runs, then a graph or the reason why there is none."""
 
     runs: int = 0
-    refused: str = ""
-    """Why it is not captured."""
+    failure: str = ""
+    """Why the shape is not captured."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
     replay: Callable[[], None] | None = None
@@ -60,15 +60,15 @@ class _Shape:
 
 
 class GraphCapture:
-    """The override that captures and replays a module's forward."""
+    """The override that captures and replays the forward of a module."""
 
     def __init__(self, module: torch.nn.Module, recorder: Recorder, synchronize: Callable[[], None]) -> None:
         self.recorder, self.synchronize = recorder, synchronize
         self.status = ""
-        """What was found, for the run report."""
+        """The outcome, for the run report."""
         self._module = weakref.ref(module)
-        self._shapes: dict[Any, _Shape] = {}
-        self._captured_of: ModuleFingerprint | None = None
+        self._shapes: dict[Any, _CapturedShape] = {}
+        self._fingerprint: ModuleFingerprint | None = None
         self._settings: Any = None
         self._hooks: LayerHooks | None = None
         self._custom_code = ""
@@ -76,26 +76,26 @@ class GraphCapture:
 
     @property
     def captured_shapes(self) -> int:
-        """How many shapes are captured."""
+        """The number of captured shapes."""
         return sum(shape.replay is not None for shape in self._shapes.values())
 
     def begin_call(self) -> None:
-        """Look at the module before a call of its pipeline: what was captured of another state is dropped."""
-        if self._captured_of is None or not self._holds():
-            self._observe()
+        """Drop all graphs at the start of a pipeline call if the module has changed."""
+        if self._fingerprint is None or not self._is_unchanged():
+            self._reset()
 
     def forget(self) -> None:
-        """Drop all graphs and the memory that they hold."""
+        """Release all graphs and their memory."""
         self._shapes.clear()
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the module's output, replayed where its shape is captured."""
+        """Replay the graph of the input shape, or run the forward."""
         obstacle = self._find_obstacle()
         if obstacle is not None:
             self.status = obstacle or self.status
             return forward(*args, **kwargs)
-        with self._lock:
-            if self._running:  # a module that calls itself
+        with self._lock:  # a graph has one set of buffers, so threads must take turns
+            if self._running:  # a module that calls itself: captures cannot be nested
                 return forward(*args, **kwargs)
             self._running = True
             try:
@@ -104,12 +104,12 @@ class GraphCapture:
                 self._running = False
 
     def _find_obstacle(self) -> str | None:
-        """Return why this call must not be captured or replayed; empty where that is no news, None if nothing is."""
+        """Return why this call must run eagerly, or None. An empty string is not added to the report."""
         module = self._module()
         if torch.is_grad_enabled() or is_autocast_enabled() or module is None:
             return ""
         if self._custom_code:
-            return f"it contains {self._custom_code}, whose Python code a replay would not run"
+            return f"it contains {self._custom_code}, and a replay does not run Python code"
         if self._hooks is not None and self._hooks.any():
             return "layers have hooks"
         if module.training:
@@ -119,53 +119,54 @@ class GraphCapture:
         return None
 
     def _run_or_replay(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        if not self._holds():  # a callback or the pipeline itself changed the module
-            self._observe()
+        if not self._is_unchanged():  # a callback or the pipeline itself changed the module
+            self._reset()
         leaves, spec = tree_flatten((args, kwargs))
-        shape = self._find(leaves, spec)
-        if shape is None or shape.refused:
+        shape = self._find_shape(leaves, spec)
+        if shape is None or shape.failure:
             return forward(*args, **kwargs)
         if shape.replay is not None:
             try:
                 return self._replay(shape, _find_tensors(leaves))
             except RuntimeError as error:
-                self._refuse(shape, error)
+                self._give_up(shape, error)
                 return forward(*args, **kwargs)
+        # The first runs are eager: libraries choose kernels and allocate workspaces in them, which a capture cannot.
         shape.runs += 1
-        if shape.runs < self.recorder.warm:
+        if shape.runs < self.recorder.warmup_runs:
             return forward(*args, **kwargs)
-        if shape.runs == self.recorder.warm:
+        if shape.runs == self.recorder.warmup_runs:
             return self._time(shape, forward, args, kwargs)
         return self._capture(shape, forward, leaves, spec)
 
-    def _holds(self) -> bool:
-        fingerprint = self._captured_of
+    def _is_unchanged(self) -> bool:
+        fingerprint = self._fingerprint
         return fingerprint is not None and fingerprint.holds() and self._settings == self.recorder.read_settings()
 
-    def _observe(self) -> None:
-        """Forget all graphs, and take the module as it is now."""
+    def _reset(self) -> None:
+        """Release all graphs and take a new fingerprint of the module."""
         self.forget()
         module = self._module()
         if module is not None:
-            self._captured_of = ModuleFingerprint(module)
+            self._fingerprint = ModuleFingerprint(module)
             self._settings = self.recorder.read_settings()
             self._hooks = LayerHooks(module)
-            foreign = self._hooks.has_foreign_forward()
-            self._custom_code = "another library's hooks" if foreign else find_custom_code(module)
+            has_foreign_forward = self._hooks.has_foreign_forward()
+            self._custom_code = "another library's hooks" if has_foreign_forward else find_custom_code(module)
 
-    def _find(self, leaves: list[Any], spec: Any) -> _Shape | None:
+    def _find_shape(self, leaves: list[Any], spec: Any) -> _CapturedShape | None:
         try:
-            key = (spec, tuple(_describe(leaf) for leaf in leaves))
-            known = self._shapes.get(key)
+            key = (spec, tuple(_make_leaf_key(leaf) for leaf in leaves))
+            shape = self._shapes.get(key)
         except (TypeError, RuntimeError):  # an argument that cannot be compared
             return None
-        if known is None and len(self._shapes) < _MAX_SHAPES:
-            known = self._shapes[key] = _Shape()
-        return known
+        if shape is None and len(self._shapes) < _MAX_SHAPES:
+            shape = self._shapes[key] = _CapturedShape()
+        return shape
 
-    def _time(self, shape: _Shape, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Run once, timed; a module that keeps state or writes to its inputs is not captured."""
-        fingerprint, given = self._captured_of, tree_flatten((args, kwargs))[0]
+    def _time(self, shape: _CapturedShape, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run once with timing; mark a module as not capturable if it keeps state or modifies its arguments."""
+        fingerprint, leaves = self._fingerprint, tree_flatten((args, kwargs))[0]
         self.synchronize()
         start = time.perf_counter()
         output = forward(*args, **kwargs)
@@ -173,71 +174,73 @@ class GraphCapture:
         self.synchronize()
         done = time.perf_counter()
         if fingerprint is None or not fingerprint.holds():
-            shape.refused = "the model keeps state between runs"
-        elif not _are_same(given, tree_flatten((args, kwargs))[0]):
-            shape.refused = "the model writes to its arguments"
-        figures = f"launching takes {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
-        self.status = shape.refused or figures
+            shape.failure = "the model keeps state between runs"
+        elif not _are_same(leaves, tree_flatten((args, kwargs))[0]):
+            shape.failure = "the model modifies its arguments"
+        # A large share of launch time means that replaying will help.
+        timing = f"launching takes {1e3 * (launched - start):.1f} of {1e3 * (done - start):.1f} ms"
+        self.status = shape.failure or timing
         return output
 
-    def _capture(self, shape: _Shape, forward: Forward, leaves: list[Any], spec: Any) -> Any:
-        """Capture a shape, and keep the graph if it gives the eager result."""
-        given = _find_tensors(leaves)
-        eager = _run(forward, spec, leaves, given)
-        with torch.inference_mode(False), torch.no_grad():  # buffers that can be written to in any mode
-            shape.inputs = [tensor.clone() for tensor in given]
-        kept = False
+    def _capture(self, shape: _CapturedShape, forward: Forward, leaves: list[Any], spec: Any) -> Any:
+        """Capture a shape, and keep the graph if its first replay matches the eager result."""
+        tensors = _find_tensors(leaves)
+        eager = _run(forward, spec, leaves, tensors)
+        # Inference tensors cannot be written to outside of inference mode, where a later call may run.
+        with torch.inference_mode(False), torch.no_grad():
+            shape.inputs = [tensor.clone() for tensor in tensors]
+        captured = False
         try:
             shape.output, shape.replay = self.recorder.record(lambda: _run(forward, spec, leaves, shape.inputs))
-            if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in tree_flatten(eager)[0]):
-                raise RuntimeError("its output may hold tensors that are not visible")
-            if not _is_close(self._replay(shape, given), eager, self.recorder.off):
-                raise RuntimeError("a replay gave another result")
-            kept = True
+            if not all(isinstance(leaf, (torch.Tensor, *_PLAIN_TYPES)) for leaf in tree_flatten(eager)[0]):
+                raise RuntimeError("its output may contain tensors inside an unknown type")
+            if not _is_close(self._replay(shape, tensors), eager, self.recorder.off):
+                raise RuntimeError("the replay does not match the eager result")
+            captured = True
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._refuse(shape, error)
+            self._give_up(shape, error)
         finally:
-            if not kept:  # also after Ctrl-C
+            if not captured:  # also after Ctrl-C: a half-captured shape must not be replayed
                 shape.drop()
         return _copy(eager)
 
-    def _refuse(self, shape: _Shape, error: Exception) -> None:
-        _LOG.debug("anyaccel: a graph cannot be captured: %r", error)
-        self.status = shape.refused = f"it cannot be captured: {first_line(error)}"
+    def _give_up(self, shape: _CapturedShape, error: Exception) -> None:
+        _LOG.debug("anyaccel: graph capture failed: %r", error)
+        self.status = shape.failure = f"capture failed: {first_line(error)}"
         shape.drop()
 
     @staticmethod
-    def _replay(shape: _Shape, given: list[torch.Tensor]) -> Any:
-        for buffer, tensor in zip(shape.inputs, given, strict=True):
+    def _replay(shape: _CapturedShape, tensors: list[torch.Tensor]) -> Any:
+        for buffer, tensor in zip(shape.inputs, tensors, strict=True):
             buffer.copy_(tensor)
         assert shape.replay is not None
         shape.replay()
-        return _copy(shape.output)
+        return _copy(shape.output)  # the next replay overwrites the output buffers
 
 
 def _has_foreign_modes() -> bool:
-    """Return whether a `TorchFunctionMode` other than ours is active: a replay would not run it."""
+    """Return whether a `TorchFunctionMode` of another library is active, which a replay would not run."""
     if not count_function_modes():
         return False
     return any(not isinstance(mode, PipelineFunctionMode | ModelFunctionMode) for mode in read_function_modes())
 
 
 def _run(forward: Forward, spec: Any, leaves: list[Any], tensors: list[torch.Tensor]) -> Any:
-    """Run a forward with other tensors instead of those among its arguments."""
-    following = iter(tensors)
-    filled = [next(following) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(filled, spec)
+    """Run a forward with its tensor arguments replaced."""
+    remaining = iter(tensors)
+    replaced = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(replaced, spec)
     return forward(*args, **kwargs)
 
 
-def _describe(leaf: Any) -> Any:
-    """Return what a graph depends on: of a tensor shape, strides, dtype and device, of anything else its value."""
+def _make_leaf_key(leaf: Any) -> Any:
+    """Return what a graph depends on: shape, strides, dtype and device of a tensor, the value of anything else."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    if not isinstance(leaf, _PLAIN):
-        raise TypeError(f"{type(leaf).__name__} may hold tensors that are not visible")
+    if not isinstance(leaf, _PLAIN_TYPES):
+        raise TypeError(f"{type(leaf).__name__} may contain tensors")
     return type(leaf), leaf
 
 
@@ -254,15 +257,18 @@ def _find_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _is_close(replayed: Any, eager: Any, tolerance: float) -> bool:
-    """Return whether a replay gives the eager result within a relative error of the norm; NaN matches NaN."""
-    for one, other in zip(tree_flatten(replayed)[0], tree_flatten(eager)[0], strict=True):
-        if not isinstance(one, torch.Tensor):
+    """Return whether a replay matches the eager result within a relative error of the norm.
+
+    An eager result with NaN or Inf always matches: the NaN check reports it.
+    """
+    for actual, expected in zip(tree_flatten(replayed)[0], tree_flatten(eager)[0], strict=True):
+        if not isinstance(actual, torch.Tensor):
             continue
-        if not one.is_floating_point():
-            if not torch.equal(one, other):
+        if not actual.is_floating_point():
+            if not torch.equal(actual, expected):
                 return False
             continue
-        error = (one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-20)
-        if not bool(error <= tolerance) and bool(torch.isfinite(other).all()):
+        error = (actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20)
+        if not bool(error <= tolerance) and bool(torch.isfinite(expected).all()):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Fusing: what a compiler leaves as several kernels and the device does as one, exchanged before it is compiled."""
+"""Graph passes that replace operations by fused kernels before compilation."""
 
 from __future__ import annotations
 
@@ -11,57 +11,59 @@ from torch.nn import functional
 
 __all__ = ["fuse"]
 
-_NORMS = (functional.group_norm, torch.group_norm)
-_HALF = (torch.float16, torch.bfloat16)
+_GROUP_NORMS = (functional.group_norm, torch.group_norm)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def fuse(graph: torch.fx.GraphModule, wanted: tuple[str, ...]) -> int:
-    """Exchange what can be done as one, in place; how many places there were."""
-    done = 0
-    for node in list(graph.graph.nodes):
-        if "group_norm" in wanted and node.target in _NORMS:
-            done += _fuse_norm(graph.graph, node)
-    if done:
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-    return done
+def fuse(module: torch.fx.GraphModule, fusions: tuple[str, ...]) -> int:
+    """Apply the named fusions to a graph in place; return how many operations were replaced."""
+    replaced = 0
+    for node in list(module.graph.nodes):
+        if "group_norm" in fusions and node.target in _GROUP_NORMS:
+            replaced += _fuse_group_norm(module.graph, node)
+    if replaced:
+        module.graph.eliminate_dead_code()
+        module.recompile()
+    return replaced
 
 
-def _fuse_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
-    """Normalization over groups of channels, and the activation after it."""
+def _fuse_group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
+    """Replace a group norm, and a SiLU after it, by one operation; return whether that was possible."""
     names = ("input", "num_groups", "weight", "bias", "eps")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    value = _value(given.get("input"))
-    if value is None or value.dim() != 4 or value.dtype not in _HALF:
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    value = _find_example_value(arguments.get("input"))
+    # The kernel is written for half-precision images; in float32 the compiler's own code is used.
+    if value is None or value.dim() != 4 or value.dtype not in _HALF_DTYPES:
         return False
-    if given.get("weight") is None or given.get("bias") is None or not _has_kernel():
+    if arguments.get("weight") is None or arguments.get("bias") is None or not _has_kernel():
         return False
-    following = next(iter(node.users)) if len(node.users) == 1 else None
-    silu = following is not None and following.target is functional.silu
-    last = following if silu and following is not None else node
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    silu = user is not None and user.target is functional.silu
+    last = user if silu and user is not None else node
+    eps = arguments.get("eps", 1e-5)
     with graph.inserting_before(last):
-        made = graph.call_function(
+        fused = graph.call_function(
             torch.ops.anyaccel.normalize_groups.default,
-            (given["input"], given["num_groups"], given["weight"], given["bias"], given.get("eps", 1e-5), silu),
+            (arguments["input"], arguments["num_groups"], arguments["weight"], arguments["bias"], eps, silu),
         )
-    _exchange(last, made)
+    _replace_node(last, fused)
     return True
 
 
 def _has_kernel() -> bool:
-    """Whether the operation is there: it needs Triton."""
+    """Return whether the fused operation is available, which requires Triton."""
     if importlib.util.find_spec("triton") is None:
         return False
-    importlib.import_module("anyaccel.runtime.speed.group_norm_triton")  # makes the operation known
+    importlib.import_module("anyaccel.runtime.speed.group_norm_triton")  # registers the operation
     return True
 
 
-def _value(node: Any) -> torch.Tensor | None:
-    """Return the tensor that a node was traced with, unless gradients are needed for it."""
+def _find_example_value(node: Any) -> torch.Tensor | None:
+    """Return the tensor that a node was traced with; None if it requires gradients, which the kernel lacks."""
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) and not value.requires_grad else None
 
 
-def _exchange(node: torch.fx.Node, other: torch.fx.Node) -> None:
-    other.meta = dict(node.meta)
-    node.replace_all_uses_with(other)
+def _replace_node(node: torch.fx.Node, replacement: torch.fx.Node) -> None:
+    replacement.meta = dict(node.meta)
+    node.replace_all_uses_with(replacement)

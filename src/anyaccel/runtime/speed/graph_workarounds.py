@@ -1,11 +1,11 @@
-"""Repairs in a compiler's graph: what a plan puts right inside a model that is compiled.
+"""Workarounds inside the graph of a compiled model.
 
-A compiled model runs in no torch function mode, so the functions of its graph are replaced before it is compiled:
-dtypes that the device lacks, attention, `torch.empty` and `baddbmm(beta=0)`. Without those a device gives a wrong
-result silently, or runs out of memory.
+A compiled model runs without a torch function mode. Instead, unsupported dtypes, attention, `torch.empty` and
+`baddbmm(beta=0)` are replaced in its graph before compilation. Without these workarounds some devices silently return
+wrong results or run out of memory.
 
-Known limitations: complex numbers, data-dependent shapes and random numbers are left as they are. Devices refuse the
-first two, so that such a model runs eagerly; denoisers and decoders draw no random numbers.
+Known limitations: complex numbers, data-dependent shapes and random numbers are not replaced. Devices that lack the
+first two fail to compile such a model, and it runs eagerly. Denoisers and decoders draw no random numbers.
 """
 
 from __future__ import annotations
@@ -22,67 +22,72 @@ from anyaccel.runtime.workarounds import sliced_attention, uninitialized_memory
 
 __all__ = ["GraphWorkarounds", "read_graph_workarounds"]
 
+# Why not a function mode as in eager models: Dynamo traces through one only until the model calls a Python method of
+# `Tensor` such as `unflatten`, and then breaks the graph (torch 2.13):
+# https://github.com/pytorch/pytorch/issues/130104
+
 _REPLACED_DTYPES = ("float64",)
 
 
 @dataclass(frozen=True)
 class GraphWorkarounds:
-    """The repairs of a plan that a graph needs; graphs with equal ones are shared."""
+    """The workarounds that a plan needs in graphs. Hashable, because backends are cached by it."""
 
     device: str = ""
     dtypes: tuple[tuple[str, str], ...] = ()
     attention: AttentionRule | None = None
-    zeros: bool = False
-    addends: bool = False
+    zero_empty: bool = False
+    ignore_beta_zero: bool = False
 
     def __bool__(self) -> bool:
         return self != GraphWorkarounds(self.device)
 
     def apply(self, module: torch.fx.GraphModule) -> None:
-        """Make the repairs in a graph, in place."""
+        """Apply the workarounds to a graph in place."""
         if self.dtypes:
             _replace_dtypes(module, {getattr(torch, name): getattr(torch, other) for name, other in self.dtypes})
         _replace_functions(module, self._make_handlers())
         module.recompile()
 
     def _make_handlers(self) -> dict[Any, Any]:
-        """Return the handlers that are used inside a model that is not compiled."""
-        handlers = uninitialized_memory.make_zero_handlers(torch.device(self.device)) if self.zeros else {}
-        if self.addends:
-            handlers |= uninitialized_memory.make_addend_handlers()
+        """Return the same handlers that are used inside an eager model."""
+        handlers = uninitialized_memory.make_zero_empty_handlers(torch.device(self.device)) if self.zero_empty else {}
+        if self.ignore_beta_zero:
+            handlers |= uninitialized_memory.make_beta_zero_handlers()
         if self.attention is not None:
             handlers |= sliced_attention.make_handlers(self.attention)
         return handlers
 
 
 def read_graph_workarounds(plan: Plan, device: torch.device) -> GraphWorkarounds:
-    """Return what a plan repairs in graphs for a device."""
-    repairs = plan.workarounds.value
+    """Return the workarounds that a plan needs in graphs for a device."""
+    workarounds = plan.workarounds.value
     return GraphWorkarounds(
         device=device.type,
         dtypes=tuple(pair for pair in plan.replacements.value if pair[0] in _REPLACED_DTYPES and pair[1] != "pairs"),
-        attention=plan.attention.value if "attention" in repairs else None,
-        zeros="zero_empty" in repairs,
-        addends="ignore_beta_zero" in repairs,
+        attention=plan.attention.value if "attention" in workarounds else None,
+        zero_empty="zero_empty" in workarounds,
+        ignore_beta_zero="ignore_beta_zero" in workarounds,
     )
 
 
 def _replace_dtypes(module: torch.fx.GraphModule, dtypes: dict[torch.dtype, torch.dtype]) -> None:
-    """Replace a dtype that the device lacks wherever a graph names it."""
+    """Replace unsupported dtypes in the arguments of all calls."""
 
-    def exchange(value: Any) -> Any:
+    def replace(value: Any) -> Any:
         return dtypes.get(value, value) if isinstance(value, torch.dtype) else value
 
     for node in module.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            node.args = tuple(exchange(value) for value in node.args)
-            node.kwargs = {name: exchange(value) for name, value in node.kwargs.items()}
+            node.args = tuple(replace(value) for value in node.args)
+            node.kwargs = {name: replace(value) for name, value in node.kwargs.items()}
+            # `Tensor.double()` has no dtype argument to replace.
             if node.op == "call_method" and node.target == "double" and torch.float64 in dtypes:
                 node.target, node.args = "to", (*node.args, dtypes[torch.float64])
 
 
 def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -> None:
-    """Call handlers instead of the functions that they are for; a compiler traces through them."""
+    """Replace functions by calls of their handlers, which the compiler traces through."""
     for node in module.graph.nodes:
         function = getattr(torch.Tensor, node.target, None) if node.op == "call_method" else node.target
         if node.op in ("call_function", "call_method") and function in handlers:
@@ -90,9 +95,9 @@ def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -
 
 
 def _bind(handler: Callable[..., Any], function: Any) -> Callable[..., Any]:
-    """Return a handler as a function with the arguments of the one that it replaces."""
+    """Return a handler as a function with the signature of the function it replaces."""
 
-    def repaired(*args: Any, **kwargs: Any) -> Any:
+    def call_handler(*args: Any, **kwargs: Any) -> Any:
         return handler(function, args, kwargs)
 
-    return repaired
+    return call_handler

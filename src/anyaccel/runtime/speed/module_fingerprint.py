@@ -1,8 +1,8 @@
-"""A fingerprint of a module: whether it is still what was compiled or captured.
+"""Fingerprints of modules, which detect changes after compilation or graph capture.
 
-It covers what a replay cannot see: where weights are stored, every attribute of every layer and attention processor,
-hooks, adapters, and functions that were patched on classes and modules. Comparing takes a few milliseconds for a large
-UNet, while the device works.
+A fingerprint covers everything that a replay would miss: the addresses of weights, all attributes of all layers and
+attention processors, hooks, adapters, and patched functions of classes and modules. A comparison takes a few
+milliseconds for a large UNet, while the device is busy.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from anyaccel.upstream.torch_internals import (
 
 __all__ = ["LayerHooks", "ModuleFingerprint", "PatchedCode", "find_custom_code"]
 
-_ENTRIES = ("forward", "__call__", CONVOLUTION_FORWARD)
+_ENTRY_METHODS = ("forward", "__call__", CONVOLUTION_FORWARD)
 _CODE = (FunctionType, BuiltinFunctionType, MethodDescriptorType, classmethod, staticmethod, property)
-_KNOWN = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
-"""Libraries whose layers and processors do the same at every call."""
+# Libraries with layers and processors that do the same work at every call.
+_TRUSTED_LIBRARIES = frozenset(("torch", "diffusers", "transformers", "peft", "torchao", "accelerate", "anyaccel"))
 
 
 class LayerHooks:
-    """The hooks of the layers inside a module, torch's global ones, and those of other libraries."""
+    """The hooks of a module's layers, torch's global hooks, and hooks of accelerate and diffusers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        inside = [part for part in module.modules() if part is not module]
-        tables = [table for part in inside for table in read_hook_tables(part)]
+        layers = [layer for layer in module.modules() if layer is not module]
+        tables = [table for layer in layers for table in read_hook_tables(layer)]
+        # torch fills these tables in place, so an emptiness check per call is enough to notice a new hook.
         self._tables = [*tables, *read_global_hooks()]
-        self._module = weakref.ref(module)  # weak: the module holds this among its attributes
-        self._layers = [part.__dict__ for part in inside]
+        self._module = weakref.ref(module)  # weak: the module holds this object
+        self._layers = [layer.__dict__ for layer in layers]
         self._forward = type(module).forward
-        self._children = [read_child_table(part) for part in module.modules()]
-        self._known = [list(children.values()) for children in self._children]
+        self._child_tables = [read_child_table(layer) for layer in module.modules()]
+        self._children = [list(table.values()) for table in self._child_tables]
 
     def any(self) -> bool:
-        """Return whether there is one."""
+        """Return whether a layer has a hook, or a global hook is registered."""
         return any(self._tables)
 
     def has_foreign_forward(self) -> bool:
@@ -70,106 +71,104 @@ class LayerHooks:
         )
 
     def covers_all_layers(self) -> bool:
-        """Return whether the module still has the layers that it had: adapters replace some."""
-        return all(map(eq, map(list, map(dict.values, self._children)), self._known))
+        """Return whether the module still has the same layers; loading an adapter replaces some."""
+        return all(map(eq, map(list, map(dict.values, self._child_tables)), self._children))
 
 
 class PatchedCode:
-    """The functions that a module's code consists of; tells whether somebody patched one since."""
+    """The functions that a module consists of, to detect monkey patches."""
 
     def __init__(self, module: torch.nn.Module, *others: Any) -> None:
         self._classes = _list_classes(module)
-        families = {base for kind in self._classes for base in kind.__mro__ if base is not object}
-        sources = {base.__module__ for base in families} & set(sys.modules)
-        spaces = [vars(owner) for owner in (*families, *(sys.modules[name] for name in sources), functional, *others)]
+        bases = {base for cls in self._classes for base in cls.__mro__ if base is not object}
+        sources = {base.__module__ for base in bases} & set(sys.modules)
+        namespaces = [vars(owner) for owner in (*bases, *(sys.modules[name] for name in sources), functional, *others)]
         self._functions = [
-            (space, name, value)
-            for space in spaces
-            for name, value in space.items()
+            (namespace, name, value)
+            for namespace in namespaces
+            for name, value in namespace.items()
             # Dynamo itself patches `Module.__init__` and `__setstate__` when it first compiles (torch 2.11 to 2.13).
             if isinstance(value, _CODE) and (name == "__call__" or not name.startswith("__"))
         ]
-        self._entries = list(self._read_entries())
+        self._entry_methods = list(self._read_entry_methods())
 
     def changed(self) -> bool:
-        """Return whether a class, a module or `torch.nn.functional` has another function now."""
-        if any(space.get(name) is not value for space, name, value in self._functions):
+        """Return whether a function of a class, a module or `torch.nn.functional` was replaced."""
+        if any(namespace.get(name) is not value for namespace, name, value in self._functions):
             return True
-        return not _are_same(list(self._read_entries()), self._entries)
+        return not _are_same(list(self._read_entry_methods()), self._entry_methods)
 
-    def _read_entries(self) -> Iterator[Any]:
-        """Yield what is called first; a patch may add a method that a class inherited before."""
-        return (getattr(kind, name, None) for kind in self._classes for name in _ENTRIES)
+    def _read_entry_methods(self) -> Iterator[Any]:
+        """Yield the methods through which layers are called, to detect a patch that overrides an inherited method."""
+        return (getattr(cls, name, None) for cls in self._classes for name in _ENTRY_METHODS)
 
 
 def find_custom_code(module: torch.nn.Module) -> str:
-    """Return what in a module is a user's own code, which a replay would not run; empty if nothing is.
-
-    Functions are judged by the module they were defined in, so that `functools.wraps` does not hide a patch.
-    """
-    for kind in _list_classes(module):
-        if not _is_known(kind.__module__):
-            return kind.__name__
-        for name in _ENTRIES:
-            function = getattr(kind, name, None)
-            if function is not None and not _is_known(_find_source(function)):
-                return f"a patched {kind.__name__}.{name}"
-    for part in module.modules():
-        for name, value in vars(part).items():
+    """Return the name of user code inside a module, which a replay would not run; an empty string if there is none."""
+    for cls in _list_classes(module):
+        if not _is_trusted(cls.__module__):
+            return cls.__name__
+        for name in _ENTRY_METHODS:
+            function = getattr(cls, name, None)
+            if function is not None and not _is_trusted(_find_source(function)):
+                return f"a patched {cls.__name__}.{name}"
+    for layer in module.modules():
+        for name, value in vars(layer).items():
             if not callable(value) or isinstance(value, torch.nn.Module | ForwardOverrides):
                 continue
-            if callable(getattr(type(part), name, None)) and not _is_known(_find_source(value)):
-                return f"another {name} of {type(part).__name__}"
+            if callable(getattr(type(layer), name, None)) and not _is_trusted(_find_source(value)):
+                return f"a replaced {name} of {type(layer).__name__}"
     return ""
 
 
 def _list_classes(module: torch.nn.Module) -> list[type]:
-    processors = (vars(part).get("processor") for part in module.modules())
+    processors = (vars(layer).get("processor") for layer in module.modules())
     return list(dict.fromkeys(map(type, chain(module.modules(), filter(None, processors)))))
 
 
 def _find_source(function: Any) -> str:
     """Return the name of the module in which a function was defined."""
+    # By its globals and not by `__module__`: `functools.wraps` copies `__module__` and would hide a patch.
     function = getattr(function, "__func__", getattr(function, "func", function))
-    names = getattr(function, "__globals__", None)
-    return str(names.get("__name__") if names is not None else getattr(function, "__module__", ""))
+    namespace = getattr(function, "__globals__", None)
+    return str(namespace.get("__name__") if namespace is not None else getattr(function, "__module__", ""))
 
 
-def _is_known(source: str) -> bool:
-    return source.partition(".")[0] in _KNOWN
+def _is_trusted(source: str) -> bool:
+    return source.partition(".")[0] in _TRUSTED_LIBRARIES
 
 
 class ModuleFingerprint:
-    """What a module was when this was made."""
+    """The state of a module at one moment."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        # Weak, since the module holds this among its attributes: a cycle would keep its weights until a collection.
+        # Weak, because the module holds this object: a cycle would keep its weights until a garbage collection.
         self._module = weakref.ref(module)
-        self._inside = [part.__dict__ for part in module.modules() if part is not module]
+        self._inner_layers = [layer.__dict__ for layer in module.modules() if layer is not module]
         self._code = PatchedCode(module, torch, torch.Tensor)
-        self._parts = [weakref.ref(part) for part in module.modules()]
+        self._modules = [weakref.ref(layer) for layer in module.modules()]
         self._types = list(self._read_types())
         layers = list(self._read_layers())
         processors = [vars(item) for layer in layers if hasattr(item := layer.get("processor"), "__dict__")]
-        owned = [pair for owner in (*layers, *processors) for pair in owner.items()]
-        self._lists = [value for _, value in owned if type(value) is list]
-        named = [
+        attributes = [pair for owner in (*layers, *processors) for pair in owner.items()]
+        self._lists = [value for _, value in attributes if type(value) is list]
+        tables = [
             value
-            for name, value in owned
+            for name, value in attributes
             if (type(value) is dict and name not in WEIGHT_TABLES) or name in FORWARD_HOOK_TABLES
         ]
-        self._dicts = [*processors, *named]
+        self._dicts = [*processors, *tables]
         self._weights = [layer[name] for layer in layers for name in WEIGHT_TABLES]
         self._attributes = list(self._read_attributes())
-        # Weak references to tensors, so that a fingerprint does not keep memory.
+        # Weak references to tensors: a fingerprint must not keep replaced weights in memory.
         self._items = [weakref.ref(item) if isinstance(item, torch.Tensor) else item for item in self._read_items()]
         self._addresses = list(self._read_addresses())
-        self._counts = self._count()
+        self._lengths = self._read_lengths()
 
     def holds(self) -> bool:
-        """Return whether nothing changed since."""
+        """Return whether the module has not changed."""
         return (
-            self._count() == self._counts
+            self._read_lengths() == self._lengths
             and all(map(is_, self._read_types(), self._types))
             and all(map(is_, self._read_attributes(), self._attributes))
             and not self._code.changed()
@@ -178,17 +177,17 @@ class ModuleFingerprint:
         )
 
     def _read_layers(self) -> Iterator[dict[str, Any]]:
-        """Yield the attributes of every layer, the module's own first; nothing for a module that was released."""
+        """Yield the `__dict__` of every layer, starting with the module; nothing if the module was released."""
         module = self._module()
-        return iter(()) if module is None else chain([vars(module)], self._inside)
+        return iter(()) if module is None else chain([vars(module)], self._inner_layers)
 
-    def _count(self) -> list[int]:
-        # Compared first, since `map` ends with the shorter side.
-        tensor = vars(torch.Tensor)  # which inherits most methods: a patch adds one
+    def _read_lengths(self) -> list[int]:
+        # Compared first, because `map` stops at the shorter sequence.
+        tensor = vars(torch.Tensor)  # inherits most methods, so a patch adds an entry
         return [len(owner) for owner in chain([tensor], self._read_layers(), self._dicts, self._lists, self._weights)]
 
     def _read_types(self) -> Iterator[type]:
-        return (type(part()) for part in self._parts)
+        return (type(module()) for module in self._modules)
 
     def _read_attributes(self) -> Iterator[Any]:
         return chain.from_iterable(
@@ -197,7 +196,7 @@ class ModuleFingerprint:
         )
 
     def _read_items(self) -> Iterator[Any]:
-        """Yield what lists and dictionaries hold: layers, hooks, adapter scales, which are changed in place."""
+        """Yield the items of lists and dicts, which are changed in place: layers, hooks, adapter scales."""
         return chain(chain.from_iterable(table.values() for table in self._dicts), *self._lists)
 
     def _read_addresses(self) -> Iterator[Any]:
@@ -206,7 +205,7 @@ class ModuleFingerprint:
 
 
 def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
-    """Yield a layer's attributes; overrides of ours count only as what they found beneath them."""
+    """Yield a layer's attributes; our own overrides count only as the forward beneath them."""
     for name, value in layer.items():
         if name == OVERRIDES_KEY:
             continue
@@ -216,9 +215,9 @@ def _without_overrides(layer: dict[str, Any]) -> Iterator[Any]:
             yield value.beneath
 
 
-def _are_same(seen: list[Any], known: list[Any]) -> bool:
-    return len(seen) == len(known) and all(map(is_, seen, known))
+def _are_same(current: list[Any], stored: list[Any]) -> bool:
+    return len(current) == len(stored) and all(map(is_, current, stored))
 
 
-def _is_same_item(seen: Any, known: Any) -> bool:
-    return seen is known or (type(known) is weakref.ref and known() is seen)
+def _is_same_item(current: Any, stored: Any) -> bool:
+    return current is stored or (type(stored) is weakref.ref and stored() is current)

@@ -1,4 +1,4 @@
-"""Quantizing: large matrices of denoisers in 8 bits; their weights are not what they were from then on."""
+"""Quantization of large linear layers of denoisers to float8. The original weights are discarded."""
 
 from __future__ import annotations
 
@@ -18,69 +18,74 @@ from anyaccel.runtime.speed.float8 import Float8Linear, check_float8
 __all__ = ["check_not_quantized", "is_quantized", "quantize_denoisers"]
 
 _LOG = logging.getLogger("anyaccel")
-_MARK = "_anyaccel_quantized"
-_MULTIPLE = 16
-"""Sides of a matrix in 8 bits are multiples of this."""
+_QUANTIZED_ATTRIBUTE = "_anyaccel_quantized"
+# `torch._scaled_mm` requires dimensions that are multiples of this.
+_SIZE_MULTIPLE = 16
+# Parts of the names of layers that are applied to the timestep embedding: one row per image.
+_FEW_ROWS = ("norm", "embed", "modulation")
 
 
 def quantize_denoisers(pipe: Any, placement: Placement) -> None:
-    """Quantize the matrices of the models that run at every step, once; where that fails, the report says why."""
+    """Quantize the denoisers of a pipeline once; if the device cannot, add the reason to the report."""
     if not placement.plan.quantization.value or placement.report.quantization is not None:
         return
+    # Pipelines share models: another one may have quantized them already.
     todo = {name: model for name, model in find_denoisers(pipe, placement).items() if not is_quantized(model)}
     for name, model in todo.items():
-        places = _find_places(model)
+        layers = _find_layers(model)
         try:
-            _check(places)
+            _check_support(layers)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if is_out_of_memory(error):
                 raise
-            words = first_line(error)
-            _LOG.warning("anyaccel: %s stays in its own type: %s", name, words)
-            placement.report.quantization = Decision("", f"torch cannot: {words}")
+            message = first_line(error)
+            _LOG.warning("anyaccel: %s is not quantized: %s", name, message)
+            placement.report.quantization = Decision("", f"not supported: {message}")
             return
-        vars(model)[_MARK] = placement.plan.quantization.value  # before the first: memory may run out half way
-        for part, layer in places:  # one after another, so that no more than one weight is there twice
-            setattr(part, layer, Float8Linear(getattr(part, layer)))
+        # Set before the first layer: if memory runs out halfway, the model is already partly quantized.
+        vars(model)[_QUANTIZED_ATTRIBUTE] = placement.plan.quantization.value
+        for parent, layer_name in layers:  # one at a time: only one weight exists in both dtypes
+            setattr(parent, layer_name, Float8Linear(getattr(parent, layer_name)))
     if todo:
         placement.opened.driver.empty_cache()
 
 
-def _find_places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    """The layers that gain: what has them, and their names there."""
+def _find_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """Return the layers to quantize, as their parent module and their attribute name."""
     return [
-        (part, name)
-        for path, part in model.named_modules()
-        for name, layer in part.named_children()
-        if gains(layer, f"{path}.{name}")
+        (parent, name)
+        for path, parent in model.named_modules()
+        for name, layer in parent.named_children()
+        if is_worth_quantizing(layer, f"{path}.{name}")
     ]
 
 
-def _check(places: list[tuple[torch.nn.Module, str]]) -> None:
-    """Raise where a device cannot do what layers in 8 bits ask of it."""
-    weights = [getattr(part, name).weight for part, name in places]
+def _check_support(layers: list[tuple[torch.nn.Module, str]]) -> None:
+    """Raise if a device of the layers cannot multiply in float8."""
+    weights = [getattr(parent, name).weight for parent, name in layers]
     for device, dtype in {(weight.device, weight.dtype) for weight in weights}:
         check_float8(device, dtype)
 
 
-def gains(layer: torch.nn.Module, name: str) -> bool:
-    """Whether a layer is a large matrix that many rows go through; what is made of the time alone is one row."""
+def is_worth_quantizing(layer: torch.nn.Module, name: str) -> bool:
+    """Return whether a layer is a large matrix that is applied to many rows."""
     if type(layer) is not torch.nn.Linear or layer.weight.numel() < SMALLEST_WEIGHT:
         return False
-    few_rows = any(word in part for part in name.split(".") for word in ("norm", "embed", "modulation"))
-    return not few_rows and not any(side % _MULTIPLE for side in layer.weight.shape)
+    has_few_rows = any(word in part for part in name.split(".") for word in _FEW_ROWS)
+    return not has_few_rows and not any(size % _SIZE_MULTIPLE for size in layer.weight.shape)
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether a model's matrices are in 8 bits."""
-    return isinstance(model, torch.nn.Module) and _MARK in vars(model)
+    """Return whether a model was quantized here."""
+    return isinstance(model, torch.nn.Module) and _QUANTIZED_ATTRIBUTE in vars(model)
 
 
-def check_not_quantized(pipe: Any, what: str) -> None:
-    """Raise where something is asked that needs the weights as they were."""
+def check_not_quantized(pipe: Any, operation: str) -> None:
+    """Raise if a model is quantized and an operation needs the original weights."""
     for name, model in find_models(pipe).items():
         if is_quantized(model):
             raise UsageError(
-                f"{what} needs the weights of {name} as they were, and speed= put them into {vars(model)[_MARK]}",
-                hint="load the pipeline again, and ask for that first",
+                f"{operation} needs the original weights of {name}, but speed= quantized them to "
+                f"{vars(model)[_QUANTIZED_ATTRIBUTE]}",
+                hint="load the pipeline again and do this before the first call with speed=",
             )

@@ -1,4 +1,4 @@
-"""Speed-ups of a placed pipeline: models are compiled once that pays, and denoisers are captured where that pays."""
+"""Speed-ups of a placed pipeline: compilation, graph capture, quantization and step skipping."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from anyaccel.processes.gc_control import gc_paused
 from anyaccel.runtime.call_request import CallRequest, bucket_of
 from anyaccel.runtime.introspection import find_denoisers, find_models
 from anyaccel.runtime.placement_state import Placement
-from anyaccel.runtime.speed.compile import compile_for_speed, compiling, has_decoder
+from anyaccel.runtime.speed.compile import compile_cache_env, compile_for_speed, has_decoder
 from anyaccel.runtime.speed.compile_cache import load_payload, remove_payload, save_payload
-from anyaccel.runtime.speed.compile_cache_key import describe_key
+from anyaccel.runtime.speed.compile_cache_key import make_cache_key
 from anyaccel.runtime.speed.compiled_forward import find_compiled, remove_compiled_blocks
 from anyaccel.runtime.speed.graph_capture import GraphCapture
 from anyaccel.runtime.speed.quantize import quantize_denoisers
-from anyaccel.runtime.speed.step_skipping import counting_steps, find_steps
+from anyaccel.runtime.speed.step_skipping import current_step_skipper, track_steps
 from anyaccel.units import readable
-from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_collection_after_compile
+from anyaccel.upstream.torch_internals import CACHE_LOGGER, pause_gc_after_compile
 
 __all__ = [
     "SpeedState",
@@ -45,41 +45,43 @@ _LOG = logging.getLogger("anyaccel")
 
 @dataclass
 class SpeedState:
-    """How long images took so far, and whether models were compiled because of that."""
+    """The images and seconds measured so far, which decide when to compile, and the state of compilation."""
 
     images: int = 0
     seconds: float = 0.0
     compiled: bool = False
     models: tuple[str, ...] = ()
-    """The models that were compiled."""
+    """The compiled models."""
     shapes: set[str] = field(default_factory=set)
-    """The shapes that were run compiled."""
+    """The shapes that ran with compiled models."""
     cache_outcomes: Counter[str] = field(default_factory=Counter)
-    """Compile-cache outcomes: how often an entry was `loaded`, `written`, `not written`, `not handed out`."""
+    """Compile-cache outcomes: counts of `loaded`, `written`, `not written` and `not handed out` (by torch)."""
 
 
 @contextmanager
-def apply_speedups(pipe: Any, placement: Placement, part: CallRequest) -> Iterator[None]:
-    """Run a call with the speed-ups of its plan; the time it takes counts for the next."""
+def apply_speedups(pipe: Any, placement: Placement, request: CallRequest) -> Iterator[None]:
+    """Apply the speed-ups of the plan to a call and measure its time."""
     if placement.residence != "resident" or placement.shared:
-        with counting_steps(pipe, None):  # a call inside another one's callback is not among that one's steps
+        with track_steps(pipe, None):  # a call inside a callback must not count as steps of the outer call
             yield
         return
     speed = placement.speed = placement.speed or SpeedState()
+    # Quantize before compiling: compiled code would still hold the old layers.
     quantize_denoisers(pipe, placement)
     _compile(pipe, placement, speed)
     _check_compiled(placement)
     if placement.plan.capture.value:
         _set_capture(pipe, placement, speed)
-    new = speed.compiled and bucket_of(part) not in speed.shapes
-    key = load_compiled(pipe, placement, speed, bucket_of(part)) if new else None
+    is_new_shape = speed.compiled and bucket_of(request) not in speed.shapes
+    key = load_compiled(pipe, placement, speed, bucket_of(request)) if is_new_shape else None
     start = time.perf_counter()
-    with _reuse_steps(pipe, placement), _collect_later(new):
+    with _skip_steps(pipe, placement), _pause_gc(is_new_shape):
         yield
     seconds = time.perf_counter() - start
-    if new:
-        speed.shapes.add(bucket_of(part))  # not before: what was interrupted is compiled and saved by a later call
-    speed.images += part.images
+    if is_new_shape:
+        # Only after success: an interrupted shape must be compiled and saved by a later call.
+        speed.shapes.add(bucket_of(request))
+    speed.images += request.images
     speed.seconds += seconds
     if key is not None:
         save_compiled(speed, key, seconds)
@@ -87,98 +89,103 @@ def apply_speedups(pipe: Any, placement: Placement, part: CallRequest) -> Iterat
 
 
 @contextmanager
-def _collect_later(later: bool) -> Iterator[None]:
-    """Pause the garbage collector while a call compiles: it would take a fifth of the time and free next to nothing."""
-    if not later:
+def _pause_gc(pause: bool) -> Iterator[None]:
+    """Pause the garbage collector while a call compiles."""
+    # It takes about a fifth of the compile time and frees almost nothing. Dynamo also collects after every graph
+    # (run_gc_after_compile): https://github.com/pytorch/pytorch/pull/142519
+    if not pause:
         yield
         return
-    with gc_paused(), pause_collection_after_compile():
+    with gc_paused(), pause_gc_after_compile():
         yield
 
 
 @contextmanager
-def _reuse_steps(pipe: Any, placement: Placement) -> Iterator[None]:
-    """Let denoisers return earlier outputs at the steps that the plan names."""
+def _skip_steps(pipe: Any, placement: Placement) -> Iterator[None]:
+    """Reuse denoiser outputs at the steps that the plan names."""
     rule = placement.plan.step_skipping.value
-    with counting_steps(pipe, rule) as steps:
-        if steps is None:
+    with track_steps(pipe, rule) as skipper:
+        if skipper is None:
             yield
             return
         for model in find_denoisers(pipe, placement).values():
-            set_override(model, Slot.STEP_REUSE, functools.partial(_reuse_output, id(model)))
+            set_override(model, Slot.STEP_SKIPPING, functools.partial(_run_or_reuse, id(model)))
         yield
-    text = f"{steps.run} runs, {steps.reused} outputs reused" if steps.reused else "every step was run"
+    text = f"{skipper.run} runs, {skipper.reused} outputs reused" if skipper.reused else "every step was run"
     placement.report.step_skipping = Decision(text, "the last call")
 
 
-def _reuse_output(who: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    steps = find_steps()  # of the call in this thread: another pipeline may have the same model
-    return forward(*args, **kwargs) if steps is None else steps.answer(who, forward, args, kwargs)
+def _run_or_reuse(model_id: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Looked up per thread: another pipeline with the same model may run concurrently.
+    skipper = current_step_skipper()
+    return forward(*args, **kwargs) if skipper is None else skipper.run_or_reuse(model_id, forward, args, kwargs)
 
 
 def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str) -> dict[str, str] | None:
-    """Load what the compile cache has for a shape, before it is first run; return its key if nothing was loaded."""
-    key = describe_key(pipe, placement, shape)
+    """Load the compile-cache entry of a shape before its first run; return the key if there is nothing to load."""
+    key = make_cache_key(pipe, placement, shape)
     payload = load_payload(key)
     if payload is None:
         return key
     message = "torch cannot read it"
     try:
-        # Compiling: into the directory that is searched later.
-        with compiling(placement), drop_log_records(CACHE_LOGGER):
+        # With the same cache directory as during the call: torch unpacks the artifacts there.
+        with compile_cache_env(placement), drop_log_records(CACHE_LOGGER):
             loaded = torch.compiler.load_cache_artifacts(payload)
-    except Exception as error:  # noqa: BLE001 - what cannot be loaded is compiled
+    except Exception as error:  # noqa: BLE001 - an entry that cannot be loaded is compiled again
         loaded, message = None, str(error)
     if loaded is not None:
         speed.cache_outcomes["loaded"] += 1
         return None
-    _LOG.warning("anyaccel: a cached compilation cannot be loaded, and is compiled again: %s", message)
+    _LOG.warning("anyaccel: cannot load compiled code from the cache, compiling again: %s", message)
     remove_payload(key)
     return key
 
 
 def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> None:
-    """Save what was compiled, where torch hands it out."""
-    made = torch.compiler.save_cache_artifacts()
-    written = made is not None and save_payload(key, made[0], seconds)
-    speed.cache_outcomes["not handed out" if made is None else "written" if written else "not written"] += 1
+    """Save the compiled code of this process to the compile cache, if torch provides it."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    written = artifacts is not None and save_payload(key, artifacts[0], seconds)
+    speed.cache_outcomes["not handed out" if artifacts is None else "written" if written else "not written"] += 1
 
 
 def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
-    """Compile what the plan says once that pays, and again after another pipeline removed what was compiled."""
-    sliced = placement.call_plan.attention.value != placement.plan.attention.value
-    if speed.compiled and (sliced or not _are_compiled(placement, speed.models)):
+    """Compile models as soon as it is expected to save time; again if another pipeline removed the compiled code."""
+    is_sliced = placement.call_plan.attention.value != placement.plan.attention.value
+    if speed.compiled and (is_sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
-    choice = placement.plan.compile_policy.value
-    each = speed.seconds / max(1, speed.images)
-    if speed.compiled or not is_worth_compiling(choice, each, speed.images, placement.options.expected_images):
+    policy = placement.plan.compile_policy.value
+    seconds_per_image = speed.seconds / max(1, speed.images)
+    expected_images = placement.options.expected_images
+    if speed.compiled or not is_worth_compiling(policy, seconds_per_image, speed.images, expected_images):
         return
-    if sliced:  # graphs hold attention as planned, not as memory requires it at this size
-        reason = "not at this size: attention is sliced to fit into the memory"
+    if is_sliced:  # graphs contain the attention of the plan, not the slices that this size needs
+        reason = "not at this size: attention is sliced to fit into memory"
         placement.report.not_compiled = Decision(tuple(find_denoisers(pipe, placement)), reason)
         return
     speed.compiled, placement.report.not_compiled = True, None
-    _LOG.info("anyaccel: compiling, which takes about %.0f s and is expected to pay", choice.takes_s)
+    _LOG.info("anyaccel: compiling takes about %.0f s and is expected to save time overall", policy.compile_s)
     names = speed.models = compile_for_speed(pipe, placement)
     reason = f"{placement.plan.compile_policy}: {placement.plan.compile_policy.reason}"
     placement.report.compiled_models = Decision(names, reason)
 
 
 def _are_compiled(placement: Placement, names: tuple[str, ...]) -> bool:
-    """Return whether models still run what was compiled: pipelines share models, and models are replaced."""
-    there = dict(_list_compiled(placement))
-    return all(find_compiled(there[name]) is not None for name in names if name in there)
+    """Return whether models still run compiled code: pipelines share models, and users replace them."""
+    modules = dict(_list_compilable(placement))
+    return all(find_compiled(modules[name]) is not None for name in names if name in modules)
 
 
 def _check_compiled(placement: Placement) -> None:
-    """Stop running compiled code of modules that are not what was compiled."""
-    for _, module in _list_compiled(placement):
+    """Make modules run eagerly that changed after compilation."""
+    for _, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None:
             compiled.begin_call()
 
 
-def _list_compiled(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
+def _list_compilable(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the denoisers and decoders with the names of their models."""
     for name, reference in placement.placed.items():
         model = reference()
         if model is None:
@@ -186,24 +193,24 @@ def _list_compiled(placement: Placement) -> Iterator[tuple[str, torch.nn.Module]
         if name in placement.denoisers:
             yield name, model
         elif has_decoder(model):
-            yield name, getattr(model, "decoder")  # noqa: B009 - no attribute of every module
+            yield name, getattr(model, "decoder")  # noqa: B009 - not an attribute of nn.Module
 
 
-def _has_room(placement: Placement) -> bool:
-    """Return whether there is memory for what captured graphs hold."""
+def _has_memory_for_capture(placement: Placement) -> bool:
+    """Return whether the buffers of captured graphs fit into memory; if not, report why."""
     forecast = placement.report.forecast
     if forecast is None or forecast.recorded_peak_bytes <= forecast.capacity_bytes:
         return True
-    need, there = readable(forecast.recorded_peak_bytes), readable(forecast.capacity_bytes)
+    peak, capacity = readable(forecast.recorded_peak_bytes), readable(forecast.capacity_bytes)
     placement.report.capture = Decision(
-        False, f"not at this size: with captured graphs it would need {need} of {there}"
+        False, f"not at this size: captured graphs would need {peak}, the device has {capacity}"
     )
     return False
 
 
 def _set_capture(pipe: Any, placement: Placement, speed: SpeedState) -> None:
-    """Let denoisers be captured: compiled ones, or any if the user requests it, and only where there is room."""
-    if not _has_room(placement):
+    """Enable graph capture for compiled denoisers, or for all denoisers if the user requests it."""
+    if not _has_memory_for_capture(placement):
         for model in find_denoisers(pipe, placement).values():
             remove_override(model, Slot.CAPTURE)
         return
@@ -220,9 +227,9 @@ def _set_capture(pipe: Any, placement: Placement, speed: SpeedState) -> None:
 
 
 def _report(placement: Placement) -> None:
-    """Report what became of compiling and capturing in a call."""
+    """Add the outcome of compilation and graph capture in this call to the report."""
     captures = []
-    for name, module in _list_compiled(placement):
+    for name, module in _list_compilable(placement):
         compiled = find_compiled(module)
         if compiled is not None and compiled.failure:
             placement.report.add_not_compiled(name, compiled.failure)
@@ -234,7 +241,7 @@ def _report(placement: Placement) -> None:
 
 
 def forget_captured_graphs(pipe: Any) -> None:
-    """Drop captured graphs and the memory that they hold."""
+    """Release the captured graphs of a pipeline and their memory."""
     for model in find_models(pipe).values():
         capture = get_override(model, Slot.CAPTURE)
         if isinstance(capture, GraphCapture):
@@ -242,11 +249,11 @@ def forget_captured_graphs(pipe: Any) -> None:
 
 
 def remove_speedups(pipe: Any, placement: Placement | None) -> None:
-    """Let all models run as diffusers made them, before weights move or dtypes change."""
+    """Remove compiled code, captured graphs and step skipping, before weights move or dtypes change."""
     for model in find_models(pipe).values():
-        for part in (model, *model.children()):
-            for slot in (Slot.STEP_REUSE, Slot.CAPTURE, Slot.COMPILE):
-                remove_override(part, slot)
+        for module in (model, *model.children()):
+            for slot in (Slot.STEP_SKIPPING, Slot.CAPTURE, Slot.COMPILE):
+                remove_override(module, slot)
     if placement is None:
         return
     report = placement.report

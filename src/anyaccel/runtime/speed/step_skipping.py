@@ -1,7 +1,7 @@
-"""Step reuse: at some steps a denoiser's last answer is taken again, as the plan says.
+"""Step skipping: at the steps that a rule names, a denoiser returns its last output again instead of running.
 
-Steps are told by the scheduler: every call of its `step` ends one. A denoiser that is called more than once a step, as
-for guidance in two calls, has an answer for each.
+Every call of the scheduler's `step` ends a step. A denoiser that runs several times per step, such as for
+classifier-free guidance in two calls, has one stored output per run.
 """
 
 from __future__ import annotations
@@ -18,41 +18,48 @@ from anyaccel.runtime.workarounds.method_override import override_method
 from anyaccel.upstream.diffusers_internals import read_step_count
 from anyaccel.upstream.torch_internals import tree_map
 
-__all__ = ["StepSkipper", "counting_steps", "find_steps"]
+__all__ = ["StepSkipper", "current_step_skipper", "track_steps"]
 
-Run = Callable[..., Any]
-_NOW = threading.local()
+# The caches of diffusers (first block, TaylorSeer, MagCache) support some transformers and no UNet. They also read a
+# value from the device at every step to decide, which breaks a compiled or captured graph (docs/decisions/0008).
+
+Forward = Callable[..., Any]
+_ACTIVE = threading.local()
 
 
 class StepSkipper:
-    """Where a call is among its steps, and what its denoisers answered last."""
+    """The current step of a call and the last outputs of its denoisers."""
 
     def __init__(self, pipe: Any, rule: StepSkipping) -> None:
         self.pipe, self.scheduler, self.rule = pipe, pipe.scheduler, rule
         self.step, self.run, self.reused = 0, 0, 0
-        self._turns: dict[int, int] = {}
-        self._answers: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._run_indices: dict[int, int] = {}
+        """The index of the current run within the step, by model."""
+        self._outputs: dict[tuple[int, int], tuple[Any, Any]] = {}
+        """The input shapes and the output, by model and index within the step."""
 
-    def answer(self, who: int, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a denoiser answers: by running it, or as it did the last time that it was asked in this turn."""
-        turn = self._turns[who] = self._turns.get(who, -1) + 1
-        shape = tree_map(lambda leaf: leaf.shape if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
-        kept = self._answers.get((who, turn))
-        if kept is not None and kept[0] == shape and not self.rule.is_run(self.step, self._count()):
+    def run_or_reuse(self, model_id: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a denoiser, or return the output of its corresponding run at an earlier step."""
+        index = self._run_indices[model_id] = self._run_indices.get(model_id, -1) + 1
+        shapes = tree_map(lambda leaf: leaf.shape if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
+        stored = self._outputs.get((model_id, index))
+        # Shapes can change during a call, for example when guidance ends early.
+        if stored is not None and stored[0] == shapes and not self.rule.is_run(self.step, self._count_steps()):
             self.reused += 1
-            return tree_map(_copy, kept[1])
-        made = run(*args, **kwargs)
+            return tree_map(_copy, stored[1])
+        output = forward(*args, **kwargs)
         self.run += 1
-        self._answers[who, turn] = (shape, tree_map(_copy, made))
-        return made
+        # Copies in both directions: schedulers and pipelines may modify the output in place.
+        self._outputs[model_id, index] = (shapes, tree_map(_copy, output))
+        return output
 
-    def next(self) -> None:
-        """A step is done."""
+    def finish_step(self) -> None:
+        """Advance to the next step."""
         self.step += 1
-        self._turns.clear()
+        self._run_indices.clear()
 
-    def _count(self) -> int:
-        """The steps of this call: pipelines that begin with a picture leave the first ones of a schedule out."""
+    def _count_steps(self) -> int:
+        """Return the number of steps of this call; image-to-image pipelines skip the first steps of a schedule."""
         count = read_step_count(self.pipe)
         if count is not None and count > 0:
             return count
@@ -65,35 +72,35 @@ def _copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def find_steps() -> StepSkipper | None:
-    """The steps of the call that this thread runs; None where every one is run."""
-    return getattr(_NOW, "steps", None)
+def current_step_skipper() -> StepSkipper | None:
+    """Return the step skipper of the call in this thread; None if every step runs."""
+    return getattr(_ACTIVE, "skipper", None)
 
 
 @contextmanager
-def counting_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
-    """While the block runs, every `step` of the pipeline's scheduler is counted; None where there is none to count.
+def track_steps(pipe: Any, rule: StepSkipping | None) -> Iterator[StepSkipper | None]:
+    """Count the steps of a pipeline's scheduler during the block; yield None if there is no rule or no scheduler.
 
-    This is a matter of one thread and one call: another pipeline with the same models runs all of its own steps.
+    The skipper belongs to one call in one thread. Another pipeline with the same models runs all of its steps.
     """
     scheduler: Any = getattr(pipe, "scheduler", None)
-    outside = find_steps()
+    outer = current_step_skipper()
     if rule is None or not hasattr(scheduler, "step") or not hasattr(scheduler, "set_timesteps"):
-        _NOW.steps = None
+        _ACTIVE.skipper = None
         try:
             yield None
         finally:
-            _NOW.steps = outside
+            _ACTIVE.skipper = outer
         return
-    steps = _NOW.steps = StepSkipper(pipe, rule)
+    skipper = _ACTIVE.skipper = StepSkipper(pipe, rule)
 
-    def count(scheduler: Any, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = run(*args, **kwargs)
-        steps.next()
+    def run_step(scheduler: Any, step: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = step(*args, **kwargs)
+        skipper.finish_step()
         return result
 
     try:
-        with override_method(scheduler, "step", count):
-            yield steps
+        with override_method(scheduler, "step", run_step):
+            yield skipper
     finally:
-        _NOW.steps = outside
+        _ACTIVE.skipper = outer

@@ -1,7 +1,7 @@
-"""Complex numbers on devices that have none: two real tensors, one for each part.
+"""Complex tensors as pairs of real tensors, for devices without complex dtypes.
 
-Rotary embeddings are often written with complex numbers. A `ComplexPair` behaves like a complex tensor to the code
-that uses it; every operation on it is one on its parts.
+Rotary embeddings often use complex numbers. A `ComplexPair` behaves like a complex tensor; each operation on it runs on
+its real and imaginary parts.
 """
 
 from __future__ import annotations
@@ -13,96 +13,108 @@ import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.errors import LimitError
-from anyaccel.runtime.workarounds.dtypes import FROM_DATA, as_builder, find_place, read_target
+from anyaccel.runtime.workarounds.dtypes import (
+    DATA_CONSTRUCTORS,
+    find_target_device,
+    normalize_new_tensor,
+    parse_to_arguments,
+)
 from anyaccel.upstream.torch_internals import make_wrapper_subclass, pad_sequence, tree_map
 
 __all__ = ["ComplexPair", "make_complex_pair", "make_handlers"]
 
+# Gaudi rejects complex dtypes (https://github.com/vllm-project/vllm-gaudi/pull/1617), and so does the Neuron compiler
+# (NCC_EVRF004, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/compiler/error-codes/index.html). diffusers
+# avoids complex arithmetic on MLU too (https://github.com/huggingface/diffusers/pull/13824). Computing the embeddings
+# on the CPU instead would cost one device-to-host copy per layer.
+
 Tensor = torch.Tensor
 aten = torch.ops.aten
 _FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.full)
-_ALIKE = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.empty_like: torch.empty}
-_TRANSFORMS = tuple(
+_LIKE_FACTORIES = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones, torch.empty_like: torch.empty}
+_FFT_FUNCTIONS = tuple(
     getattr(torch.fft, name)
     for name in ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn")
 )
 
 
 class ComplexPair(Tensor):
-    """A complex tensor as its real and its imaginary part, both on the device."""
+    """A complex64 tensor stored as two float32 tensors on the device."""
 
     real_part: Tensor
     imaginary_part: Tensor
 
     @staticmethod
     def __new__(cls: type[ComplexPair], real: Tensor, imaginary: Tensor) -> ComplexPair:
-        """A wrapper without memory of its own."""
-        made: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
-        made.real_part, made.imaginary_part = real, imaginary
-        return made
+        """Create a wrapper that has no storage of its own."""
+        pair: ComplexPair = make_wrapper_subclass(cls, real.shape, dtype=torch.complex64, device=real.device)
+        pair.real_part, pair.imaginary_part = real, imaginary
+        return pair
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Pair({tuple(self.shape)}, device={self.device})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """One operation: one of the few that mix the parts, or the same one on each part."""
+        """Run one operation: a special case from `_SPECIAL`, or the same operation on each part."""
         kwargs = kwargs or {}
         special = _SPECIAL.get(func.overloadpacket)
         if special is not None:
             return special(func, args, kwargs)
         if func.overloadpacket not in _PARTWISE:
             raise LimitError(
-                f"this device has no complex numbers, and {func.overloadpacket} is not known on pairs of real ones",
-                hint="tell us which model it was; until then run it on another device",
+                f"the device has no complex dtypes, and {func.overloadpacket} is not implemented for complex pairs",
+                hint="run the model on another device, and report which model needs this operation",
             )
-        return _each(func, args, kwargs)
+        return _apply_to_parts(func, args, kwargs)
 
 
 def make_complex_pair(tensor: Tensor, device: torch.device | str) -> ComplexPair:
-    """A complex tensor of the host as a pair on a device."""
+    """Copy a complex CPU tensor to a device as a pair."""
     return ComplexPair(tensor.real.float().to(device), tensor.imag.float().to(device))
 
 
-def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on the real parts, and on the imaginary ones; gives a pair, or a list of pairs."""
-    parts = []
-    for part in ("real_part", "imaginary_part"):
-        take = _take(part)
-        parts.append(func(*tree_map(take, args), **tree_map(take, kwargs)))
-    if isinstance(parts[0], Tensor):
-        return ComplexPair(parts[0], parts[1])
-    return type(parts[0])([ComplexPair(real, imaginary) for real, imaginary in zip(*parts, strict=True)])
+def _apply_to_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the real and on the imaginary parts; return a pair or a list of pairs."""
+    results = []
+    for attribute in ("real_part", "imaginary_part"):
+        select = _make_selector(attribute)
+        results.append(func(*tree_map(select, args), **tree_map(select, kwargs)))
+    if isinstance(results[0], Tensor):
+        return ComplexPair(results[0], results[1])
+    return type(results[0])([ComplexPair(real, imaginary) for real, imaginary in zip(*results, strict=True)])
 
 
 def _reshape(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    """A view of the wrapper may need a copy of its parts, which lie in memory as they came."""
+    # The wrapper is always contiguous, its parts may not be: `view` is valid for the wrapper but not for them.
     pair, shape = args[0], args[1]
     return ComplexPair(pair.real_part.reshape(shape), pair.imaginary_part.reshape(shape))
 
 
-def _take(part: str) -> Callable[[Any], Any]:
-    def take(value: Any) -> Any:
+def _make_selector(attribute: str) -> Callable[[Any], Any]:
+    """Return a function that replaces pairs by one of their parts, and complex dtypes by float32."""
+
+    def select(value: Any) -> Any:
         if value is torch.complex64 or value is torch.complex128:
             return torch.float32
-        return getattr(value, part) if isinstance(value, ComplexPair) else value
+        return getattr(value, attribute) if isinstance(value, ComplexPair) else value
 
-    return take
+    return select
 
 
-def _parts_of(value: Any) -> tuple[Any, Any]:
-    """The two parts of a pair, a number or a real tensor."""
+def _split_parts(value: Any) -> tuple[Any, Any]:
+    """Return the real and the imaginary part of a pair, a scalar or a real tensor."""
     if isinstance(value, ComplexPair):
         return value.real_part, value.imaginary_part
     if isinstance(value, complex):
         return value.real, value.imag
-    if isinstance(value, Tensor) and value.is_complex():  # a single number of the host
+    if isinstance(value, Tensor) and value.is_complex():  # torch wraps a Python complex in a 0-dim CPU tensor
         return value.real, value.imag
     return value, 0.0
 
 
 def _multiply(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
+    (a, b), (c, d) = _split_parts(args[0]), _split_parts(args[1])
     if not isinstance(args[1], ComplexPair) and not isinstance(d, Tensor) and d == 0:
         return ComplexPair(a * c, b * c)
     if not isinstance(args[0], ComplexPair) and not isinstance(b, Tensor) and b == 0:
@@ -111,28 +123,28 @@ def _multiply(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _divide(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
+    (a, b), (c, d) = _split_parts(args[0]), _split_parts(args[1])
     if not isinstance(d, Tensor) and d == 0:
         return ComplexPair(a / c, b / c)
-    length = c * c + d * d
-    return ComplexPair((a * c + b * d) / length, (b * c - a * d) / length)
+    norm = c * c + d * d
+    return ComplexPair((a * c + b * d) / norm, (b * c - a * d) / norm)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """`pair.to(…)`: to the host it becomes a complex tensor again; to a real type its real part stays."""
-    pair, target, kind = args[0], kwargs.get("device"), kwargs.get("dtype")
+    """Run `pair.to(…)`: a CPU copy is a complex tensor again, and a cast to a real dtype drops the imaginary part."""
+    pair, target, dtype = args[0], kwargs.get("device"), kwargs.get("dtype")
     if target is not None and is_host(torch.device(target)):
         joined = torch.complex(pair.real_part.cpu(), pair.imaginary_part.cpu())
-        return joined if kind is None else joined.to(kind)
-    if kind is not None and not kind.is_complex:
-        return pair.real_part.to(kind)
+        return joined if dtype is None else joined.to(dtype)
+    if dtype is not None and not dtype.is_complex:
+        return pair.real_part.to(dtype)
     return ComplexPair(pair.real_part.clone(), pair.imaginary_part.clone())
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """`pair[…] = other`: a view of the pair shares its parts, so that writing to them writes to it."""
-    target, (real, imaginary) = args[0], _parts_of(args[1])
-    if not isinstance(target, ComplexPair):  # to a complex tensor of the host
+    """Run `pair[…] = other`; the parts of a view share the storage of the original's parts."""
+    target, (real, imaginary) = args[0], _split_parts(args[1])
+    if not isinstance(target, ComplexPair):  # the target is a complex CPU tensor
         return target.copy_(torch.complex(real.cpu(), imaginary.cpu()))
     target.real_part.copy_(real) if isinstance(real, Tensor) else target.real_part.fill_(real)
     target.imaginary_part.copy_(imaginary) if isinstance(imaginary, Tensor) else target.imaginary_part.fill_(imaginary)
@@ -140,57 +152,58 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    pair, (real, imaginary) = args[0], _parts_of(args[1])
+    pair, (real, imaginary) = args[0], _split_parts(args[1])
     pair.real_part.fill_(real)
     pair.imaginary_part.fill_(imaginary)
     return pair
 
 
 def _add(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    (a, b), (c, d) = _parts_of(args[0]), _parts_of(args[1])
+    (a, b), (c, d) = _split_parts(args[0]), _split_parts(args[1])
     factor = kwargs.get("alpha", 1) * (-1 if func.overloadpacket is aten.sub else 1)
-    return _join_parts(a + c * factor, b + d * factor)
+    return _broadcast_parts(a + c * factor, b + d * factor)
 
 
-def _join_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
-    """A pair of parts that may have different sizes: the imaginary one of a real tensor is a number."""
+def _broadcast_parts(real: Tensor, imaginary: Tensor) -> ComplexPair:
+    """Return a pair of parts that may differ in shape, as after adding a real tensor to a smaller pair."""
     shape = torch.broadcast_shapes(real.shape, imaginary.shape)
     return ComplexPair(*(part if part.shape == shape else part.expand(shape).clone() for part in (real, imaginary)))
 
 
-def _gather_parts(values: Any) -> tuple[list[Any], list[Any]]:
-    """The real parts of several values, and their imaginary ones, which are zeros for real tensors."""
-    parts = [_parts_of(value) for value in values]
+def _split_all(values: Any) -> tuple[list[Any], list[Any]]:
+    """Return the real and the imaginary parts of several values; those of real tensors are zero tensors."""
+    parts = [_split_parts(value) for value in values]
     reals = [real for real, _ in parts]
     return reals, [torch.zeros_like(a) if isinstance(a, Tensor) and not isinstance(b, Tensor) else b for a, b in parts]
 
 
 def _concatenate(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    reals, imaginaries = _gather_parts(args[0])
+    reals, imaginaries = _split_all(args[0])
     return ComplexPair(func(reals, *args[1:], **kwargs), func(imaginaries, *args[1:], **kwargs))
 
 
-def _choose(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    reals, imaginaries = _gather_parts(args[1:])
+def _where(func: Any, args: Any, kwargs: Any) -> ComplexPair:
+    reals, imaginaries = _split_all(args[1:])
     return ComplexPair(func(args[0], *reals), func(args[0], *imaginaries))
 
 
 def _pad(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    pair, sizes, (real, imaginary) = args[0], args[1], _parts_of(args[2] if len(args) > 2 else 0.0)
+    pair, sizes, (real, imaginary) = args[0], args[1], _split_parts(args[2] if len(args) > 2 else 0.0)
     return ComplexPair(func(pair.real_part, sizes, real), func(pair.imaginary_part, sizes, imaginary))
 
 
 def _stride(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    """The strides are those of the wrapper, whose parts may lie in memory otherwise."""
+    # The strides refer to the contiguous wrapper, so the parts must be contiguous too.
     pair = args[0]
     return ComplexPair(func(pair.real_part.contiguous(), *args[1:]), func(pair.imaginary_part.contiguous(), *args[1:]))
 
 
-def _of_ones(func: Any, args: Any, kwargs: Any) -> ComplexPair:
-    real = _take("real_part")
-    return ComplexPair(func(*tree_map(real, args), **tree_map(real, kwargs)), torch.zeros_like(args[0].real_part))
+def _ones_like(func: Any, args: Any, kwargs: Any) -> ComplexPair:
+    select = _make_selector("real_part")
+    return ComplexPair(func(*tree_map(select, args), **tree_map(select, kwargs)), torch.zeros_like(args[0].real_part))
 
 
+# Operations that mix the parts or need another operation per part.
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.mul: _multiply,
     aten.div: _divide,
@@ -198,7 +211,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.sub: _add,
     aten.cat: _concatenate,
     aten.stack: _concatenate,
-    aten.where: _choose,
+    aten.where: _where,
     aten.constant_pad_nd: _pad,
     aten.as_strided: _stride,
     aten._to_copy: _copy,
@@ -207,7 +220,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.view: _reshape,
     aten._unsafe_view: _reshape,
     aten._reshape_alias: _reshape,
-    aten.ones_like: _of_ones,
+    aten.ones_like: _ones_like,
     aten.view_as_real: lambda func, args, kwargs: torch.stack([args[0].real_part, args[0].imaginary_part], dim=-1),
     aten._conj: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
     aten._conj_physical: lambda func, args, kwargs: ComplexPair(args[0].real_part, -args[0].imaginary_part),
@@ -218,6 +231,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
         args[0].real_part.item(), args[0].imaginary_part.item()
     ),
 }
+# Operations that run on each part unchanged.
 _PARTWISE = {
     aten.alias, aten.clone, aten.contiguous, aten.cumsum, aten.detach, aten.empty_like, aten.expand, aten.flatten,
     aten.flip, aten.gather, aten.index, aten.index_select, aten.lift_fresh, aten.mean, aten.neg, aten.new_empty,
@@ -228,89 +242,91 @@ _PARTWISE = {
 
 
 def make_handlers(device: torch.device, inner: dict[Any, Any]) -> dict[Any, Any]:
-    """Handlers for every function that would make a complex tensor on the device; `inner` runs behind them."""
-    making = _Making(device.type, inner)
+    """Return handlers for the functions that can create a complex tensor on the device; they call `inner`."""
+    factory = _PairFactory(device.type, inner)
 
     handlers = dict(inner)
-    handlers |= {pad_sequence: making.pad}
-    handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), making.join)
-    handlers |= dict.fromkeys((*_FACTORIES, *_ALIKE), making.make)
-    handlers |= dict.fromkeys(FROM_DATA, making.build)
-    handlers |= dict.fromkeys(_TRANSFORMS, making.transform)
-    return handlers | {Tensor.to: making.move}
+    handlers |= {pad_sequence: factory.pad}
+    handlers |= dict.fromkeys((torch.view_as_complex, torch.complex, torch.polar), factory.join)
+    handlers |= dict.fromkeys((*_FACTORIES, *_LIKE_FACTORIES), factory.create)
+    handlers |= dict.fromkeys(DATA_CONSTRUCTORS, factory.build)
+    handlers |= dict.fromkeys(_FFT_FUNCTIONS, factory.transform)
+    return handlers | {Tensor.to: factory.move}
 
 
-class _Making:
-    """Complex tensors that would arise on the device, made as pairs."""
+class _PairFactory:
+    """Handlers that create pairs instead of complex tensors on the device."""
 
-    def __init__(self, kind: str, inner: dict[Any, Any]) -> None:
-        self.kind, self.inner = kind, inner
+    def __init__(self, device_type: str, inner: dict[Any, Any]) -> None:
+        self.device_type, self.inner = device_type, inner
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function, by way of the repair behind this one if there is one."""
+        """Run the inner handler of a function, or the function itself."""
         handler = self.inner.get(func)
         return handler(func, args, kwargs) if handler is not None else func(*args, **kwargs)
 
     def join(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """From two real tensors, or from one with both parts in it."""
-        return _join(func, args, kwargs) if is_on(args[0].device, self.kind) else func(*args, **kwargs)
+        """Run `view_as_complex`, `complex` or `polar`."""
+        return _join(func, args, kwargs) if is_on(args[0].device, self.device_type) else func(*args, **kwargs)
 
     def pad(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`pad_sequence` makes the padded tensor itself, before it looks at what it is given: each part by itself."""
-        return _each(func, args, kwargs) if isinstance(args[0][0], ComplexPair) else self.call(func, args, kwargs)
+        """Run `pad_sequence`, which allocates its result before it dispatches on its inputs."""
+        if isinstance(args[0][0], ComplexPair):
+            return _apply_to_parts(func, args, kwargs)
+        return self.call(func, args, kwargs)
 
-    def make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A factory: made on the host."""
-        place = find_place(args[0] if args else None, kwargs)
-        if place.type != self.kind or not _asks_for_complex(func, args, kwargs):
+    def create(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a factory on the CPU and copy the result as a pair."""
+        target = find_target_device(args[0] if args else None, kwargs)
+        if target.type != self.device_type or not _creates_complex(func, args, kwargs):
             return self.call(func, args, kwargs)
-        if func in _ALIKE:
-            func, args = _ALIKE[func], (args[0].shape,)
-        host = func(*args, **{**kwargs, "device": "cpu"})
-        return make_complex_pair(torch.zeros_like(host) if func is torch.empty else host, place)
+        if func in _LIKE_FACTORIES:
+            func, args = _LIKE_FACTORIES[func], (args[0].shape,)
+        tensor = func(*args, **{**kwargs, "device": "cpu"})
+        return make_complex_pair(torch.zeros_like(tensor) if func is torch.empty else tensor, target)
 
     def build(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor from numbers or from NumPy."""
-        func, args, kwargs = as_builder(func, args, kwargs)
+        """Build a tensor from Python or NumPy data."""
+        func, args, kwargs = normalize_new_tensor(func, args, kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        place = find_place(data, kwargs)
-        if place.type != self.kind or (isinstance(data, Tensor) and is_on(data.device, self.kind)):
+        target = find_target_device(data, kwargs)
+        if target.type != self.device_type or (isinstance(data, Tensor) and is_on(data.device, self.device_type)):
             return self.call(func, args, kwargs)
-        host = func(*args, **{**kwargs, "device": "cpu"})
-        return make_complex_pair(host, place) if host.is_complex() else self.call(func, args, kwargs)
+        tensor = func(*args, **{**kwargs, "device": "cpu"})
+        return make_complex_pair(tensor, target) if tensor.is_complex() else self.call(func, args, kwargs)
 
     def move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`tensor.to(…)`: to the device, or to a complex type there."""
+        """Run `tensor.to(…)`: a complex tensor on the device, or a cast to a complex dtype there, is a pair."""
         tensor = args[0]
         if isinstance(tensor, ComplexPair):
             return func(*args, **kwargs)
-        target, dtype = read_target(tensor, args[1:], kwargs)
-        if target.type != self.kind or not dtype.is_complex:
+        target, dtype = parse_to_arguments(tensor, args[1:], kwargs)
+        if target.type != self.device_type or not dtype.is_complex:
             return self.call(func, args, kwargs)
         real, imaginary = (tensor.real, tensor.imag) if tensor.is_complex() else (tensor, torch.zeros_like(tensor))
         return ComplexPair(real.float().to(target), imaginary.float().to(target))
 
     def transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A Fourier transform: on the host."""
-        if args[0].device.type != self.kind:
+        """Run a Fourier transform on the CPU."""
+        if args[0].device.type != self.device_type:
             return func(*args, **kwargs)
         result = func(args[0].cpu(), *args[1:], **kwargs)
         return make_complex_pair(result, args[0].device) if result.is_complex() else result.to(args[0].device)
 
 
-def _asks_for_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a factory will give complex numbers: by the type that is asked for, or by what it is filled with."""
-    asked = kwargs.get("dtype")
-    if asked is not None:
-        return bool(asked.is_complex)
+def _creates_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a factory creates a complex tensor, by its dtype or its fill value."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return bool(dtype.is_complex)
     return func is torch.full and isinstance(args[1] if len(args) > 1 else kwargs.get("fill_value"), complex)
 
 
 def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ComplexPair:
-    """`view_as_complex`, `complex` and `polar` on the device."""
+    """Run `view_as_complex`, `complex` or `polar` on device tensors."""
     if func is torch.view_as_complex:
         return ComplexPair(args[0][..., 0], args[0][..., 1])
     first, second = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
     if func is torch.complex:
-        return _join_parts(first, second)
+        return _broadcast_parts(first, second)
     return ComplexPair(first * torch.cos(second), first * torch.sin(second))

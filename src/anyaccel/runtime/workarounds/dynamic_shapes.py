@@ -1,6 +1,6 @@
-"""Shapes that depend on values, on devices whose graphs are static: the values are read on the host.
+"""Workarounds for data-dependent shapes on devices with static graphs: the values are read on the CPU.
 
-It costs the round trip that the device would refuse; the work on the data itself stays on the device.
+Each use costs a device-to-host copy, where the device would fail. The data itself stays on the device.
 """
 
 from __future__ import annotations
@@ -13,50 +13,56 @@ from anyaccel.backends.torch_device import is_on
 
 __all__ = ["make_handlers"]
 
+# Neuron rejects data-dependent shapes (NCC_EMOD025):
+# https://awsdocs-neuron.readthedocs-hosted.com/en/latest/compiler/error-codes/EMOD025.html
+# Gaudi accepts them and recompiles for each resulting shape:
+# https://docs.habana.ai/en/latest/PyTorch/Model_Optimization_PyTorch/Dynamic_Shapes.html
+
 Tensor = torch.Tensor
 
 
 def make_handlers(device: torch.device) -> dict[Any, Any]:
-    """Handlers for masks as indices, and for the functions that find or count."""
-    kind = device.type
-    on_host = _OnHost(device)
+    """Return handlers for boolean indexing and for functions such as `nonzero` and `unique`."""
+    device_type = device.type
+    cpu_fallback = _CpuFallback(device)
     handlers: dict[Any, Any] = dict.fromkeys(
         (torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.unique, Tensor.unique, torch.bincount,
          Tensor.bincount, torch.unique_consecutive, Tensor.unique_consecutive, torch.histc, Tensor.histc),
-        on_host.run,
+        cpu_fallback.run,
     )  # fmt: skip
 
-    def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensor, where = args
-        if tensor.device.type != kind:
-            return _index_host(func, tensor, where, kind)
-        return func(tensor, _settle_masks(where))
+    def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, index = args
+        if tensor.device.type != device_type:
+            return _index_cpu_tensor(func, tensor, index, device_type)
+        return func(tensor, _replace_masks(index))
 
-    def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, mask = args[0], args[1] if len(args) > 1 else kwargs["mask"]
-        if tensor.device.type != kind:
+        if tensor.device.type != device_type:
             return func(*args, **kwargs)
-        whole = torch.broadcast_shapes(tensor.shape, mask.shape)
-        return tensor.expand(whole)[_settle_masks(mask.expand(whole))]
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+        return tensor.expand(shape)[_replace_masks(mask.expand(shape))]
 
     def where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return on_host.run(func, args, kwargs) if len(args) + len(kwargs) == 1 else func(*args, **kwargs)
+        # Only `where(condition)` has a data-dependent shape; it is the same as `nonzero(as_tuple=True)`.
+        return cpu_fallback.run(func, args, kwargs) if len(args) + len(kwargs) == 1 else func(*args, **kwargs)
 
-    def repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _repeat(func, args, kwargs, kind)
+    def repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _repeat_interleave(func, args, kwargs, device_type)
 
     return handlers | {
-        Tensor.__getitem__: index,
-        torch.masked_select: select,
-        Tensor.masked_select: select,
+        Tensor.__getitem__: getitem,
+        torch.masked_select: masked_select,
+        Tensor.masked_select: masked_select,
         torch.where: where,
-        torch.repeat_interleave: repeat,
-        Tensor.repeat_interleave: repeat,
+        torch.repeat_interleave: repeat_interleave,
+        Tensor.repeat_interleave: repeat_interleave,
     }
 
 
-class _OnHost:
-    """Runs a small function on the host and brings its result back."""
+class _CpuFallback:
+    """Runs a function on the CPU and copies its result back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,48 +70,51 @@ class _OnHost:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args[0].device.type != self.device.type:
             return func(*args, **kwargs)
-        result = func(*(_read(value) for value in args), **{name: _read(value) for name, value in kwargs.items()})
+        result = func(*(_to_cpu(value) for value in args), **{name: _to_cpu(value) for name, value in kwargs.items()})
         if isinstance(result, tuple):
-            return type(result)([part.to(args[0].device) for part in result])
+            return type(result)([tensor.to(args[0].device) for tensor in result])
         return result.to(args[0].device)
 
 
-def _read(value: Any) -> Any:
+def _to_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _settle_masks(where: Any) -> Any:
-    """An index in which every mask has become the places where it is true."""
-    entries = where if isinstance(where, tuple) else (where,)
+def _replace_masks(index: Any) -> Any:
+    """Replace the masks in an index by integer indices."""
+    entries = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in entries):
-        return where
-    settled: list[Any] = []
+        return index
+    replaced: list[Any] = []
     for entry in entries:
         if isinstance(entry, Tensor) and entry.dtype is torch.bool and not entry.dim():
-            settled.append(bool(entry))
+            replaced.append(bool(entry))
         elif isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
-            settled += [place.to(entry.device) for place in entry.cpu().nonzero(as_tuple=True)]
+            # A mask over n dimensions becomes n indices.
+            replaced += [indices.to(entry.device) for indices in entry.cpu().nonzero(as_tuple=True)]
         else:
-            settled.append(entry)
-    return tuple(settled)
+            replaced.append(entry)
+    return tuple(replaced)
 
 
-def _index_host(func: Any, tensor: Tensor, where: Any, kind: str) -> Any:
-    """A tensor of the host by an index of the device: the tensor goes there, so that nothing is read back."""
-    entries = where if isinstance(where, tuple) else (where,)
-    there = next((entry.device for entry in entries if isinstance(entry, Tensor) and is_on(entry.device, kind)), None)
-    return func(tensor, where) if there is None else func(tensor.to(there), where)
+def _index_cpu_tensor(func: Any, tensor: Tensor, index: Any, device_type: str) -> Any:
+    """Index a CPU tensor; with a device index, move the tensor instead of reading the index back."""
+    entries = index if isinstance(index, tuple) else (index,)
+    device = next(
+        (entry.device for entry in entries if isinstance(entry, Tensor) and is_on(entry.device, device_type)), None
+    )
+    return func(tensor, index) if device is None else func(tensor.to(device), index)
 
 
-def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Any:
-    """`repeat_interleave` by a tensor of counts: the counts are read, the data is gathered where it is."""
+def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Any:
+    """Run `repeat_interleave` with a tensor of counts: read the counts on the CPU, gather the data on the device."""
     counts = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
-    if not isinstance(counts, Tensor) or counts.device.type != kind:
+    if not isinstance(counts, Tensor) or counts.device.type != device_type:
         return func(*args, **kwargs)
-    if len(args) == 1 and "repeats" not in kwargs:
+    if len(args) == 1 and "repeats" not in kwargs:  # `repeat_interleave(counts)` returns indices
         return func(counts.cpu(), **kwargs).to(counts.device)
     data, dim = args[0], args[2] if len(args) > 2 else kwargs.get("dim")
     if dim is None:
         data, dim = data.flatten(), 0
-    places = torch.arange(data.shape[dim]).repeat_interleave(counts.cpu())
-    return data.index_select(dim, places.to(data.device))
+    indices = torch.arange(data.shape[dim]).repeat_interleave(counts.cpu())
+    return data.index_select(dim, indices.to(data.device))

@@ -1,8 +1,8 @@
-"""Torch's own function seam: what a plan puts right where a pipeline, or a model in it, calls torch.
+"""Torch function modes that apply the workarounds of a plan while a pipeline runs.
 
-Two `TorchFunctionMode`s, entered while a call runs. One looks after the glue of every pipeline: noise, and tensors of
-the host that meet the device. The other is for inside the models, and only where the plan names a repair that they
-need: elsewhere a model runs as it always did.
+Two `TorchFunctionMode`s are entered during a call. `PipelineFunctionMode` is active in the pipeline's own code: it
+draws noise on the CPU and moves CPU tensors that are used together with device tensors. `ModelFunctionMode` replaces it
+inside a model, and only if the plan names a workaround that models need. Otherwise a model runs without a mode.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from anyaccel.upstream.torch_internals import pop_function_mode, push_function_m
 __all__ = [
     "ModelFunctionMode",
     "PipelineFunctionMode",
-    "enter_model",
-    "keeping_function_modes",
-    "leave_model",
+    "enter_model_mode",
+    "exit_model_mode",
     "make_host_transfer",
     "make_model_function_mode",
     "make_pipeline_function_mode",
+    "preserve_function_modes",
 ]
 
+# Runs instead of a torch function: gets the function and its arguments.
 Handler: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_FREE = {
+# Functions that accept CPU and device tensors together, or take only one tensor.
+_MIXED_DEVICE_FUNCTIONS = {
     torch.Tensor.copy_,
     torch.Tensor.set_,
     torch.Tensor.cpu,
@@ -56,40 +58,40 @@ _FREE = {
     torch.is_tensor,
     torch.is_floating_point,
 }
-"""Functions that may take tensors of the host beside those of the device, or take one alone."""
-_ATTRIBUTES = ("__get__", "__set__")
-"""Reading `tensor.shape`, writing `tensor.data`: what is written must be the tensor itself, wherever it lies."""
-_LONGEST_SCHEDULE = 4096
-_MOVES = (torch.Tensor.to, torch.Tensor.type_as)
-_PLACED_BY_ITSELF = {*_MOVES, torch.Tensor.cpu, torch.Tensor.__getitem__}
-"""Functions whose own repair brings the arguments together."""
+# `tensor.shape` and `tensor.data = other` reach a function mode too. A setter must get the tensor it was called with,
+# on any device: moving it would assign a copy.
+_ATTRIBUTE_ACCESS = ("__get__", "__set__")
+_MAX_SCHEDULE_STEPS = 4096
+_MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as)
+# Functions with handlers that move arguments themselves.
+_HANDLES_DEVICES = {*_MOVE_FUNCTIONS, torch.Tensor.cpu, torch.Tensor.__getitem__}
 
 
 class PipelineFunctionMode(TorchFunctionMode):
-    """Around the models: repairs, and tensors of the host that meet the device."""
+    """Mode for the pipeline's own code: applies handlers and moves CPU tensors to the device."""
 
-    def __init__(self, handlers: dict[Any, Handler], meeting: HostTransfer) -> None:
+    def __init__(self, handlers: dict[Any, Handler], host_transfer: HostTransfer) -> None:
         super().__init__()
         self.handlers = handlers
-        self.meeting = meeting
+        self.host_transfer = host_transfer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One call of torch's."""
+        """Run one torch function."""
         kwargs = kwargs or {}
         handler = self.handlers.get(func)
         if handler is not None:
-            if func not in _PLACED_BY_ITSELF:
-                args, kwargs = self.meeting.gather(args, kwargs)
+            if func not in _HANDLES_DEVICES:
+                args, kwargs = self.host_transfer.align_arguments(args, kwargs)
             return handler(func, args, kwargs)
-        if func in _FREE or getattr(func, "__name__", "") in _ATTRIBUTES:
+        if func in _MIXED_DEVICE_FUNCTIONS or getattr(func, "__name__", "") in _ATTRIBUTE_ACCESS:
             return func(*args, **kwargs)
-        return self.meeting.run(func, args, kwargs)
+        return self.host_transfer.run(func, args, kwargs)
 
 
 class ModelFunctionMode(TorchFunctionMode):
-    """Inside a model, where everything lies on the device: the repairs alone."""
+    """Mode for the inside of a model: applies handlers only, because all tensors are already on the device."""
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class ModelFunctionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """One call of torch's."""
+        """Run one torch function."""
         handler = self.handlers.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
@@ -106,57 +108,68 @@ class ModelFunctionMode(TorchFunctionMode):
 
 
 def make_host_transfer(plan: Plan, device: torch.device) -> HostTransfer:
-    """How tensors of the host go to the device by this plan."""
+    """Return the transfer of CPU tensors to a device under a plan."""
     replacements = {
-        getattr(torch, name): getattr(torch, instead) for name, instead in plan.replacements.value if instead != "pairs"
+        getattr(torch, name): getattr(torch, other) for name, other in plan.replacements.value if other != "pairs"
     }
-    repairs = plan.workarounds.value
+    workarounds = plan.workarounds.value
     return HostTransfer(
-        device, replacements, clone_numbers="clone_scalars" in repairs, pair_complex="complex_pairs" in repairs
+        device,
+        replacements,
+        clone_scalars="clone_scalars" in workarounds,
+        complex_as_pairs="complex_pairs" in workarounds,
     )
 
 
 def _make_handlers(
     plan: Plan, device: torch.device, replacements: dict[torch.dtype, torch.dtype]
 ) -> dict[Any, Handler]:
-    """The repairs that the plan names, by the function of torch's that they are for."""
-    repairs = set(plan.workarounds.value)
+    """Return the handlers for the workarounds of a plan, by torch function."""
+    workarounds = set(plan.workarounds.value)
     handlers: dict[Any, Handler] = {}
-    if "dynamic_shapes" in repairs:
+    # The order matters: dtypes and complex_pairs wrap the handlers that were added before them.
+    if "dynamic_shapes" in workarounds:
         handlers |= dynamic_shapes.make_handlers(device)
-    if "zero_empty" in repairs:
-        handlers |= uninitialized_memory.make_zero_handlers(device)
-    if "ignore_beta_zero" in repairs:
-        handlers |= uninitialized_memory.make_addend_handlers()
-    if "dtypes" in repairs:
+    if "zero_empty" in workarounds:
+        handlers |= uninitialized_memory.make_zero_empty_handlers(device)
+    if "ignore_beta_zero" in workarounds:
+        handlers |= uninitialized_memory.make_beta_zero_handlers()
+    if "dtypes" in workarounds:
         handlers = dtypes.make_handlers(device, replacements, handlers)
-    if "complex_pairs" in repairs:
+    if "complex_pairs" in workarounds:
         handlers = complex_pairs.make_handlers(device, handlers)
-    if "attention" in repairs:
+    if "attention" in workarounds:
         handlers |= sliced_attention.make_handlers(plan.attention.value)
     return handlers
 
 
 def make_pipeline_function_mode(
-    plan: Plan, device: torch.device, numbers: CpuTensors | None = None, ferry: OverlappedCopy | None = None
+    plan: Plan,
+    device: torch.device,
+    cpu_tensors: CpuTensors | None = None,
+    overlapped_copy: OverlappedCopy | None = None,
 ) -> PipelineFunctionMode:
-    """The seam around the models, for one call; with a ferry where it is not the only one on the device."""
-    meeting = make_host_transfer(plan, device)
-    meeting.numbers = numbers
-    if ferry is not None:
-        meeting.carry = ferry.send
-    handlers = _make_handlers(plan, device, meeting.replacements)
-    handlers |= noise.make_handlers(device, meeting.replacements, meeting.carry)
-    if ferry is not None:
-        handlers |= ferry.make_handlers(handlers)
-    if numbers is not None:
-        handlers |= {func: _let_numbers_stay(meeting, handlers.get(func)) for func in _MOVES}
-        handlers |= {func: _know_schedules(numbers, handlers.get(func)) for func in (torch.linspace, torch.logspace)}
-    return PipelineFunctionMode(handlers, meeting)
+    """Return the mode for one call; `overlapped_copy` is set if other calls share the device."""
+    host_transfer = make_host_transfer(plan, device)
+    host_transfer.cpu_tensors = cpu_tensors
+    if overlapped_copy is not None:
+        host_transfer.copy = overlapped_copy.to_device
+    handlers = _make_handlers(plan, device, host_transfer.replacements)
+    # After the dtype handlers, which these replace: noise is drawn in float32 and cast before the copy.
+    handlers |= noise.make_handlers(device, host_transfer.replacements, host_transfer.copy)
+    if overlapped_copy is not None:
+        handlers |= overlapped_copy.make_handlers(handlers)
+    if cpu_tensors is not None:
+        # Outermost: scheduler tensors must be recognized before another handler copies them.
+        handlers |= {func: _keep_schedule_on_cpu(host_transfer, handlers.get(func)) for func in _MOVE_FUNCTIONS}
+        handlers |= {
+            func: _track_schedules(cpu_tensors, handlers.get(func)) for func in (torch.linspace, torch.logspace)
+        }
+    return PipelineFunctionMode(handlers, host_transfer)
 
 
 def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionMode | None:
-    """The seam inside the models, for as long as the plan holds; None where no repair is needed there."""
+    """Return the mode for the inside of models; None if the plan has no workarounds."""
     if not plan.workarounds.value:
         return None
     replacements = make_host_transfer(plan, device).replacements
@@ -166,48 +179,55 @@ def make_model_function_mode(plan: Plan, device: torch.device) -> ModelFunctionM
     return ModelFunctionMode(handlers)
 
 
-def _let_numbers_stay(meeting: HostTransfer, behind: Handler | None) -> Handler:
-    """`tensor.to(device)` leaves the schedulers' numbers on the host; everything else goes on as it would have."""
+def _keep_schedule_on_cpu(host_transfer: HostTransfer, inner: Handler | None) -> Handler:
+    """Return a handler of `tensor.to(device)` that leaves scheduler tensors on the CPU."""
 
     def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        target, dtype = dtypes.read_target(args[0], args[1:], kwargs)
-        if meeting.stays(args[0], target):
-            return meeting.run(torch.Tensor.to, (args[0], dtype), {})
-        if behind is not None:
-            return behind(func, args, kwargs)
-        return meeting.run(func, args, kwargs) if is_host(target) else func(*args, **kwargs)
+        target, dtype = dtypes.parse_to_arguments(args[0], args[1:], kwargs)
+        if host_transfer.stays_on_cpu(args[0], target):
+            return host_transfer.run(torch.Tensor.to, (args[0], dtype), {})
+        if inner is not None:
+            return inner(func, args, kwargs)
+        return host_transfer.run(func, args, kwargs) if is_host(target) else func(*args, **kwargs)
 
     return move
 
 
-def _know_schedules(numbers: CpuTensors, behind: Handler | None) -> Handler:
-    """A line of numbers that a pipeline draws on the host is a schedule, as those of its scheduler are."""
+def _track_schedules(cpu_tensors: CpuTensors, inner: Handler | None) -> Handler:
+    """Return a handler of `linspace` and `logspace` that tracks CPU results as scheduler tensors.
 
-    def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = func(*args, **kwargs) if behind is None else behind(func, args, kwargs)
-        if is_host(made.device) and made.numel() <= _LONGEST_SCHEDULE:
-            numbers.add(made)
-        return made
+    Some pipelines compute their sigmas themselves and index into them at every step.
+    """
 
-    return draw
+    def make_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs) if inner is None else inner(func, args, kwargs)
+        if is_host(result.device) and result.numel() <= _MAX_SCHEDULE_STEPS:
+            cpu_tensors.add(result)
+        return result
+
+    return make_range
 
 
-def enter_model(seam: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:
-    """Step out of the seams around the models and into the one inside; gives what `leave_model` needs."""
+def enter_model_mode(mode: ModelFunctionMode | None) -> tuple[list[PipelineFunctionMode], ModelFunctionMode | None]:
+    """Pop the pipeline modes of this thread and push the model's; return the arguments of `exit_model_mode`."""
     stack = read_function_modes()
-    around: list[PipelineFunctionMode] = []
+    pipeline_modes: list[PipelineFunctionMode] = []
     while stack and isinstance(stack[-1], PipelineFunctionMode):
-        around.append(pop_function_mode())
+        pipeline_modes.append(pop_function_mode())
         stack.pop()
-    inside = seam if around or not stack else None
-    if inside is not None:
-        push_function_mode(inside)
-    return around, inside
+    # A model inside another model, or below a user's own mode, keeps the stack it is called with.
+    model_mode = mode if pipeline_modes or not stack else None
+    if model_mode is not None:
+        push_function_mode(model_mode)
+    return pipeline_modes, model_mode
 
 
 @contextmanager
-def keeping_function_modes() -> Iterator[None]:
-    """Put the modes back that were there before: Ctrl-C may come in the middle of entering or leaving a model."""
+def preserve_function_modes() -> Iterator[None]:
+    """Restore the stack of function modes after the block.
+
+    Ctrl-C can arrive between the push and the pop of a mode, which would leave it active for good.
+    """
     before = read_function_modes()
     try:
         yield
@@ -220,9 +240,9 @@ def keeping_function_modes() -> Iterator[None]:
                 push_function_mode(mode)
 
 
-def leave_model(around: list[PipelineFunctionMode], inside: ModelFunctionMode | None) -> None:
-    """Step back behind the model."""
-    if inside is not None:
+def exit_model_mode(pipeline_modes: list[PipelineFunctionMode], model_mode: ModelFunctionMode | None) -> None:
+    """Undo `enter_model_mode`."""
+    if model_mode is not None:
         pop_function_mode()
-    for seam in reversed(around):
-        push_function_mode(seam)
+    for mode in reversed(pipeline_modes):
+        push_function_mode(mode)

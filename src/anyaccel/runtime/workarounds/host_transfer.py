@@ -1,4 +1,4 @@
-"""Tensors of the host that meet the device's: they are taken there, which waits for nothing."""
+"""Automatic copies of CPU tensors that are used together with tensors on the device."""
 
 from __future__ import annotations
 
@@ -11,101 +11,106 @@ from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.workarounds.complex_pairs import make_complex_pair
 from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
 
-__all__ = ["Carry", "HostTransfer", "send"]
+__all__ = ["CopyFunction", "HostTransfer", "copy_or_fill"]
 
-Carry = Callable[[torch.Tensor, torch.device], torch.Tensor]
-_FEW = 64
+CopyFunction = Callable[[torch.Tensor, torch.device], torch.Tensor]
+# Larger tensors are copied without checking whether all elements are equal.
+_MAX_FILL_ELEMENTS = 64
 
 
 class HostTransfer:
-    """Brings the arguments of one call to one place."""
+    """Moves the tensor arguments of a torch function to one device."""
 
     def __init__(
         self,
         device: torch.device,
         replacements: dict[torch.dtype, torch.dtype],
         *,
-        clone_numbers: bool = False,
-        pair_complex: bool = False,
+        clone_scalars: bool = False,
+        complex_as_pairs: bool = False,
     ) -> None:
         self.device = device
-        self.kind = device.type
+        self.device_type = device.type
         self.replacements = replacements
-        self.clone_numbers = clone_numbers
-        self.pair_complex = pair_complex
-        self.on_host = is_host(device)
-        self.numbers: CpuTensors | None = None
-        """The schedulers' numbers, where they stay on the host."""
-        self.carry: Carry = torch.Tensor.to
-        """How a tensor goes there."""
+        self.clone_scalars = clone_scalars
+        self.complex_as_pairs = complex_as_pairs
+        self.targets_cpu = is_host(device)
+        self.cpu_tensors: CpuTensors | None = None
+        """Tensors of the schedulers, where the plan keeps those on the CPU."""
+        self.copy: CopyFunction = torch.Tensor.to
+        """Copies a CPU tensor to the device."""
 
-    def gather(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with the host's tensors moved if the device's are among them."""
-        if self.on_host or self._find_places(args, kwargs) != (True, True):
+    def align_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with CPU tensors moved if there are device tensors among them."""
+        if self.targets_cpu or self._find_devices(args, kwargs) != (True, True):
             return args, kwargs
-        return self._bring_all(args, kwargs)
+        return self._move_arguments(args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function with its arguments in one place; what is made of the schedulers' numbers is one of them."""
-        here, there = (False, False) if self.on_host else self._find_places(args, kwargs)
-        if not here:  # as nearly always: nothing is moved, and nothing is made of numbers
+        """Call a function with aligned arguments, and track CPU results computed from scheduler tensors."""
+        on_cpu, on_device = (False, False) if self.targets_cpu else self._find_devices(args, kwargs)
+        if not on_cpu:  # the common case: nothing to move and nothing to track
             return func(*args, **kwargs)
-        gathered, named = self._bring_all(args, kwargs) if there else (args, kwargs)
-        result = func(*gathered, **named)
+        aligned_args, aligned_kwargs = self._move_arguments(args, kwargs) if on_device else (args, kwargs)
+        result = func(*aligned_args, **aligned_kwargs)
         if (
-            self.numbers is not None
+            self.cpu_tensors is not None
             and isinstance(result, torch.Tensor)
             and is_host(result.device)
-            and any(isinstance(value, torch.Tensor) and self.numbers.owns(value) for value in args)
+            and any(isinstance(value, torch.Tensor) and self.cpu_tensors.owns(value) for value in args)
         ):
-            self.numbers.add(result)
+            self.cpu_tensors.add(result)
         return result
 
-    def stays(self, tensor: torch.Tensor, target: torch.device) -> bool:
-        """Whether a tensor that is asked to go to the device stays: the schedulers' numbers go when they are needed."""
-        return self.numbers is not None and target.type == self.kind and self.numbers.owns(tensor)
+    def stays_on_cpu(self, tensor: torch.Tensor, target: torch.device) -> bool:
+        """Return whether to skip `tensor.to(target)`: scheduler tensors move only when they are used on the device."""
+        return self.cpu_tensors is not None and target.type == self.device_type and self.cpu_tensors.owns(tensor)
 
-    def _find_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
-        """Whether tensors of the host are among the arguments, and of the device, in lists too."""
-        here = there = False
+    def _find_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+        """Return whether the arguments contain CPU tensors and device tensors, one level into lists and tuples."""
+        on_cpu = on_device = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    if is_on(tensor.device, self.kind):
-                        there = True
+                    if is_on(tensor.device, self.device_type):
+                        on_device = True
                     elif is_host(tensor.device):
-                        here = True
-        return here, there
+                        on_cpu = True
+        return on_cpu, on_device
 
-    def _bring_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(self._bring(value) for value in args), {name: self._bring(value) for name, value in kwargs.items()}
+    def _move_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(self._move(value) for value in args), {name: self._move(value) for name, value in kwargs.items()}
 
-    def _bring(self, value: Any) -> Any:
+    def _move(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.bring(value) if is_host(value.device) else value
+            return self.to_device(value) if is_host(value.device) else value
         if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)([self._bring(item) for item in value])
+            return type(value)([self._move(item) for item in value])
         return value
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host on the device; a single number stays, in a type and a place that the device takes."""
-        if self.pair_complex and tensor.is_complex():
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Move a CPU tensor to the device in a supported dtype; a 0-dim tensor stays on the CPU."""
+        if self.complex_as_pairs and tensor.is_complex():
             return make_complex_pair(tensor, self.device)
-        instead = self.replacements.get(tensor.dtype)
-        if instead is not None:
-            tensor = tensor.to(instead)
+        replacement = self.replacements.get(tensor.dtype)
+        if replacement is not None:
+            tensor = tensor.to(replacement)
         if tensor.dim() == 0:
-            return tensor.clone() if self.clone_numbers and tensor.storage_offset() else tensor
-        return send(tensor, self.device, self.carry)
+            # torch accepts 0-dim CPU tensors next to device tensors, but MPS reads the wrong element of a view such
+            # as sigmas[3]: https://github.com/pytorch/pytorch/issues/187117 (torch 2.12 and 2.13).
+            return tensor.clone() if self.clone_scalars and tensor.storage_offset() else tensor
+        return copy_or_fill(tensor, self.device, self.copy)
 
 
-def send(tensor: torch.Tensor, device: torch.device, carry: Carry = torch.Tensor.to) -> torch.Tensor:
-    """A tensor of the host on the device; one that holds a single value is filled there, which waits for nothing.
+def copy_or_fill(tensor: torch.Tensor, device: torch.device, copy: CopyFunction = torch.Tensor.to) -> torch.Tensor:
+    """Copy a CPU tensor to the device; fill a small tensor of equal elements there instead.
 
-    A copy from the host's ordinary memory drains the device's queue first. A timestep of a batch is one value.
+    The timestep of a batch is the typical case.
     """
-    if 0 < tensor.numel() <= _FEW and not tensor.is_complex():
+    # A copy from pageable memory waits for the work in the stream, a fill does not:
+    # https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html
+    if 0 < tensor.numel() <= _MAX_FILL_ELEMENTS and not tensor.is_complex():
         first = tensor.flatten()[0]
         if tensor.numel() == 1 or not any(tensor.stride()) or bool((tensor == first).all()):
             return torch.full(tensor.shape, first.item(), dtype=tensor.dtype, device=device)
-    return carry(tensor, device)
+    return copy(tensor, device)

@@ -1,11 +1,11 @@
-"""Temporary overrides of a scheduler's methods: the only way that `scheduler.step` and its neighbours are replaced.
+"""Temporary overrides of a scheduler's methods. All replacements of `scheduler.step` and similar methods are made here.
 
-The class of a scheduler stays as it is, because pipelines compare it. An override is a callable in the scheduler's
-`__dict__` that runs a list of wrappers around the original method and has its signature, which pipelines read for
-`generator` and `eta`.
+An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the original method. It has
+the signature of the method, because pipelines inspect it for `generator` and `eta`. The scheduler's class does not
+change, because pipelines compare it.
 
-Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so a shallow copy that is made during a call
-steps the original. diffusers' pipelines make deep copies.
+Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so a shallow copy made during a call steps
+the original. The pipelines of diffusers make deep copies.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 __all__ = ["MethodOverride", "MethodWrapper", "override_method"]
 
+# Runs instead of a method: gets the scheduler, the next callable, and the arguments.
 MethodWrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Runs instead of a method: gets the scheduler, the next callable to run, and the arguments."""
 
 
 @contextmanager
 def override_method(
     scheduler: Any, name: str, wrapper: MethodWrapper, *, in_deep_copies: bool = False
 ) -> Iterator[None]:
-    """Run a wrapper around one method of a scheduler during the block; the last one added is the outermost.
+    """Run a wrapper around one method of a scheduler during the block; the last wrapper added is the outermost.
 
-    A deep copy that is made meanwhile has the original method, or also the wrapper if `in_deep_copies` is set.
+    Deep copies made during the block have the original method, or the wrapper too if `in_deep_copies` is set.
     """
     override = vars(scheduler).get(name)
     if not isinstance(override, MethodOverride):
@@ -40,22 +40,24 @@ def override_method(
         yield
     finally:
         override.wrappers.remove(entry)
-        # Somebody may have replaced the method during the block: then theirs stays.
+        # A callback may have replaced the method during the block; do not undo that.
         if not override.wrappers and vars(scheduler).get(name) is override:
             del vars(scheduler)[name]
-            if override.own is not None:
-                vars(scheduler)[name] = override.own
+            if override.instance_method is not None:
+                vars(scheduler)[name] = override.instance_method
 
 
 class MethodOverride:
-    """A method of one scheduler with wrappers around it; without wrappers it is the original method."""
+    """A method of one scheduler with wrappers around it; without wrappers it runs the original method."""
 
-    def __init__(self, scheduler: Any, name: str, own: Any) -> None:
+    def __init__(self, scheduler: Any, name: str, instance_method: Any) -> None:
+        # Weak: the scheduler holds this object, and a cycle would delay releasing it until a garbage collection.
         self._scheduler, self.name = weakref.ref(scheduler), name
-        self.own = own
-        """The callable that a user put on this scheduler; None if the method is its class's."""
+        self.instance_method = instance_method
+        """The callable that a user set on this scheduler; None if the method is defined by the class."""
         self.wrappers: list[tuple[MethodWrapper, bool]] = []
-        self.__name__, self.__doc__ = name, getattr(own or getattr(type(scheduler), name, None), "__doc__", None)
+        method = instance_method or getattr(type(scheduler), name, None)
+        self.__name__, self.__doc__ = name, getattr(method, "__doc__", None)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -72,12 +74,13 @@ class MethodOverride:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         original = self._get_scheduler()
         scheduler = memo.get(id(original), original)
-        override = MethodOverride(scheduler, self.name, copy.deepcopy(self.own, memo))
+        override = MethodOverride(scheduler, self.name, copy.deepcopy(self.instance_method, memo))
         override.wrappers = [entry for entry in self.wrappers if entry[1]]
         return override if override.wrappers else override._find_original(scheduler)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_original, (self._get_scheduler(), self.name, self.own)
+        # A pickle contains the original method and loads without the wrappers.
+        return _load_original, (self._get_scheduler(), self.name, self.instance_method)
 
     def _get_scheduler(self) -> Any:
         scheduler = self._scheduler()
@@ -86,19 +89,22 @@ class MethodOverride:
         return scheduler
 
     def _find_original(self, scheduler: Any) -> Any:
-        """Return the method as it is without overrides; a class that is patched later has its patch run."""
-        return self.own if self.own is not None else _load_original(scheduler, self.name, None)
+        """Return the method without overrides, looked up at call time to respect later patches of the class."""
+        if self.instance_method is not None:
+            return self.instance_method
+        return _load_original(scheduler, self.name, None)
 
 
 def _bind(wrapper: MethodWrapper, scheduler: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: wrapper(scheduler, run, args, kwargs)
 
 
-def _load_original(scheduler: Any, name: str, own: Any) -> Any:
-    """Return the method of a scheduler that is put on it, or of its class."""
-    if own is not None:
-        return own
-    for kind in type(scheduler).__mro__:
-        if name in vars(kind):
-            return vars(kind)[name].__get__(scheduler, type(scheduler))
+def _load_original(scheduler: Any, name: str, instance_method: Any) -> Any:
+    """Return the instance's own method, or the method of the class bound to the instance."""
+    if instance_method is not None:
+        return instance_method
+    # Not `getattr`: that would find the override in the instance's `__dict__`.
+    for base in type(scheduler).__mro__:
+        if name in vars(base):
+            return vars(base)[name].__get__(scheduler, type(scheduler))
     return type(scheduler).__getattr__(scheduler, name)  # a scheduler that delegates to another one

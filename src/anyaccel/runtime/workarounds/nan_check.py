@@ -1,4 +1,4 @@
-"""The watch: a picture that is not finite is found, traced to its module and step, and tried again in float32."""
+"""Check for NaN and Inf in model outputs, and search for the module that produced them first."""
 
 from __future__ import annotations
 
@@ -10,107 +10,114 @@ from typing import Any
 
 import torch
 
-from anyaccel.tracing.meta_module import WATCHED_BYTES, first_floating
+from anyaccel.tracing.meta_module import MAX_KEPT_OUTPUT_BYTES, first_floating
 
 __all__ = [
-    "Mark",
-    "Outputs",
+    "OutputCheck",
+    "RecordEvent",
+    "checking_outputs",
     "find_first_non_finite",
     "find_non_finite",
-    "note_output",
+    "record_output",
     "warn_safety_checker",
-    "watching",
 ]
 
-Mark = Callable[[], Callable[[], None]]
-_NOW = threading.local()
+# Records an event after the last enqueued work; returns a function that waits for it.
+RecordEvent = Callable[[], Callable[[], None]]
+_ACTIVE = threading.local()  # concurrent calls share models, so outputs are recorded per thread
 _LOG = logging.getLogger("anyaccel")
 
 
-class Outputs:
-    """What each model gave last: references, which nobody reads before the end; of something large, its sum."""
+class OutputCheck:
+    """The last output of each model, or its sum if the output is large. Nothing is read before the call has ended."""
 
-    def __init__(self, mark: Mark | None = None) -> None:
-        self.last: dict[str, torch.Tensor] = {}
-        self.passes: dict[str, int] = {}
-        self.mark = mark
-        self.done: Callable[[], None] = lambda: None
-        """Waits until the device has made them, where a mark was given."""
+    def __init__(self, record_event: RecordEvent | None = None) -> None:
+        self.last_outputs: dict[str, torch.Tensor] = {}
+        self.forward_counts: dict[str, int] = {}
+        self.record_event = record_event
+        self.wait: Callable[[], None] = lambda: None
+        """Waits for the last recorded output, if events are recorded."""
 
 
 @contextmanager
-def watching(mark: Mark | None = None) -> Iterator[Outputs]:
-    """Note what the models give while the block runs; `mark` notes how far the device was asked."""
-    before = getattr(_NOW, "outputs", None)
-    _NOW.outputs = outputs = Outputs(mark)
+def checking_outputs(record_event: RecordEvent | None = None) -> Iterator[OutputCheck]:
+    """Record the outputs of all models that this thread runs during the block."""
+    before = getattr(_ACTIVE, "check", None)
+    _ACTIVE.check = check = OutputCheck(record_event)
     try:
-        yield outputs
+        yield check
     finally:
-        _NOW.outputs = before
+        _ACTIVE.check = before
 
 
-def note_output(name: str, output: Any) -> None:
-    """A model gave something."""
-    outputs = getattr(_NOW, "outputs", None)
+def record_output(name: str, output: Any) -> None:
+    """Record the output of a model for the active check."""
+    check = getattr(_ACTIVE, "check", None)
     tensor = first_floating(output)
-    if outputs is not None and tensor is not None:
-        large = tensor.numel() * tensor.element_size() > WATCHED_BYTES
-        outputs.last[name] = tensor.sum(dtype=torch.float32) if large else tensor
-        outputs.passes[name] = outputs.passes.get(name, 0) + 1
-        if outputs.mark is not None:
-            outputs.done = outputs.mark()
+    if check is not None and tensor is not None:
+        # The sum of a large output is NaN or Inf if an element is, and does not hold the memory of the output.
+        is_large = tensor.numel() * tensor.element_size() > MAX_KEPT_OUTPUT_BYTES
+        check.last_outputs[name] = tensor.sum(dtype=torch.float32) if is_large else tensor
+        check.forward_counts[name] = check.forward_counts.get(name, 0) + 1
+        if check.record_event is not None:
+            check.wait = check.record_event()
 
 
-def find_non_finite(outputs: Outputs) -> list[str]:
-    """The models whose last output is not finite, in the order in which they ran; reads from the device once."""
-    if not outputs.last:
+def find_non_finite(check: OutputCheck) -> list[str]:
+    """Return the models with NaN or Inf in their last output, in the order they first ran."""
+    if not check.last_outputs:
         return []
-    flags = [torch.isfinite(tensor).all() for tensor in outputs.last.values()]
-    verdicts = torch.stack(flags).tolist() if len({flag.device for flag in flags}) == 1 else [bool(f) for f in flags]
-    return [name for name, finite in zip(outputs.last, verdicts, strict=True) if not finite]
+    flags = [torch.isfinite(tensor).all() for tensor in check.last_outputs.values()]
+    # One stacked read: each separate read would be another synchronization.
+    is_finite = torch.stack(flags).tolist() if len({flag.device for flag in flags}) == 1 else [bool(f) for f in flags]
+    return [name for name, finite in zip(check.last_outputs, is_finite, strict=True) if not finite]
 
 
 @contextmanager
 def find_first_non_finite(components: dict[str, Any]) -> Iterator[list[tuple[str, int]]]:
-    """Look at every module's output while the block runs; gives the first that is not finite, and at which pass.
+    """Check the output of every module during the block; yield a list that receives the first failure.
 
-    It reads from the device at every module, and is for the replay of a run that failed.
+    The failure is the path of the module and the number of the model's forward pass. Every module synchronizes with the
+    device, so use this only to replay a failed run.
     """
-    found: list[tuple[str, int]] = []
-    passes: dict[str, int] = {}
+    failures: list[tuple[str, int]] = []
+    forward_counts: dict[str, int] = {}
     handles = []
 
-    def look(path: str, whole: str) -> Any:
+    def make_check_hook(path: str, model: str) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
             tensor = first_floating(output)
-            if not found and tensor is not None and not bool(torch.isfinite(tensor).all()):
-                found.append((path, passes.get(whole, 1)))
+            if not failures and tensor is not None and not bool(torch.isfinite(tensor).all()):
+                failures.append((path, forward_counts.get(model, 1)))
 
         return hook
 
-    def count(whole: str) -> Any:
+    def make_count_hook(model: str) -> Any:
         def hook(module: torch.nn.Module, args: Any) -> None:
-            passes[whole] = passes.get(whole, 0) + 1
+            forward_counts[model] = forward_counts.get(model, 0) + 1
 
         return hook
 
+    # A module's hook runs after those of its children, so the innermost failing module is recorded first.
     for name, component in components.items():
         if isinstance(component, torch.nn.Module):
-            handles.append(component.register_forward_pre_hook(count(name)))
+            handles.append(component.register_forward_pre_hook(make_count_hook(name)))
             for path, module in component.named_modules():
-                handles.append(module.register_forward_hook(look(f"{name}.{path}".rstrip("."), name)))
+                handles.append(module.register_forward_hook(make_check_hook(f"{name}.{path}".rstrip("."), name)))
     try:
-        yield found
+        yield failures
     finally:
         for handle in handles:
             handle.remove()
 
 
 def warn_safety_checker(result: Any) -> None:
-    """Say that a picture is black since a safety checker made it so, and not since something broke."""
+    """Warn that the safety checker replaced images, because a black image otherwise looks like NaN in the output."""
     flags = getattr(result, "nsfw_content_detected", None)
     if isinstance(flags, list) and any(flags):
         vars(result)["blackened"] = [bool(flag) for flag in flags]
         _LOG.warning(
-            "the safety checker blackened %d of %d pictures: nothing is wrong with the device", sum(flags), len(flags)
+            "the safety checker replaced %d of %d images with black ones; this is not a device error",
+            sum(flags),
+            len(flags),
         )

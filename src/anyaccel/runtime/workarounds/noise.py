@@ -1,8 +1,7 @@
-"""Noise: drawn on the host, so that it does not depend on the device.
+"""Noise that is drawn on the CPU, which makes it the same on every device.
 
-What comes from a seed, or from the generator of the host where stock diffusers would use the device's, is drawn in
-float32 and cast. A generator that the caller gives draws in the dtype that the pipeline names, as in stock diffusers:
-torch before 2.13 draws other numbers in half precision than it rounds float32 to.
+Draws from a seed, and draws without a generator, are made in float32 and cast. A generator that the caller passes draws
+in the dtype that the pipeline requests, as in diffusers.
 """
 
 from __future__ import annotations
@@ -15,11 +14,19 @@ from typing import Any
 import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
-from anyaccel.runtime.workarounds.host_transfer import Carry
+from anyaccel.runtime.workarounds.host_transfer import CopyFunction
 
-__all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "drawing_from", "make_generators", "make_handlers"]
+__all__ = ["BatchSliceNoise", "NoiseSource", "PerImageNoise", "make_generators", "make_handlers", "use_noise_source"]
+
+# Why not on the device: Neuron has no generator (https://github.com/huggingface/diffusers/pull/13289), `torch.randn` is
+# "broken on HPU" (https://github.com/huggingface/optimum-habana, scheduling_euler_ancestral_discrete.py), and every
+# device draws other values than the CPU for the same seed.
+# Why float32: torch before 2.13 draws other values in half precision than in float32
+# (https://github.com/huggingface/diffusers/issues/11056), and the tails of bfloat16 draws are cut off
+# (https://github.com/pytorch/pytorch/issues/166853).
 
 Tensor = torch.Tensor
+# Draws a CPU tensor of a shape from a generator.
 Draw = Callable[[tuple[int, ...], torch.Generator | None], Tensor]
 _IN_PLACE = (
     Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_, Tensor.cauchy_,
@@ -28,189 +35,203 @@ _IN_PLACE = (
 _FROM_VALUES = (torch.multinomial, Tensor.multinomial, torch.bernoulli, Tensor.bernoulli, torch.normal, torch.poisson)
 _BY_SHAPE = (torch.randn, torch.rand)
 _LIKE = {torch.randn_like: torch.randn, torch.rand_like: torch.rand}
-_NARROW = (torch.float16, torch.bfloat16)
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class NoiseSource:
-    """Where a draw that names no generator comes from: torch's own of the host, as `torch.manual_seed` left it."""
+    """Draws from the generator of the pipeline, or from torch's default CPU generator."""
 
-    def draw(self, draw: Draw, shape: tuple[int, ...], given: torch.Generator | None) -> Tensor:
-        """Draw a shape, from the generator that the pipeline named if it did."""
-        return draw(shape, given)
+    def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Draw a tensor of a shape."""
+        return draw(shape, generator)
 
     def owns(self, generator: torch.Generator) -> bool:
-        """Return whether a generator was made here from a seed, and not given by the caller."""
+        """Return whether a generator was created here from a seed instead of passed by the caller."""
         return False
 
 
 class PerImageNoise(NoiseSource):
-    """One generator an image: what has a row an image is drawn row by row."""
+    """Draws the rows of each image from the image's own generator."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self.generators = list(generators)
 
     def owns(self, generator: torch.Generator) -> bool:
-        """Return whether a generator is that of an image."""
+        """Return whether a generator belongs to one of the images."""
         return any(generator is own for own in self.generators)
 
-    def draw(self, draw: Draw, shape: tuple[int, ...], given: torch.Generator | None) -> Tensor:
-        """Draw from the named generator, else each image's row from its own."""
+    def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Draw from the given generator, or the rows of each image from its own."""
         count = len(self.generators)
-        if given is not None or count == 1 or not shape or shape[0] % count:
-            return draw(shape, given or self.generators[0])
+        # A tensor that cannot be divided among the images is drawn by the first one's generator.
+        if generator is not None or count == 1 or not shape or shape[0] % count:
+            return draw(shape, generator or self.generators[0])
         rows = shape[0] // count
-        return torch.cat([draw((rows, *shape[1:]), generator) for generator in self.generators])
+        return torch.cat([draw((rows, *shape[1:]), own) for own in self.generators])
 
 
 class BatchSliceNoise(NoiseSource):
-    """One generator for a whole batch, of which this call makes some images: all is drawn, their rows are kept."""
+    """Draws noise for a whole batch from one generator and returns the rows of the images in this call.
+
+    A split batch gets the same noise as an unsplit one.
+    """
 
     def __init__(self, generator: torch.Generator, batch: int, first: int, images: int = 1) -> None:
         self.generator, self.batch, self.first, self.images = generator, batch, first, images
 
-    def draw(self, draw: Draw, shape: tuple[int, ...], given: torch.Generator | None) -> Tensor:
-        """The rows that these images would have had in the whole batch."""
+    def draw(self, draw: Draw, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Draw the rows that the images of this call have in the whole batch."""
         if not shape or shape[0] % self.images:
-            return draw(shape, given or self.generator)
+            return draw(shape, generator or self.generator)
         rows = shape[0] // self.images
-        whole = draw((rows * self.batch, *shape[1:]), given or self.generator)
-        return whole[self.first * rows : (self.first + self.images) * rows].clone()
+        batch = draw((rows * self.batch, *shape[1:]), generator or self.generator)
+        return batch[self.first * rows : (self.first + self.images) * rows].clone()
 
 
-_NOW = threading.local()
-_TORCHS_OWN = NoiseSource()
+_ACTIVE = threading.local()
+_DEFAULT_SOURCE = NoiseSource()
 
 
 @contextmanager
-def drawing_from(source: NoiseSource) -> Iterator[None]:
-    """Draw from a source while the block runs."""
-    before = getattr(_NOW, "source", None)
-    _NOW.source = source
+def use_noise_source(source: NoiseSource) -> Iterator[None]:
+    """Draw the noise of this thread from a source during the block."""
+    before = getattr(_ACTIVE, "source", None)
+    _ACTIVE.source = source
     try:
         yield
     finally:
-        _NOW.source = before
+        _ACTIVE.source = before
 
 
 def _current_source() -> NoiseSource:
-    return getattr(_NOW, "source", None) or _TORCHS_OWN
+    return getattr(_ACTIVE, "source", None) or _DEFAULT_SOURCE
 
 
 def make_generators(seeds: Sequence[int]) -> list[torch.Generator]:
-    """A generator of the host for each image."""
+    """Return one CPU generator per seed."""
     return [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
 
 
 def make_handlers(
-    device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Carry = Tensor.to
+    device: torch.device, replacements: dict[torch.dtype, torch.dtype], copy: CopyFunction = Tensor.to
 ) -> dict[Any, Any]:
-    """Handlers for every function of torch's that draws; `send` takes what was drawn to where it is wanted."""
-    drawing = _Drawing(device, replacements, send)
+    """Return handlers for the random functions of torch; `copy` moves the drawn tensors to the device."""
+    drawing = _CpuDrawing(device, replacements, copy)
     handlers: dict[Any, Any] = dict.fromkeys(_BY_SHAPE, drawing.by_shape)
     handlers |= dict.fromkeys(_LIKE, drawing.like)
     handlers |= dict.fromkeys(_IN_PLACE, drawing.in_place)
     handlers |= dict.fromkeys(_FROM_VALUES, drawing.from_values)
-    handlers |= {torch.randint: drawing.whole, torch.randperm: drawing.whole, torch.randint_like: drawing.like_whole}
+    handlers |= {
+        torch.randint: drawing.integers,
+        torch.randperm: drawing.integers,
+        torch.randint_like: drawing.integers_like,
+    }
     return handlers
 
 
-class _Drawing:
-    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], send: Carry) -> None:
-        self.device, self.replacements, self.send = device, replacements, send
+class _CpuDrawing:
+    """Handlers that draw on the CPU and copy the result to the requested device."""
 
-    def _is_drawn_there(self, generator: Any, place: torch.device) -> bool:
-        """Whether the caller's own generator lives where the numbers are wanted, and so draws them itself."""
-        return generator is not None and not is_host(generator.device) and is_on(generator.device, place.type)
+    def __init__(self, device: torch.device, replacements: dict[torch.dtype, torch.dtype], copy: CopyFunction) -> None:
+        self.device, self.replacements, self.copy = device, replacements, copy
 
-    def _finish(self, drawn: Tensor, dtype: torch.dtype, place: torch.device, kwargs: dict[str, Any]) -> Tensor:
-        dtype = self.replacements.get(dtype, dtype) if place.type == self.device.type else dtype
-        finished = drawn.to(dtype)
-        finished = finished if is_host(place) else self.send(finished, place)
-        return finished.requires_grad_() if kwargs.get("requires_grad") else finished
+    def _is_device_generator(self, generator: Any, target: torch.device) -> bool:
+        """Return whether the caller passed a generator of the target device; torch then draws there itself."""
+        return generator is not None and not is_host(generator.device) and is_on(generator.device, target.type)
+
+    def _finish(self, drawn: Tensor, dtype: torch.dtype, target: torch.device, kwargs: dict[str, Any]) -> Tensor:
+        dtype = self.replacements.get(dtype, dtype) if target.type == self.device.type else dtype
+        result = drawn.to(dtype)
+        result = result if is_host(target) else self.copy(result, target)
+        return result.requires_grad_() if kwargs.get("requires_grad") else result
 
     def by_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.randn(shape, …)` and `torch.rand(shape, …)`."""
-        place = torch.device(kwargs.get("device") or torch.get_default_device())
-        given = kwargs.get("generator")
-        if "out" in kwargs or self._is_drawn_there(given, place):
+        """Run `torch.randn(shape, …)` or `torch.rand(shape, …)`."""
+        target = torch.device(kwargs.get("device") or torch.get_default_device())
+        generator = kwargs.get("generator")
+        if "out" in kwargs or self._is_device_generator(generator, target):
             return func(*args, **kwargs)
         sizes = kwargs.get("size", args[0] if args and isinstance(args[0], Sequence) else args)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        drawn = _current_source().draw(_draw_by(func, _choose_dtype(dtype, given)), tuple(sizes), given)
-        return self._finish(drawn, dtype, place, kwargs)
+        draw = _make_draw(func, _choose_draw_dtype(dtype, generator))
+        drawn = _current_source().draw(draw, tuple(sizes), generator)
+        return self._finish(drawn, dtype, target, kwargs)
 
     def like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.randn_like(tensor)`."""
-        model = args[0] if args else kwargs["input"]
-        place, given = torch.device(kwargs.get("device") or model.device), kwargs.get("generator")
-        if self._is_drawn_there(given, place):
+        """Run `torch.randn_like(tensor)` or `torch.rand_like(tensor)`."""
+        template = args[0] if args else kwargs["input"]
+        target, generator = torch.device(kwargs.get("device") or template.device), kwargs.get("generator")
+        if self._is_device_generator(generator, target):
             return func(*args, **kwargs)
-        dtype = kwargs.get("dtype") or model.dtype
-        drawn = _current_source().draw(_draw_by(_LIKE[func], _choose_dtype(dtype, given)), tuple(model.shape), given)
-        return self._finish(drawn, dtype, place, kwargs)
+        dtype = kwargs.get("dtype") or template.dtype
+        draw = _make_draw(_LIKE[func], _choose_draw_dtype(dtype, generator))
+        drawn = _current_source().draw(draw, tuple(template.shape), generator)
+        return self._finish(drawn, dtype, target, kwargs)
 
-    def whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.randint` and `torch.randperm`: drawn by the first image's generator."""
-        place = torch.device(kwargs.get("device") or torch.get_default_device())
-        given = kwargs.get("generator")
-        if self._is_drawn_there(given, place):
+    def integers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `torch.randint` or `torch.randperm`."""
+        target = torch.device(kwargs.get("device") or torch.get_default_device())
+        generator = kwargs.get("generator")
+        if self._is_device_generator(generator, target):
             return func(*args, **kwargs)
-        rest = {name: value for name, value in kwargs.items() if name not in ("device", "generator")}
+        options = {name: value for name, value in kwargs.items() if name not in ("device", "generator")}
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(*args, generator=generator, device="cpu", **rest)
+            drawn: Tensor = func(*args, generator=generator, device="cpu", **options)
             return drawn
 
-        drawn = _current_source().draw(draw, (), given)
-        return self._finish(drawn, drawn.dtype, place, kwargs)
+        # An empty shape: integers are not divided among the images.
+        drawn = _current_source().draw(draw, (), generator)
+        return self._finish(drawn, drawn.dtype, target, kwargs)
 
-    def like_whole(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.randint_like(tensor, …)`."""
-        place = torch.device(kwargs.get("device") or args[0].device)
-        host = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
-        drawn = func(host, *args[1:], **{name: value for name, value in kwargs.items() if name != "device"})
-        return self._finish(drawn, drawn.dtype, place, kwargs)
+    def integers_like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `torch.randint_like(tensor, …)`."""
+        target = torch.device(kwargs.get("device") or args[0].device)
+        template = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
+        drawn = func(template, *args[1:], **{name: value for name, value in kwargs.items() if name != "device"})
+        return self._finish(drawn, drawn.dtype, target, kwargs)
 
     def in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`tensor.normal_()` and its like: drawn on the host and copied."""
-        target, given = args[0], kwargs.get("generator")
-        if self._is_drawn_there(given, target.device):
+        """Run `tensor.normal_()` and similar methods: draw on the CPU and copy."""
+        target, generator = args[0], kwargs.get("generator")
+        if self._is_device_generator(generator, target.device):
             return func(*args, **kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != "generator"}
-        kind = _choose_dtype(target.dtype, given)
+        options = {name: value for name, value in kwargs.items() if name != "generator"}
+        dtype = _choose_draw_dtype(target.dtype, generator)
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(torch.empty(shape, dtype=kind, device="cpu"), *args[1:], generator=generator, **rest)
+            template = torch.empty(shape, dtype=dtype, device="cpu")
+            drawn: Tensor = func(template, *args[1:], generator=generator, **options)
             return drawn
 
-        return target.copy_(_current_source().draw(draw, tuple(target.shape), given))
+        return target.copy_(_current_source().draw(draw, tuple(target.shape), generator))
 
     def from_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`torch.multinomial(chances, …)` and its like: the chances are read on the host."""
-        given = kwargs.get("generator")
-        place = next((value.device for value in args if isinstance(value, Tensor)), self.device)
-        if self._is_drawn_there(given, place):
+        """Run `torch.multinomial(weights, …)` and similar functions on CPU copies of their tensors."""
+        generator = kwargs.get("generator")
+        target = next((value.device for value in args if isinstance(value, Tensor)), self.device)
+        if self._is_device_generator(generator, target):
             return func(*args, **kwargs)
-        host = [value.cpu() if isinstance(value, Tensor) else value for value in args]
-        rest = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
-        if not any(isinstance(value, Tensor) for value in args):  # nothing to be like: `torch.normal(0.0, 1.0, size)`
-            place = torch.device(kwargs.get("device") or torch.get_default_device())
-            rest["device"] = torch.device("cpu")
+        cpu_args = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        options = {name: value for name, value in kwargs.items() if name not in ("generator", "device")}
+        if not any(isinstance(value, Tensor) for value in args):  # `torch.normal(0.0, 1.0, size)`
+            target = torch.device(kwargs.get("device") or torch.get_default_device())
+            options["device"] = torch.device("cpu")
 
         def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-            drawn: Tensor = func(*host, generator=generator, **rest)
+            drawn: Tensor = func(*cpu_args, generator=generator, **options)
             return drawn
 
-        return _current_source().draw(draw, (), given).to(kwargs.get("device") or place)
+        return _current_source().draw(draw, (), generator).to(kwargs.get("device") or target)
 
 
-def _choose_dtype(dtype: torch.dtype, given: torch.Generator | None) -> torch.dtype:
-    """Return the dtype to draw in, for one that a pipeline names."""
-    is_callers = given is not None and not _current_source().owns(given)
-    return torch.float32 if dtype in _NARROW and not is_callers else dtype
+def _choose_draw_dtype(dtype: torch.dtype, generator: torch.Generator | None) -> torch.dtype:
+    """Return the dtype to draw in: float32 instead of half precision, unless the caller passed the generator."""
+    is_callers = generator is not None and not _current_source().owns(generator)
+    return torch.float32 if dtype in _HALF_DTYPES and not is_callers else dtype
 
 
-def _draw_by(func: Any, dtype: torch.dtype) -> Draw:
+def _make_draw(func: Any, dtype: torch.dtype) -> Draw:
     def draw(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         drawn: Tensor = func(shape, generator=generator, dtype=dtype, device="cpu")
         return drawn

@@ -1,7 +1,7 @@
-"""The ferry: tensors go between host and device without waiting for what other calls asked of the device.
+"""Copies between CPU and device that do not wait for the work of other calls on the same device.
 
-A copy to or from the host's ordinary memory waits until the device has done all that it was asked for before, and while
-it waits no other thread can ask for anything: one call that fetches its picture would stop all that are under way.
+A copy from or to pageable host memory waits until the device has finished all enqueued work. Meanwhile no other thread
+can enqueue anything, so one call that reads its image would stall all concurrent calls.
 """
 
 from __future__ import annotations
@@ -14,59 +14,70 @@ import torch
 from anyaccel.backends.device import OpenDevice
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.placement_state import Placement
-from anyaccel.runtime.workarounds.dtypes import read_target
+from anyaccel.runtime.workarounds.dtypes import parse_to_arguments
 
 __all__ = ["OverlappedCopy", "find_overlapped_copy"]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_Read = TypeVar("_Read")
-_MOVES = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
+_Result = TypeVar("_Result")
+_MOVE_FUNCTIONS = (torch.Tensor.to, torch.Tensor.type_as, torch.Tensor.cpu)
 
 
 def find_overlapped_copy(placement: Placement) -> OverlappedCopy | None:
-    """The ferry of a device that several calls have at once; None where there is one call, or nothing to wait for."""
-    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.marks else None
+    """Return the copier for a device that several calls share; None for a single call or a device without events."""
+    return OverlappedCopy(placement.opened) if placement.shared and placement.opened.driver.has_events else None
 
 
 class OverlappedCopy:
-    """Between the host and one device."""
+    """Copies between the CPU and one device on a side stream."""
 
     def __init__(self, opened: OpenDevice) -> None:
-        self.driver, self.index, self.kind = opened.driver, opened.index, opened.torch_device.type
+        self.driver, self.index, self.device_type = opened.driver, opened.index, opened.torch_device.type
 
-    def mark(self) -> Callable[[], None]:
-        """What waits until the device has done what it was asked for up to now."""
+    def record_event(self) -> Callable[[], None]:
+        """Record an event after the last enqueued work; return a function that waits for it."""
         return self.driver.record_event(self.index)
 
-    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of the host on the device."""
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy a CPU tensor to the device."""
+        # Through pinned memory: a copy from pageable memory would synchronize with the stream
+        # (https://docs.nvidia.com/cuda/cuda-runtime-api/api-sync-behavior.html).
         return self.driver.send(tensor, device)
 
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the device on the host."""
-        return self.read(self.mark(), tensor.cpu)
+    def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a device tensor to the CPU."""
+        return self.read_after(self.record_event(), tensor.cpu)
 
-    def read(self, done: Callable[[], None], read: Callable[[], _Read]) -> _Read:
-        """What is read from the device once something is done there, whatever else it was asked for since."""
-        done()
+    def read_after(self, wait: Callable[[], None], read: Callable[[], _Result]) -> _Result:
+        """Wait for an event, then read from the device without waiting for work enqueued after the event."""
+        wait()
+        # On the side stream: on the default stream the read would queue behind the work of other calls.
         with self.driver.side_stream(self.index):
             return read()
 
     def make_handlers(self, handlers: dict[Any, Handler]) -> dict[Any, Handler]:
-        """Handlers for what moves a tensor, in front of those that are there."""
-        return {func: self._carry_by(handlers.get(func)) for func in _MOVES}
+        """Return handlers for the functions that move tensors; other moves go to the existing handlers."""
+        return {func: self._wrap_handler(handlers.get(func)) for func in _MOVE_FUNCTIONS}
 
-    def _carry_by(self, behind: Handler | None) -> Handler:
-        def carry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tensor, rest = args[0], args[1:]
-            place, dtype = (
-                (torch.device("cpu"), tensor.dtype) if func is torch.Tensor.cpu else read_target(tensor, rest, kwargs)
+    def _wrap_handler(self, inner: Handler | None) -> Handler:
+        def move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tensor, others = args[0], args[1:]
+            target, dtype = (
+                (torch.device("cpu"), tensor.dtype)
+                if func is torch.Tensor.cpu
+                else parse_to_arguments(tensor, others, kwargs)
             )
-            plain = type(tensor) is torch.Tensor and not tensor.requires_grad
-            if plain and is_on(tensor.device, self.kind) and is_host(place):
-                return func(self.fetch(tensor), *rest, **kwargs)
-            if plain and is_host(tensor.device) and is_on(place, self.kind) and "memory_format" not in kwargs:
-                return self.send(tensor.to(dtype), place)
-            return func(*args, **kwargs) if behind is None else behind(func, args, kwargs)
+            # Subclasses have their own copy semantics, and autograd must see the original copy.
+            is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+            if is_plain and is_on(tensor.device, self.device_type) and is_host(target):
+                return func(self.to_cpu(tensor), *others, **kwargs)
+            if (
+                is_plain
+                and is_host(tensor.device)
+                and is_on(target, self.device_type)
+                and "memory_format" not in kwargs
+            ):
+                return self.to_device(tensor.to(dtype), target)
+            return func(*args, **kwargs) if inner is None else inner(func, args, kwargs)
 
-        return carry
+        return move

@@ -1,8 +1,8 @@
-"""The scheduler on the host: its timesteps and sigmas are looked up there, and the device is never asked.
+"""Schedulers on the CPU: looking up a timestep or sigma does not synchronize with the device.
 
-While a call runs, the scheduler's methods are told to keep their numbers on the host, and `CpuTensors` knows those
-numbers: a pipeline that takes one to the device gets it on the host, and torch's function seam takes it along where it
-meets the device.
+During a call the scheduler's methods run with `device="cpu"`, and `CpuTensors` tracks the tensors they create. A
+pipeline that moves such a tensor to the device gets it on the CPU. The torch function mode copies it when an operation
+uses it together with device tensors.
 """
 
 from __future__ import annotations
@@ -20,100 +20,107 @@ from anyaccel.runtime.workarounds.method_override import override_method
 
 __all__ = ["CpuTensors", "keep_on_cpu"]
 
-_BY_TIMESTEP = ("step", "scale_model_input", "index_for_timestep", "previous_timestep", "get_velocity")
+# `index_for_timestep` calls `nonzero().item()`, which synchronizes:
+# https://github.com/huggingface/diffusers/pull/11696 (diffusers 0.42 avoids it in some pipelines only).
+# Calling `set_begin_index` ourselves would not be enough: many pipelines also compare `timestep.to(device)` with a
+# Python number at every step.
+_TIMESTEP_METHODS = ("step", "scale_model_input", "index_for_timestep", "previous_timestep", "get_velocity")
 
 
 class CpuTensors:
-    """The numbers of the schedulers, and what was worked out from them alone."""
+    """The tensors of the schedulers, and tensors computed only from them."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        """By the address of the storage. The reference keeps the address from being reused during the call."""
         self.closed = False
 
     def add(self, tensor: torch.Tensor) -> None:
-        """These are such numbers; they are kept, so that no other tensor takes their place in memory."""
-        place = tensor.untyped_storage().data_ptr()
-        if place:  # an empty tensor lies nowhere
-            self._kept[place] = tensor
+        """Track a tensor and its views."""
+        address = tensor.untyped_storage().data_ptr()
+        if address:  # an empty tensor has no storage
+            self._tensors[address] = tensor
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is made of such numbers, or is a view of them."""
-        return is_host(tensor.device) and tensor.untyped_storage().data_ptr() in self._kept
+        """Return whether a tensor is tracked or is a view of a tracked one."""
+        return is_host(tensor.device) and tensor.untyped_storage().data_ptr() in self._tensors
 
     def close(self) -> None:
-        """Drop the numbers: the call has ended."""
-        self._kept.clear()
+        """Release all tensors at the end of the call."""
+        self._tensors.clear()
         self.closed = True
 
 
 @contextmanager
 def keep_on_cpu(components: dict[str, Any]) -> Iterator[CpuTensors]:
-    """Keep every scheduler among the components on the host while the block runs."""
-    numbers = CpuTensors()
-    schedulers = {id(part): part for part in components.values() if _is_scheduler(part)}.values()
+    """Keep the schedulers of a pipeline on the CPU during the block."""
+    cpu_tensors = CpuTensors()
+    schedulers = {id(component): component for component in components.values() if _is_scheduler(component)}.values()
     with ExitStack() as stack:
-        stack.callback(numbers.close)
+        stack.callback(cpu_tensors.close)
         for scheduler in schedulers:
-            _add_numbers(scheduler, numbers)
-            kind: Any = type(scheduler)
-            for name, signature in _find_methods(kind).items():
-                # Some pipelines copy their scheduler for a second stream: its numbers stay on the host as well.
-                method = _CpuMethod(signature, numbers)
+            _track_attributes(scheduler, cpu_tensors)
+            scheduler_class: Any = type(scheduler)
+            for name, signature in _find_methods(scheduler_class).items():
+                # Some pipelines deep-copy their scheduler during the call, for a second stream such as audio.
+                method = _CpuMethod(signature, cpu_tensors)
                 stack.enter_context(override_method(scheduler, name, method, in_deep_copies=True))
-        yield numbers
+        yield cpu_tensors
 
 
-def _is_scheduler(part: Any) -> bool:
-    return hasattr(part, "set_timesteps") and hasattr(part, "step") and not isinstance(part, torch.nn.Module)
+def _is_scheduler(component: Any) -> bool:
+    is_module = isinstance(component, torch.nn.Module)
+    return hasattr(component, "set_timesteps") and hasattr(component, "step") and not is_module
 
 
-def _add_numbers(scheduler: Any, numbers: CpuTensors) -> None:
+def _track_attributes(scheduler: Any, cpu_tensors: CpuTensors) -> None:
     for value in vars(scheduler).values():
         if isinstance(value, torch.Tensor) and is_host(value.device):
-            numbers.add(value)
+            cpu_tensors.add(value)
 
 
 @functools.cache
-def _find_methods(kind: Any) -> dict[str, inspect.Signature]:
-    """The methods of a scheduler's class that name a device or a timestep, with their signatures."""
-    found = {}
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
+def _find_methods(scheduler_class: Any) -> dict[str, inspect.Signature]:
+    """Return the signatures of a scheduler's methods that take a device or a timestep, by name."""
+    signatures = {}
+    for name, method in inspect.getmembers(scheduler_class, inspect.isfunction):
         parameters = inspect.signature(method).parameters
         if not name.startswith("__") and (
-            "device" in parameters or (name in _BY_TIMESTEP and "timestep" in parameters)
+            "device" in parameters or (name in _TIMESTEP_METHODS and "timestep" in parameters)
         ):
-            found[name] = inspect.signature(method)
-    return found
+            signatures[name] = inspect.signature(method)
+    return signatures
 
 
 class _CpuMethod:
-    """Wraps a method: its device is the host, and its timestep is read back if a pipeline took it to the device."""
+    """Wrapper of a method that sets its device to the CPU and copies its timestep to the CPU."""
 
-    def __init__(self, signature: inspect.Signature, numbers: CpuTensors) -> None:
-        self.numbers = numbers
+    def __init__(self, signature: inspect.Signature, cpu_tensors: CpuTensors) -> None:
+        self.cpu_tensors = cpu_tensors
         names = list(signature.parameters)[1:]
-        self.device = names.index("device") if "device" in names else None
-        self.timestep = names.index("timestep") if "timestep" in names else None
+        self.device_position = names.index("device") if "device" in names else None
+        self.timestep_position = names.index("timestep") if "timestep" in names else None
 
     def __call__(self, scheduler: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.numbers.closed:  # a copy that outlived the call
+        if self.cpu_tensors.closed:  # a deep copy of the scheduler that outlived the call
             return run(*args, **kwargs)
         values = list(args)
-        if self.device is not None:
-            _put(values, kwargs, self.device, "device", torch.device("cpu"))
-        if self.timestep is not None:
-            given = values[self.timestep] if self.timestep < len(values) else kwargs.get("timestep")
-            if isinstance(given, torch.Tensor) and not is_host(given.device):
-                _put(values, kwargs, self.timestep, "timestep", given.cpu())
+        if self.device_position is not None:
+            _set_argument(values, kwargs, self.device_position, "device", torch.device("cpu"))
+        if self.timestep_position is not None:
+            position = self.timestep_position
+            timestep = values[position] if position < len(values) else kwargs.get("timestep")
+            if isinstance(timestep, torch.Tensor) and not is_host(timestep.device):
+                _set_argument(values, kwargs, position, "timestep", timestep.cpu())
         result = run(*values, **kwargs)
-        if self.device is not None:
-            _add_numbers(scheduler, self.numbers)
+        if self.device_position is not None:
+            _track_attributes(scheduler, self.cpu_tensors)
         return result
 
 
-def _put(values: list[Any], named: dict[str, Any], position: int, name: str, value: Any) -> None:
-    """Give an argument another value, where it stands or by its name."""
-    if position < len(values):
-        values[position] = value
+def _set_argument(args: list[Any], kwargs: dict[str, Any], position: int, name: str, value: Any) -> None:
+    """Replace an argument that may be positional or a keyword."""
+    if position < len(args):
+        args[position] = value
     else:
-        named[name] = value
+        kwargs[name] = value

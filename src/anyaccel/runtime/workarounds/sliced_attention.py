@@ -1,4 +1,4 @@
-"""Attention in slices: no call holds more scores than the device takes, and the result is the same."""
+"""Attention in slices: the same result with fewer attention scores in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from anyaccel.planning.attention import AttentionRule
 
 __all__ = ["attend_in_slices", "make_handlers"]
 
+# Limits on MPS that slicing avoids (the planner chooses `AttentionRule` from the device sheet):
+#   about 2**31 scores and more corrupt the image silently: https://github.com/Comfy-Org/ComfyUI/issues/14837;
+#   attention over more than eight queries holds all scores in float32, up to torch 2.13:
+#   https://github.com/pytorch/pytorch/pull/178545.
+# diffusers' own `enable_attention_slicing` is not an option: it replaces the attention processors, and its `baddbmm`
+# returns NaN on MPS (see uninitialized_memory.py).
+
 Tensor = torch.Tensor
 
 
 def make_handlers(rule: AttentionRule) -> dict[Any, Any]:
-    """The handler for `scaled_dot_product_attention`, which every attention of diffusers and transformers ends in."""
+    """Return the handler for `scaled_dot_product_attention`, which diffusers and transformers call by default."""
 
     def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _attend(rule, *args, **kwargs)
@@ -37,23 +44,24 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     if rule.contiguous:
+        # MPS returns wrong values for permuted inputs: https://github.com/pytorch/pytorch/issues/181133 (torch < 2.12).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     rows = math.prod(query.shape[:-2])
-    heads = _read_heads(rule, query.shape[-3] if query.dim() > 2 else 1)
+    heads = _count_heads_at_once(rule, query.shape[-3] if query.dim() > 2 else 1)
     scores = rows * query.shape[-2] * key.shape[-2]
-    fits = rule.most_scores is None or scores <= rule.most_scores
+    fits = rule.max_scores is None or scores <= rule.max_scores
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
     if not scores or (fits and (heads is None or rows <= heads)):
-        more = {"enable_gqa": True} if enable_gqa else {}
-        return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options, **more)
+        gqa_option = {"enable_gqa": True} if enable_gqa else {}
+        return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options, **gqa_option)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.most_scores, causal=is_causal, **options)
+    return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.max_scores, causal=is_causal, **options)
 
 
-def _read_heads(rule: AttentionRule, heads: int) -> int | None:
-    """How many heads attend at once: all (None), half of them, one, or as many as was asked for."""
+def _count_heads_at_once(rule: AttentionRule, heads: int) -> int | None:
+    """Return the number of heads per slice: None for all, half of them for "auto", one for "max"."""
     if rule.heads is None or isinstance(rule.heads, int):
         return rule.heads
     return max(1, heads // 2) if rule.heads == "auto" else 1
@@ -65,65 +73,72 @@ def attend_in_slices(
     value: Tensor,
     mask: Tensor | None,
     rows_at_once: int,
-    most_scores: int | None,
+    max_scores: int | None,
     *,
     causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Attention over some rows (batch × heads) and some queries at a time."""
+    """Compute attention over some rows (batch × heads) and some queries at a time."""
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     queries, keys = query.shape[-2], key.shape[-2]
-    query, key, value = (_flatten(part, lead) for part in (query, key, value))
-    if most_scores is not None:
-        rows_at_once = max(1, min(rows_at_once, most_scores // (queries * keys)))
-        queries_at_once = max(1, min(queries, most_scores // (rows_at_once * keys)))
+    query, key, value = (_flatten(tensor, lead) for tensor in (query, key, value))
+    if max_scores is not None:
+        rows_at_once = max(1, min(rows_at_once, max_scores // (queries * keys)))
+        queries_at_once = max(1, min(queries, max_scores // (rows_at_once * keys)))
     else:
         queries_at_once = queries
-    parts = []
-    for first in range(0, query.shape[0], rows_at_once):
-        rows = slice(first, first + rows_at_once)
-        columns = []
-        for start in range(0, queries, queries_at_once):
-            some = slice(start, start + queries_at_once)
-            cut = _cut(mask, lead, rows, some)
+    row_outputs = []
+    for first_row in range(0, query.shape[0], rows_at_once):
+        row_slice = slice(first_row, first_row + rows_at_once)
+        query_outputs = []
+        for first_query in range(0, queries, queries_at_once):
+            query_slice = slice(first_query, first_query + queries_at_once)
+            mask_slice = _slice_mask(mask, lead, row_slice, query_slice)
             if causal:
-                cut = _see_what_was_before(cut, query, some, keys)
-            columns.append(scaled_dot_product_attention(query[rows, some], key[rows], value[rows], cut, **options))
-        parts.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=-2))
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+                mask_slice = _add_causal_mask(mask_slice, query, query_slice, keys)
+            query_outputs.append(
+                scaled_dot_product_attention(
+                    query[row_slice, query_slice], key[row_slice], value[row_slice], mask_slice, **options
+                )
+            )
+        row_outputs.append(query_outputs[0] if len(query_outputs) == 1 else torch.cat(query_outputs, dim=-2))
+    joined = row_outputs[0] if len(row_outputs) == 1 else torch.cat(row_outputs)
     return joined.reshape(*lead, queries, value.shape[-1])
 
 
-def _flatten(part: Tensor, lead: torch.Size) -> Tensor:
-    return part.expand(*lead, *part.shape[-2:]).reshape(math.prod(lead), *part.shape[-2:])
+def _flatten(tensor: Tensor, lead: torch.Size) -> Tensor:
+    return tensor.expand(*lead, *tensor.shape[-2:]).reshape(math.prod(lead), *tensor.shape[-2:])
 
 
-def _see_what_was_before(cut: Tensor | None, query: Tensor, some: slice, keys: int) -> Tensor:
-    """The mask of some queries that see no key after themselves; one over all queries is never made whole."""
-    count = min(some.stop, query.shape[-2]) - some.start
-    before = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(some.start)
-    if cut is None:
-        return before
-    return cut & before if cut.dtype is torch.bool else cut.masked_fill(~before, float("-inf"))
+# Both functions below build only the slice of a mask: a full mask is as large as the scores that slicing avoids.
 
 
-def _cut(mask: Tensor | None, lead: torch.Size, rows: slice, some: slice) -> Tensor | None:
-    """The part of the mask for some rows and queries; a mask over all rows is never made whole."""
+def _add_causal_mask(mask: Tensor | None, query: Tensor, query_slice: slice, keys: int) -> Tensor:
+    """Return a mask in which some queries see no later key, combined with the mask of the caller."""
+    count = min(query_slice.stop, query.shape[-2]) - query_slice.start
+    causal = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(query_slice.start)
+    if mask is None:
+        return causal
+    return mask & causal if mask.dtype is torch.bool else mask.masked_fill(~causal, float("-inf"))
+
+
+def _slice_mask(mask: Tensor | None, lead: torch.Size, row_slice: slice, query_slice: slice) -> Tensor | None:
+    """Return the part of a mask for some rows and queries."""
     if mask is None:
         return None
     if mask.dim() > 1 and mask.shape[-2] > 1:
-        mask = mask[..., some, :]
+        mask = mask[..., query_slice, :]
     if mask.dim() <= 2:
         return mask
-    wide = mask.expand(*lead, *mask.shape[-2:])
-    return torch.stack([wide[place] for place in _places(lead, rows)])
+    expanded = mask.expand(*lead, *mask.shape[-2:])
+    return torch.stack([expanded[index] for index in _unravel_rows(lead, row_slice)])
 
 
-def _places(lead: torch.Size, rows: slice) -> Iterator[tuple[int, ...]]:
-    """Where the rows of a flattened tensor lie in the whole one."""
-    for row in range(rows.start, min(rows.stop, math.prod(lead))):
-        place, rest = [], row
+def _unravel_rows(lead: torch.Size, row_slice: slice) -> Iterator[tuple[int, ...]]:
+    """Yield the multi-dimensional index of each row of a flattened tensor."""
+    for row in range(row_slice.start, min(row_slice.stop, math.prod(lead))):
+        index, remaining = [], row
         for length in reversed(lead):
-            place.append(rest % length)
-            rest //= length
-        yield tuple(reversed(place))
+            index.append(remaining % length)
+            remaining //= length
+        yield tuple(reversed(index))

@@ -1,4 +1,4 @@
-"""Memory that is read before it is written, where a device lets what lay in it through."""
+"""Workarounds for devices that read uninitialized memory (`torch.empty`, `baddbmm(beta=0)`)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ import torch
 
 from anyaccel.backends.torch_device import is_on
 
-__all__ = ["make_addend_handlers", "make_zero_handlers"]
+__all__ = ["make_beta_zero_handlers", "make_zero_empty_handlers"]
 
 Tensor = torch.Tensor
-_UNWRITTEN = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
+_EMPTY_FACTORIES = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 
 
-def make_zero_handlers(device: torch.device) -> dict[Any, Any]:
-    """`torch.empty` on the device gives zeros."""
+def make_zero_empty_handlers(device: torch.device) -> dict[Any, Any]:
+    """Return handlers that fill the result of `torch.empty` on the device with zeros."""
 
+    # On MPS new memory can contain NaN. diffusers' sliced attention passes `torch.empty` to `baddbmm`, and one NaN
+    # turns the image black: https://github.com/huggingface/diffusers/issues/14438 (torch 2.13).
     def zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = func(*args, **kwargs)
-        return made.zero_() if is_on(made.device, device.type) else made
+        tensor = func(*args, **kwargs)
+        return tensor.zero_() if is_on(tensor.device, device.type) else tensor
 
-    return dict.fromkeys(_UNWRITTEN, zero)
+    return dict.fromkeys(_EMPTY_FACTORIES, zero)
 
 
-def make_addend_handlers() -> dict[Any, Any]:
-    """`baddbmm(…, beta=0)` and its like multiply without the first argument that they should ignore."""
+def make_beta_zero_handlers() -> dict[Any, Any]:
+    """Return handlers that compute `baddbmm(…, beta=0)` and `addmm(…, beta=0)` without the ignored input."""
 
+    # MPS multiplies the input by 0 instead of ignoring it, and 0 * NaN is NaN:
+    # https://github.com/pytorch/pytorch/issues/187521 (seen in torch 2.11 to 2.13, fixed on its main branch).
     def multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("beta", 1) != 0:
             return func(*args, **kwargs)

@@ -16,14 +16,14 @@ __all__ = ["CallArgs", "join_args", "make_call_args", "results_match", "split_re
 
 # Largest relative difference of a batched result: kernels may sum in another order for another batch size.
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 3e-2
+# Results of `_are_equal`: for each tensor, the other tensor, the states of both and the answer.
 _EQUAL_CACHE: Any = WeakIdKeyDictionary()
-"""Results of `_are_equal`: for each tensor, the other tensor, the states of both and the answer."""
 _LOCK = threading.Lock()
 _LEAF_TYPES = (torch.Tensor, str, int, float, bool, type(None), torch.dtype, torch.device)
 
 
+# Structure of a call's arguments. Without nesting: the number of positional arguments and the keyword names.
 _Spec = TreeSpec | tuple[int, tuple[str, ...]]
-"""Structure of a call's arguments. Without nesting: the number of positional arguments and the keyword names."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from anyaccel.progress import StoppedError
 
 __all__ = ["AdapterLock"]
 
+# How often a waiting call checks whether it was stopped.
 _POLL_S = 0.2
-"""How often a waiting call checks whether it was stopped."""
 
 
 class AdapterLock:

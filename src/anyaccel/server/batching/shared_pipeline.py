@@ -15,9 +15,9 @@ import torch
 from anyaccel.backends.torch_device import is_host
 from anyaccel.forward_overrides import Slot, get_override, remove_override, set_override
 from anyaccel.runtime.introspection import find_components, find_models
-from anyaccel.runtime.placement_state import Placement, find_placement, keep_placement
+from anyaccel.runtime.placement_state import Placement, find_placement, set_placement
 from anyaccel.runtime.speed.graph_capture import GraphCapture
-from anyaccel.runtime.workarounds.nan_check import Mark
+from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs
 from anyaccel.server.batching.step_batcher import BatchedForward, StepBatcher
 
@@ -32,7 +32,7 @@ class SharedPipeline:
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
         placement = find_placement(pipe)
-        exact = placement is not None and placement.opened.driver.marks
+        exact = placement is not None and placement.opened.driver.has_events
         self.batcher = StepBatcher(max_calls=max_calls, max_wait_s=max_wait_s, mark=_find_mark(placement), exact=exact)
         denoisers = placement.denoisers if placement is not None else ()
         self.forwards = {name: self._install(module, name in denoisers) for name, module in _batchable_modules(pipe)}
@@ -106,7 +106,7 @@ class SharedPipeline:
         return forward
 
 
-def _find_mark(placement: Placement | None) -> Mark | None:
+def _find_mark(placement: Placement | None) -> RecordEvent | None:
     """Return a function that records a device event, or None on the CPU, which runs synchronously."""
     if placement is None or is_host(placement.opened.torch_device):
         return None
@@ -132,7 +132,7 @@ def light_copy(pipe: Any) -> Any:
             vars(other)[name] = copy.deepcopy(component)
     placement = find_placement(pipe)
     if placement is not None:
-        keep_placement(other, _copy_placement(placement))
+        set_placement(other, _copy_placement(placement))
     return other
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from anyaccel.forward_overrides import Slot, run_beneath
-from anyaccel.runtime.workarounds.nan_check import Mark
+from anyaccel.runtime.workarounds.nan_check import RecordEvent
 from anyaccel.server.batching.batched_args import CallArgs, join_args, make_call_args, results_match, split_result
 
 __all__ = ["BatchStats", "BatchedForward", "StepBatcher"]
@@ -29,8 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 _Forward = Callable[..., Any]
 _MIN_WAIT_S, _MAX_WAIT_S, _SLOT_TIMEOUT_S = 0.005, 0.5, 0.005
+# Runs per prepared batch size: the first one compiles and the third one is captured as a graph.
 _WARM_UP_RUNS = 4
-"""Runs per prepared batch size: the first one compiles and the third one is captured as a graph."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class StepBatcher:
     """
 
     def __init__(
-        self, *, max_calls: int, max_wait_s: float | None = None, mark: Mark | None = None, exact: bool = True
+        self, *, max_calls: int, max_wait_s: float | None = None, mark: RecordEvent | None = None, exact: bool = True
     ) -> None:
         self.max_calls, self.max_wait_s, self.mark = max_calls, max_wait_s, mark
         self.look_ahead = 1 if exact else 0

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 __all__ = ["NO_RETRY", "ApiError", "describe_failure", "describe_invalid", "make_response"]
 
+# Header that stops OpenAI's clients from sending the request again.
 NO_RETRY = {"x-should-retry": "false"}
-"""Header that stops OpenAI's clients from sending the request again."""
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -21,8 +21,8 @@ from anyaccel.server.worker.messages import ModelFacts
 __all__ = ["EditRequest", "ImageRequest", "check_image", "describe_form", "make_job_spec"]
 
 _SEED_BITS = 32
+# Default of Stable Diffusion's image-to-image pipeline.
 _DEFAULT_STRENGTH = 0.8
-"""Default of Stable Diffusion's image-to-image pipeline."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -101,12 +101,12 @@ def make_job_spec(
         "strength": getattr(request, "strength", None),
     }
     for name, value in values.items():
-        if value is not None and name not in facts.takes[task]:
+        if value is not None and name not in facts.parameters[task]:
             raise ApiError(400, "unsupported_parameter", f"{facts.name} does not support {name}", param=name)
     for name, value in (("num_inference_steps", facts.steps), ("guidance_scale", facts.guidance)):
-        if values[name] is None and name in facts.takes[task]:
+        if values[name] is None and name in facts.parameters[task]:
             values[name] = value  # stored explicitly: a later version of the model may have another default
-    _check_strength(values, facts.takes[task])
+    _check_strength(values, facts.parameters[task])
     if request.lora is not None and request.lora not in facts.loras:
         hint = nearest(request.lora, facts.loras) if facts.loras else "no LoRA is served"
         raise ApiError(400, "unknown_lora", f"unknown LoRA {request.lora[:60]!r}: {hint}", param="lora")

@@ -31,8 +31,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _PUBLIC_PATHS = ("/", "/healthz", "/readyz", "/page.css", "/page.js")
 _IMAGE_PATH = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/images/([0-9]{1,4})")
+# Bytes and seconds of a rejected body that are read and dropped: many clients read the response only after sending.
 _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
-"""Bytes and seconds of a rejected body that are read and dropped: many clients read the response only after sending."""
 
 
 class RequestMiddleware:

@@ -14,13 +14,13 @@ from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["KEEP_ALIVE", "Signer", "describe_images", "describe_job", "describe_model", "make_event", "write_event"]
 
+# A server-sent comment, which clients ignore.
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A server-sent comment, which clients ignore."""
 _REQUEST_FIELDS = (
     "task", "model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale",
     "strength", "lora", "lora_scale", "output_format", "output_compression", "seeds", "partial_images",
 )  # fmt: skip
-# OpenAI's clients require the field; there are no tokens to bill here.
+# OpenAI's clients expect the field; no tokens are counted here.
 _NO_USAGE = {
     "input_tokens": 0,
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
@@ -132,7 +132,7 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "num_inference_steps": facts.steps,
         "guidance_scale": facts.guidance,
         "loras": list(facts.loras),
-        "parameters": {task: list(names) for task, names in facts.takes.items()},
-        "pictures_at_once": facts.at_once,
-        "joined": [name for name, batched in facts.joins.items() if batched],
+        "parameters": {task: list(names) for task, names in facts.parameters.items()},
+        "pictures_at_once": facts.max_concurrent,
+        "joined": [name for name, batched in facts.batched.items() if batched],
     }

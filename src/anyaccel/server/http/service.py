@@ -31,8 +31,8 @@ from anyaccel.storage.atomic_write import atomic_write
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]
 
 _LOG = logging.getLogger(__name__)
+# Seconds without an event after which a keep-alive is sent; proxies close idle streams.
 _KEEP_ALIVE_S = 10.0
-"""Seconds without an event after which a keep-alive is sent; proxies close idle streams."""
 
 
 class ClientGoneError(Exception):
@@ -184,8 +184,8 @@ def _find_service(request: Request) -> Service:
     return service
 
 
+# Type of an endpoint parameter that FastAPI fills with the service.
 ServiceOf = Annotated[Service, Depends(_find_service)]
-"""Type of an endpoint parameter that FastAPI fills with the service."""
 
 
 async def _wait_for_disconnect(request: Request) -> None:

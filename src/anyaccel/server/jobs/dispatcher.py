@@ -38,8 +38,8 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.1
 _CLEAN_UP_S = 30.0
 _MAX_RESTART_DELAY_S = 30.0
+# Consecutive starts without a ready worker after which the service gives up.
 _MAX_FAILED_STARTS = 3
-"""Consecutive starts without a ready worker after which the service gives up."""
 _DEADLINE_ERROR = ("deadline_exceeded", "the deadline passed before the images were finished", 504)
 
 
@@ -154,12 +154,12 @@ class Dispatcher:
 
     def estimate_wait_s(self) -> float:
         """Estimate how many seconds a new request would wait."""
-        at_once = max(1, min((model.at_once for model in self.models.values()), default=1))
-        return max(1.0, self.image_seconds * (self.jobs.count("queued") + 1) / at_once)
+        max_concurrent = max(1, min((model.max_concurrent for model in self.models.values()), default=1))
+        return max(1.0, self.image_seconds * (self.jobs.count("queued") + 1) / max_concurrent)
 
     def _has_capacity(self, job: Job) -> bool:
         busy = sum(dispatched.image_count for dispatched in self.running.values())
-        return self._transport is not None and self._transport.has_room(busy, len(job.request["seeds"]))
+        return self._transport is not None and self._transport.has_capacity(busy, len(job.request["seeds"]))
 
     def _send(self, message: CancelJob) -> None:
         with self.lock:

@@ -12,8 +12,8 @@ from typing import Literal
 
 __all__ = ["EventBus", "JobEvent", "Progress", "Subscription"]
 
+# Events that a slow reader may fall behind; beyond it the oldest steps and previews are dropped.
 _MAX_QUEUED = 64
-"""Events that a slow reader may fall behind; beyond it the oldest steps and previews are dropped."""
 
 
 @dataclass(frozen=True)

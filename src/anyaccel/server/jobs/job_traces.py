@@ -11,8 +11,8 @@ from anyaccel.server.jobs.store import Job
 __all__ = ["JobTraces"]
 
 _NANOSECONDS = 1_000_000_000
+# Bound on memory if jobs are queued faster than they end.
 _MAX_PARENTS = 10_000
-"""Bound on memory if jobs are queued faster than they end."""
 
 
 class JobTraces:

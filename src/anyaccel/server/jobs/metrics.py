@@ -59,7 +59,7 @@ class Metrics:
         self.worker_bytes.set(heartbeat.host_bytes)
         self.models_loaded.set(len(heartbeat.loaded))
         # A histogram has no method for several equal observations.
-        for calls, count in heartbeat.rounds.items():
+        for calls, count in heartbeat.batches.items():
             for _ in range(count):
                 self.round_calls.observe(calls)
 

@@ -31,8 +31,8 @@ State: TypeAlias = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 _ID = re.compile(r"job_[0-9a-f]{32}")
 _VERSION = 1
+# A job is run once more if its worker or the service dies.
 _MAX_ATTEMPTS = 2
-"""A job is run once more if its worker or the service dies."""
 _DIED = {
     "code": "worker_died",
     "message": "the worker or the service died twice while running this job",

@@ -31,7 +31,7 @@ class RunJob:
     """Generate the images of a job."""
 
     job: str
-    work: Mapping[str, Any]
+    spec: Mapping[str, Any]
     """The job spec as `JobSpec.to_dict` returns it."""
     inputs: Mapping[str, str | bytes]
     """Input images by argument name: paths, or file contents for a worker on another machine."""
@@ -58,7 +58,7 @@ class ModelFacts:
     dtype: str
     tasks: tuple[str, ...]
     """Supported tasks: `generate`, `edit`, `inpaint`."""
-    takes: Mapping[str, tuple[str, ...]]
+    parameters: Mapping[str, tuple[str, ...]]
     """Pipeline arguments of each task."""
     multiple: int
     """Width and height must be multiples of it."""
@@ -70,9 +70,9 @@ class ModelFacts:
     """Default number of steps."""
     guidance: float | None
     """Default guidance scale."""
-    joins: Mapping[str, bool]
+    batched: Mapping[str, bool]
     """Whether each model component batches the steps of several requests."""
-    at_once: int
+    max_concurrent: int
     """Number of images generated concurrently."""
     plan: str
     loras: tuple[str, ...] = ()
@@ -176,6 +176,6 @@ class Heartbeat:
 
     device_bytes: int | None
     host_bytes: int
-    rounds: Mapping[int, int] = field(default_factory=dict)
+    batches: Mapping[int, int] = field(default_factory=dict)
     """Batches since the last heartbeat, by their number of calls."""
     loaded: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ from anyaccel.server.worker.served_model import ServedModel
 
 __all__ = ["ModelCache"]
 
+# Memory that a model needs, as a multiple of its weights. The activations are not known before the first call.
 _MEMORY_FACTOR = 1.5
-"""Memory that a model needs, as a multiple of its weights. The activations are not known before the first call."""
 _POLL_S = 0.05
 
 

@@ -20,9 +20,10 @@ from anyaccel.generation.model_cache import LoadedModel, load_uncached
 from anyaccel.generation.request import make_request
 from anyaccel.planning.options import PlacementOptions
 from anyaccel.progress import ProgressListener
-from anyaccel.runtime.call.validation import find_multiple
+from anyaccel.runtime.call.validation import find_size_multiple
 from anyaccel.runtime.call_request import read_call_request
-from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting, plain_class
+from anyaccel.runtime.introspection import plain_class
+from anyaccel.runtime.pipeline import AutoPipelineForImage2Image, AutoPipelineForInpainting
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_call_rules, plan_call
 from anyaccel.runtime.placement.oom_retry import apply_rule, clear_traceback_frames
 from anyaccel.runtime.placement_state import find_placement
@@ -36,11 +37,11 @@ from anyaccel.server.worker.messages import ModelFacts
 __all__ = ["ServedModel", "UnsafeContentError"]
 
 _LOG = logging.getLogger(__name__)
+# Expected number of images, from which the plan decides whether compiling pays off.
 _EXPECTED_IMAGES = 1000
-"""Expected number of images, from which the plan decides whether compiling pays off."""
 _PROMPTS = ("a red apple", "a green tree by a lake")
+# Steps of a warm-up image: graph capture starts only after a few steps.
 _WARM_UP_STEPS = 4
-"""Steps of a warm-up image: graph capture starts only after a few steps."""
 
 
 class UnsafeContentError(Exception):
@@ -81,14 +82,14 @@ class ServedModel:
             virtual=plan.virtual,
             dtype=plan.dtype.value,
             tasks=tuple(self.pipes),
-            takes={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
-            multiple=find_multiple(self.pipe) or 1,
+            parameters={task: tuple(_parameters(pipe)) for task, pipe in self.pipes.items()},
+            multiple=find_size_multiple(self.pipe) or 1,
             sizes=self.sizes,
             fixed_sizes=self._is_static(),
             steps=self.defaults.get("num_inference_steps", find_default(self.pipe, "num_inference_steps")),
             guidance=self.defaults.get("guidance_scale", find_default(self.pipe, "guidance_scale")),
-            joins=self.batched,
-            at_once=self.at_once,
+            batched=self.batched,
+            max_concurrent=self.max_concurrent,
             plan=str(plan),
             loras=tuple(lora.name for lora in self.settings.loras),
         )
@@ -219,9 +220,9 @@ class ServedModel:
         self.shared = shared
         self._set_concurrency(max_calls)
 
-    def _set_concurrency(self, at_once: int) -> None:
+    def _set_concurrency(self, max_concurrent: int) -> None:
         """Set the number of images that are generated concurrently."""
-        self.at_once, self.lock.max_holders = at_once, compute_max_in_flight(at_once)
+        self.max_concurrent, self.lock.max_holders = max_concurrent, compute_max_in_flight(max_concurrent)
 
     def _remove_failing_tasks(self) -> None:
         """Run each derived pipeline once and remove those that fail.

@@ -40,7 +40,7 @@ from anyaccel.server.worker.messages import (
 # The service imports this module for `run_worker`. Functions import torch and PIL themselves, so the service starts
 # fast and answers requests while the worker loads a model.
 
-__all__ = ["Worker", "describe_start", "make_job_failed", "run_worker"]
+__all__ = ["Worker", "make_job_failed", "make_load_failed", "run_worker"]
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
@@ -61,7 +61,7 @@ def _run_messages(pipe: ParentPipe, worker: Worker) -> None:
     try:
         pipe.send(ModelsReady(worker.load()))
     except Exception as error:  # noqa: BLE001 - reported to the service
-        pipe.send(describe_start(error))
+        pipe.send(make_load_failed(error))
         _LOG.debug("anyaccel: the worker cannot start", exc_info=True)
         os._exit(1)
     while True:
@@ -169,7 +169,7 @@ class _WorkerJob:
         from anyaccel.server.worker.job_spec import read_job_spec
 
         self.worker, self.id, self.inputs = worker, message.job, message.inputs
-        self.spec = read_job_spec(message.work)
+        self.spec = read_job_spec(message.spec)
         self.stop_event = worker.stop_events[self.id]
         self.lock = threading.Lock()
         self.unfinished = len(self.spec.seeds)
@@ -275,7 +275,7 @@ def _convert_mask(image: Any) -> Any:
     return ImageOps.invert(image.convert("RGBA").getchannel("A"))
 
 
-def describe_start(error: Exception) -> LoadFailed:
+def make_load_failed(error: Exception) -> LoadFailed:
     """Return the message for an error that prevents a worker from starting."""
     from anyaccel.errors import AnyaccelError
 

@@ -27,7 +27,7 @@ class WorkerTransport(Protocol):
     def receive(self, timeout_s: float) -> Any:
         """Return the next message, or None after `timeout_s` seconds; raise EOFError if the transport has ended."""
 
-    def has_room(self, busy: int, images: int) -> bool:
+    def has_capacity(self, busy: int, images: int) -> bool:
         """Return whether `images` more images can start while `busy` are running."""
 
     def end(self) -> None:
@@ -46,7 +46,7 @@ class WorkerProcess(PipeWorker):
         super().__init__(run_worker, settings, name="anyaccel-worker")
         self._max_in_flight = settings.max_in_flight
 
-    def has_room(self, busy: int, images: int) -> bool:
+    def has_capacity(self, busy: int, images: int) -> bool:
         """Return whether the device has capacity; a job larger than the device's limit runs alone."""
         return busy == 0 or busy + images <= self._max_in_flight
 

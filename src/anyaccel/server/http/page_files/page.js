@@ -1,25 +1,25 @@
 "use strict";
-// The page of `anyaccel serve`: asks for pictures as jobs, listens to them, and keeps those that are done at hand.
-// What people wrote is only ever set as text.
+// The `anyaccel serve` web page: submits jobs, follows their events and shows their images.
+// User input is only ever set as text, never as HTML.
 
 const LIVE = ["sending", "queued", "running", "cancelling"];
 const PREVIEWS = 3;
-const LOOK_MS = 3000, LOOK_WHILE_STARTING_MS = 1000;
-const MOST_STREAMS = 3; // of the six connections that a browser opens to one host
-const RECENT = 20, PAGE = 100, MOST_LISTED = 1000;
+const POLL_MS = 3000, POLL_WHILE_STARTING_MS = 1000;
+const MAX_STREAMS = 3; // browsers open at most six HTTP/1.1 connections per host
+const RECENT = 20, PAGE = 100, MAX_LISTED = 1000;
 const FAILURES_SHOWN_S = 600;
-const KEY = "anyaccel.key";
+const KEY = "anyaccel.key"; // in sessionStorage: the key is gone when the tab closes
 
 const models = new Map(); // by id, the default first
-const rows = new Map(); // jobs under way or ended without a picture, by id
-const pictures = new Map(); // those that are done, by "job/place"
-const done = new Map(); // jobs that are done, by id
+const rows = new Map(); // rows of running and failed jobs, by job id
+const gallery = new Map(); // finished images, by "job/index"
+const finished = new Map(); // finished jobs, by id
 const dismissed = new Set(), deleted = new Set();
 
 const $ = (id) => document.getElementById(id);
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// An element: attributes that are null or false are left out, `onclick` listens, children that are null are left out.
+// Create an element. Skips attributes and children that are null; `on…` attributes add event listeners.
 function h(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -31,30 +31,30 @@ function h(tag, attributes, ...children) {
   return element;
 }
 
-function plural(count, one, many) {
-  return `${count} ${count === 1 ? one : many}`;
+function plural(count, singular, pluralForm) {
+  return `${count} ${count === 1 ? singular : pluralForm}`;
 }
 
-// What a screen reader says.
-function say(words) {
-  $("said").textContent = words;
+// Announce a change to screen readers.
+function announce(text) {
+  $("announcement").textContent = text;
 }
 
-// Talking to the service
+// Requests
 
-class Refused extends Error {
+class ServiceError extends Error {
   constructor(status, message, retryS = null) {
     super(message);
     this.status = status;
-    this.retryS = retryS; // when it is worth while to try again, in seconds
+    this.retryS = retryS; // seconds until a retry makes sense, or null
   }
 }
 
-// JSON in which a whole number that JavaScript cannot hold, such as a large seed, stays as its digits.
+// Parse JSON. Integers above 2^53, such as large seeds, become strings of their digits.
 function parse(text) {
   return JSON.parse(text, (name, value, context) => {
-    const isLost = typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value);
-    return isLost && context?.source ? context.source : value;
+    const isUnsafe = typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value);
+    return isUnsafe && context?.source ? context.source : value;
   });
 }
 
@@ -66,12 +66,12 @@ async function request(path, options = {}) {
     try {
       response = await fetch(path, { ...options, headers });
     } catch (error) {
-      throw new Refused(0, "the service does not answer");
+      throw new ServiceError(0, "the service does not respond");
     }
     if (response.ok) return response;
-    const words = await readWords(response);
-    if (response.status !== 401) throw new Refused(response.status, words, readRetry(response));
-    if (key === sessionStorage.getItem(KEY)) await askForKey(key ? words : "");
+    const message = await readMessage(response);
+    if (response.status !== 401) throw new ServiceError(response.status, message, readRetry(response));
+    if (key === sessionStorage.getItem(KEY)) await askForKey(key ? message : ""); // else another request got a new key
   }
 }
 
@@ -79,11 +79,11 @@ async function call(path, options) {
   return parse(await (await request(path, options)).text());
 }
 
-async function readWords(response) {
+async function readMessage(response) {
   try {
     return parse(await response.text()).error.message;
   } catch (error) {
-    return `the service answers ${response.status} ${response.statusText}`.trim();
+    return `the service responds with ${response.status} ${response.statusText}`.trim();
   }
 }
 
@@ -92,14 +92,14 @@ function readRetry(response) {
   return [429, 503].includes(response.status) && seconds > 0 ? seconds : null;
 }
 
-let keyAsked = null;
+let keyPromise = null;
 
-// Resolves when a key was given; all that wait for one wait for the same.
-function askForKey(words) {
-  $("key-says").textContent = words;
-  keyAsked ??= new Promise((resolve) => {
+// Show the key form and resolve when a key is entered. Concurrent requests share one promise.
+function askForKey(message) {
+  $("key-error").textContent = message;
+  keyPromise ??= new Promise((resolve) => {
     $("key-form").hidden = false;
-    $("make").hidden = true;
+    $("generate-form").hidden = true;
     $("queue").textContent = "";
     $("key").focus();
     $("key-form").onsubmit = (event) => {
@@ -107,124 +107,126 @@ function askForKey(words) {
       sessionStorage.setItem(KEY, $("key").value.trim());
       $("key").value = "";
       $("key-form").hidden = true;
-      $("make").hidden = false;
+      $("generate-form").hidden = false;
       $("prompt").focus();
-      keyAsked = null;
+      keyPromise = null;
       resolve();
     };
   });
-  return keyAsked;
+  return keyPromise;
 }
 
-// The events of a job: their kinds and what they tell.
+// Yield the server-sent events of a response as [kind, data].
 async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let incomplete = "";
   for (;;) {
-    const { value, done: ended } = await reader.read();
-    if (ended) return;
-    const parts = (held + value).split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      const fields = Object.fromEntries(part.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (incomplete + value).split("\n\n");
+    incomplete = blocks.pop();
+    for (const block of blocks) {
+      const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s, 2)));
       if (fields.data) yield [fields.event, parse(fields.data)];
     }
   }
 }
 
-// Jobs under way
+// Running jobs
 
-// One request on the page, from when it is sent until its pictures are there.
+// Row of one request, from sending it until its images are finished.
 class Row {
   constructor(body) {
     const count = body.n ?? 1;
     this.body = body;
     this.job = null;
     this.state = "sending";
-    this.following = this.dropped = false;
-    this.makings = Array.from({ length: count }, (_, place) => new Making(body.prompt, place, count));
-    this.words = h("p", { class: "row-state" }, "sending …");
+    this.following = this.cancelRequested = false;
+    this.tiles = Array.from({ length: count }, (_, index) => new ProgressTile(body.prompt, index, count));
+    this.status = h("p", { class: "row-state" }, "sending …");
     this.actions = h("div", { class: "row-actions" });
     this.element = h("li", { class: "row" },
-      h("div", { class: "row-head" }, h("p", { class: "row-prompt", title: body.prompt }, body.prompt), h("div", { class: "row-line" }, this.words, this.actions)),
-      h("ol", { class: "tiles" }, this.makings.map((one) => one.element)));
-    this.offer(["Cancel", () => this.cancel()]);
+      h("div", { class: "row-head" }, h("p", { class: "row-prompt", title: body.prompt }, body.prompt), h("div", { class: "row-line" }, this.status, this.actions)),
+      h("ol", { class: "tiles" }, this.tiles.map((tile) => tile.element)));
+    this.setActions(["Cancel", () => this.cancel()]);
     this.show("sending", "sending …");
     $("rows").prepend(this.element);
     showEmpty();
   }
 
-  show(state, words) {
+  show(state, text) {
     this.state = this.element.dataset.state = state;
-    this.words.textContent = words;
+    this.status.textContent = text;
   }
 
-  offer(...actions) {
+  setActions(...actions) {
     const hadFocus = this.actions.contains(document.activeElement);
     this.actions.replaceChildren(...actions.map(([name, onclick]) => h("button", { class: "plain", type: "button", onclick }, name)));
     if (hadFocus) this.actions.firstChild?.focus();
   }
 
-  // What the service says of the job.
+  // Apply a job object of the service.
   update(job) {
-    if (job.attempts < this.job?.attempts) return; // overtaken by what came since
+    if (job.attempts < this.job?.attempts) return; // an outdated response
     this.job = job;
     rows.set(job.id, this);
-    if (this.state === "cancelling" && job.state === "running") return; // this answer is older than the wish
-    if (job.state === "queued") this.show("queued", `waits: ${job.waiting ? `${job.waiting} before it` : "it is next"}`);
+    if (this.state === "cancelling" && job.state === "running") return; // sent before the cancellation arrived
+    if (job.state === "queued") this.show("queued", job.waiting ? `queued, ${plural(job.waiting, "job", "jobs")} ahead` : "queued, next in line");
     else if (job.state === "running" && (this.state !== "running" || !this.following)) {
-      if (this.state !== "running") say(`Making: ${this.body.prompt}`);
-      this.show("running", job.progress ? `${Math.round(100 * job.progress)} %` : "begins");
-      for (const one of this.makings) one.begin(job.progress);
-    } else if (job.state === "cancelling") this.show("cancelling", "stops at the next step");
-    else if (job.state === "failed") this.fail(job.error?.message ?? "it failed");
+      if (this.state !== "running") announce(`Generating: ${this.body.prompt}`);
+      this.show("running", job.progress ? `${Math.round(100 * job.progress)}%` : "starting");
+      for (const tile of this.tiles) tile.begin(job.progress);
+    } else if (job.state === "cancelling") this.show("cancelling", "stopping at the next step");
+    else if (job.state === "failed") this.fail(job.error?.message ?? "the job failed");
     else if (job.state === "cancelled") this.end("cancelled", "cancelled");
   }
 
-  step({ picture, done: taken, total }) {
-    this.makings[picture]?.step(taken, total);
-    if (this.state === "running") this.words.textContent = this.tell();
+  step({ index, done, total }) {
+    this.tiles[index]?.step(done, total);
+    if (this.state === "running") this.status.textContent = this.progressText();
   }
 
-  tell() {
-    const known = this.makings.filter((one) => one.total);
-    const [taken, total] = known.reduce(([a, b], one) => [a + one.taken, b + one.total], [0, 0]);
-    if (known.length && taken === total && known.length === this.makings.length) return "the last touches";
-    if (this.makings.length === 1) return `step ${taken} of ${total}`;
-    return `${plural(this.makings.length, "picture", "pictures")}, ${Math.round((100 * taken) / (total / known.length * this.makings.length))} %`;
+  progressText() {
+    const count = this.tiles.length;
+    const started = this.tiles.filter((tile) => tile.total);
+    const [done, total] = started.reduce(([a, b], tile) => [a + tile.done, b + tile.total], [0, 0]);
+    if (started.length && done === total && started.length === count) return "decoding";
+    if (count === 1) return `step ${done} of ${total}`;
+    // Images that have not started yet count with the average number of steps.
+    return `${plural(count, "image", "images")}, ${Math.round((100 * done) / (total / started.length * count))}%`;
   }
 
-  preview({ picture, image }) {
-    this.makings[picture]?.preview(image);
-    say(`A preview: ${this.words.textContent}`);
+  preview({ index, image }) {
+    this.tiles[index]?.preview(image);
+    announce(`Preview: ${this.status.textContent}`);
   }
 
-  fail(words) {
-    this.end("failed", words);
+  fail(message) {
+    this.end("failed", message);
   }
 
-  end(state, words) {
+  end(state, message) {
     if (this.state === state) return;
-    this.show(state, words);
-    this.offer(["Try again", () => { this.remove(); make(this.body); }], ["Dismiss", () => this.remove()]);
-    say(`${state}: ${words}`);
+    this.show(state, message);
+    this.setActions(["Try again", () => { this.remove(); generate(this.body); }], ["Dismiss", () => this.remove()]);
+    announce(`${state}: ${message}`);
   }
 
   async cancel() {
-    this.dropped = true;
-    if (!this.job) return this.show("cancelling", "is not sent again"); // `make` sees to the rest
-    this.show("cancelling", "stops at the next step");
+    this.cancelRequested = true;
+    if (!this.job) return this.show("cancelling", "cancelling"); // not accepted yet: `generate` cancels it
+    this.show("cancelling", "stopping at the next step");
     try {
-      take(await call(`/v1/jobs/${this.job.id}/cancel`, { method: "POST" }));
+      updateJob(await call(`/v1/jobs/${this.job.id}/cancel`, { method: "POST" }));
     } catch (error) {
-      this.show("running", `it could not be cancelled: ${error.message}`);
+      this.show("running", `cannot cancel: ${error.message}`);
     }
   }
 
   remove() {
     const hadFocus = this.element.contains(document.activeElement);
     this.element.remove();
-    this.state = "gone";
+    this.state = "removed";
     if (this.job) {
       rows.delete(this.job.id);
       dismissed.add(this.job.id);
@@ -234,51 +236,51 @@ class Row {
   }
 }
 
-// One picture that is being made.
-class Making {
-  constructor(prompt, place, count) {
-    this.taken = this.total = 0;
+// Tile of one unfinished image: preview and progress bar.
+class ProgressTile {
+  constructor(prompt, index, count) {
+    this.done = this.total = 0;
     this.image = h("img", { alt: "", hidden: true });
     this.prompt = prompt;
     this.frame = h("div", { class: "frame" }, this.image);
-    this.bar = h("progress", { max: 1, value: 0, "aria-label": count > 1 ? `Progress of picture ${place + 1} of ${count}` : "Progress" });
-    this.element = h("li", { class: "making" }, this.frame, this.bar);
+    this.bar = h("progress", { max: 1, value: 0, "aria-label": count > 1 ? `Progress of image ${index + 1} of ${count}` : "Progress" });
+    this.element = h("li", { class: "running" }, this.frame, this.bar);
   }
 
-  begin(share) {
-    this.taken = this.total = 0;
-    this.bar.value = share;
+  begin(progress) {
+    this.done = this.total = 0;
+    this.bar.value = progress;
   }
 
-  step(taken, total) {
-    [this.taken, this.total] = [taken, total];
-    this.bar.value = taken / total;
+  step(done, total) {
+    [this.done, this.total] = [done, total];
+    this.bar.value = done / total;
   }
 
-  preview(address) {
-    if (!address.startsWith("data:image/")) return;
-    this.image.src = address;
+  preview(url) {
+    if (!url.startsWith("data:image/")) return;
+    this.image.src = url;
     this.image.alt = `Preview: ${this.prompt}`;
     this.image.hidden = false;
-    this.frame.classList.add("seen");
+    this.frame.classList.add("has-preview");
   }
 }
 
-// Ask for pictures; one that is refused for now is asked for again when the service says so.
-async function make(body) {
+// Submit a job. Retries after the time in the Retry-After header if the queue is full or the service is starting.
+async function generate(body) {
   const seed = body.seed ?? String(crypto.getRandomValues(new Uint32Array(1))[0]);
-  const known = { ...body, seed, partial_images: PREVIEWS };
+  const payload = { ...body, seed, partial_images: PREVIEWS };
   const row = new Row(body);
+  // The idempotency key makes a retry safe: a request whose response was lost does not become a second job.
   const key = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
-  const sent = { method: "POST", body: write(known), headers: { "Content-Type": "application/json", "Idempotency-Key": key } };
+  const options = { method: "POST", body: toJson(payload), headers: { "Content-Type": "application/json", "Idempotency-Key": key } };
   for (;;) {
     try {
-      const job = await call("/v1/jobs", sent);
-      take(job, row);
-      if (row.dropped) await row.cancel();
+      updateJob(await call("/v1/jobs", options), row);
+      if (row.cancelRequested) await row.cancel();
       return;
     } catch (error) {
-      if (row.dropped) return row.end("cancelled", "cancelled");
+      if (row.cancelRequested) return row.end("cancelled", "cancelled");
       if (error.retryS === null) return row.fail(error.message);
       if (!(await countDown(row, error))) return row.end("cancelled", "cancelled");
     }
@@ -286,39 +288,40 @@ async function make(body) {
 }
 
 async function countDown(row, error) {
-  const words = error.message.replace(/; try again in \d+ s$/, "");
+  const message = error.message.replace(/; try again in \d+ s$/, "");
   for (let left = error.retryS; left > 0; left -= 1) {
-    row.show("sending", `${words} – sent again in ${left} s`);
+    row.show("sending", `${message} – retrying in ${left} s`);
     await sleep(1000);
-    if (row.dropped) return false;
+    if (row.cancelRequested) return false;
   }
   row.show("sending", "sending …");
   return true;
 }
 
-// A request as JSON; the seed is written as its digits, since it may be larger than what JavaScript counts with.
-function write({ seed, ...rest }) {
-  return `{"seed":${BigInt(seed)},${JSON.stringify(rest).slice(1)}`;
+// Serialize a request. The seed is written as digits, because it may be larger than 2^53.
+function toJson({ seed, ...fields }) {
+  return `{"seed":${BigInt(seed)},${JSON.stringify(fields).slice(1)}`;
 }
 
-// Whatever is known of a job goes where it belongs.
-function take(job, row = rows.get(job.id)) {
-  if (deleted.has(job.id)) return; // this answer is older
+// Show a job object: a finished job in the gallery, any other in its row.
+function updateJob(job, row = rows.get(job.id)) {
+  if (deleted.has(job.id)) return; // an outdated response
   if (job.state === "done") {
     rows.delete(job.id);
-    addPictures(job);
+    addToGallery(job);
     if (!row) return;
     row.job = job;
     row.remove();
-    say(`Done: ${job.request.prompt}`);
+    announce(`Done: ${job.request.prompt}`);
   } else if (row) row.update(job);
-  else if (isShown(job)) new Row({ ...readRecipe(job, job.request.seeds[0]), n: job.request.seeds.length }).update(job);
+  else if (isShown(job)) new Row({ ...readSettings(job, job.request.seeds[0]), n: job.request.seeds.length }).update(job);
   followSome();
 }
 
-// A job that the page did not know of: one from before a reload, or from another tab.
+// Whether to add a row for an unknown job: one from before a reload or from another tab.
 function isShown(job) {
   if (dismissed.has(job.id)) return false;
+  // A row that is being sent has no job id yet, and may be this job.
   if (LIVE.includes(job.state)) return ![...document.querySelectorAll('.row[data-state="sending"]')].length;
   return job.state === "failed" && Date.now() / 1000 - job.ended_at < FAILURES_SHOWN_S;
 }
@@ -327,71 +330,74 @@ function listLive() {
   return [...rows.values()].filter((row) => LIVE.includes(row.state));
 }
 
+// Follow the oldest running jobs, as many as there are free streams.
 function followSome() {
   const live = listLive();
-  let room = MOST_STREAMS - live.filter((row) => row.following).length;
+  let free = MAX_STREAMS - live.filter((row) => row.following).length;
   const order = (row) => (row.job.state === "queued" ? 1e12 : 0) + row.job.created_at;
-  for (const row of live.filter((one) => !one.following).sort((a, b) => order(a) - order(b))) {
-    if (room-- > 0) follow(row);
+  for (const row of live.filter((candidate) => !candidate.following).sort((a, b) => order(a) - order(b))) {
+    if (free-- > 0) follow(row);
   }
 }
 
-// Listen to a job until it ends, and again if the connection breaks.
+// Follow the events of a job until it ends; reconnect if the connection breaks.
 async function follow(row) {
   row.following = true;
-  for (let pause = 500; LIVE.includes(row.state); pause = Math.min(8000, 2 * pause)) {
+  for (let delay = 500; LIVE.includes(row.state); delay = Math.min(8000, 2 * delay)) {
     try {
       const response = await request(`/v1/jobs/${row.job.id}/events`);
-      for await (const [kind, told] of readEvents(response)) {
-        pause = 500;
-        if (kind === "step") row.step(told);
-        else if (kind === "preview") row.preview(told);
-        else if (kind === "state" && row.state !== "gone") take(told, row);
+      for await (const [kind, data] of readEvents(response)) {
+        delay = 500;
+        if (kind === "step") row.step(data);
+        else if (kind === "preview") row.preview(data);
+        else if (kind === "state" && row.state !== "removed") updateJob(data, row);
       }
     } catch (error) {
       if (error.status === 404) row.fail(error.message);
     }
-    if (LIVE.includes(row.state)) await sleep(pause);
+    if (LIVE.includes(row.state)) await sleep(delay);
   }
   row.following = false;
   followSome();
-  look();
+  poll();
 }
 
-// The gallery
+// Gallery
 
-function addPictures(job) {
-  if (done.has(job.id)) return;
-  done.set(job.id, job);
-  job.images.forEach((image, place) => {
-    const one = { job, image, place };
+function addToGallery(job) {
+  if (finished.has(job.id)) return;
+  finished.set(job.id, job);
+  job.images.forEach((image, index) => {
+    const item = { job, image, index };
     const { prompt } = job.request;
-    const shown = h("img", { src: image.url, alt: prompt, title: prompt, loading: "lazy", decoding: "async", width: image.width, height: image.height });
-    const button = h("button", { class: "tile", type: "button", onclick: () => open(one) }, shown);
-    one.element = h("li", { "data-seed": image.seed }, button);
-    pictures.set(`${job.id}/${place}`, one);
+    const thumbnail = h("img", { src: image.url, alt: prompt, title: prompt, loading: "lazy", decoding: "async", width: image.width, height: image.height });
+    const button = h("button", { class: "tile", type: "button", onclick: () => openViewer(item) }, thumbnail);
+    item.element = h("li", { "data-seed": image.seed }, button);
+    gallery.set(`${job.id}/${index}`, item);
   });
   arrange();
 }
 
-function listPictures() {
-  return [...pictures.values()].sort((a, b) => b.job.created_at - a.job.created_at || a.place - b.place);
+// Gallery items, the newest job first.
+function listItems() {
+  return [...gallery.values()].sort((a, b) => b.job.created_at - a.job.created_at || a.index - b.index);
 }
 
 function arrange() {
-  const gallery = $("gallery");
-  listPictures().forEach((one, place) => {
-    if (gallery.children[place] !== one.element) gallery.insertBefore(one.element, gallery.children[place] ?? null);
+  const list = $("gallery");
+  // Move only elements that are out of place: moving the focused one would lose the focus.
+  listItems().forEach((item, position) => {
+    if (list.children[position] !== item.element) list.insertBefore(item.element, list.children[position] ?? null);
   });
   showEmpty();
 }
 
-function forget(id) {
+function removeJob(id) {
   deleted.add(id);
-  done.delete(id);
-  for (const one of [...pictures.values()].filter((picture) => picture.job.id === id)) {
-    one.element.remove();
-    pictures.delete(`${id}/${one.place}`);
+  finished.delete(id);
+  for (const item of [...gallery.values()].filter(({ job }) => job.id === id)) {
+    item.element.remove();
+    gallery.delete(`${id}/${item.index}`);
   }
   showEmpty();
 }
@@ -399,47 +405,47 @@ function forget(id) {
 let loaded = false, listed = PAGE;
 
 function showEmpty() {
-  $("empty").hidden = !loaded || pictures.size > 0 || $("rows").childElementCount > 0;
+  $("empty").hidden = !loaded || gallery.size > 0 || $("rows").childElementCount > 0;
 }
 
-// The newest jobs; those among them that are no longer there were deleted elsewhere.
-async function refresh(most) {
-  const before = [...done.values()];
-  const { data } = await call(`/v1/jobs?limit=${most}`);
-  const there = new Set(data.map((job) => job.id));
-  const oldest = data.length < most ? 0 : data[data.length - 1].created_at;
-  for (const job of before) if (job.created_at >= oldest && !there.has(job.id)) forget(job.id);
-  for (const job of data.reverse()) take(job);
-  if (most >= listed) $("older").hidden = data.length < most || most >= MOST_LISTED;
+// Fetch the newest jobs, and remove those that were deleted elsewhere.
+async function refresh(limit) {
+  const before = [...finished.values()];
+  const { data } = await call(`/v1/jobs?limit=${limit}`);
+  const ids = new Set(data.map((job) => job.id));
+  const oldest = data.length < limit ? 0 : data[data.length - 1].created_at;
+  for (const job of before) if (job.created_at >= oldest && !ids.has(job.id)) removeJob(job.id);
+  for (const job of data.reverse()) updateJob(job);
+  if (limit >= listed) $("older").hidden = data.length < limit || limit >= MAX_LISTED;
   loaded = true;
   showEmpty();
 }
 
-// One picture, large
+// Image viewer
 
-let shown = null;
+let current = null; // the gallery item in the viewer
 
-function open(one) {
-  shown = one;
-  const { job, image, place } = one;
+function openViewer(item) {
+  current = item;
+  const { job, image } = item;
   const large = $("large");
   large.src = image.url;
   large.alt = job.request.prompt;
   large.width = image.width;
   large.height = image.height;
-  large.style.maxWidth = `${Math.max(image.width, Math.min(4 * image.width, 768))}px`; // a small one is shown larger, within reason
+  large.style.maxWidth = `${Math.max(image.width, Math.min(4 * image.width, 768))}px`; // enlarge small images, up to four times
   $("viewer-prompt").textContent = job.request.prompt;
-  $("facts").replaceChildren(...listFacts(one).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+  $("facts").replaceChildren(...listFacts(item).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
   $("download").href = image.url;
-  $("download").download = nameFile(one);
-  const isEdit = job.request.task !== "generate"; // the picture that it began with is not kept
+  $("download").download = nameFile(item);
+  const isEdit = job.request.task !== "generate"; // the input image is not stored
   $("again").hidden = $("vary").hidden = isEdit;
-  askDelete(false);
-  $("viewer-says").textContent = "";
-  const all = listPictures(), at = all.indexOf(one);
-  $("place").textContent = `${at + 1} of ${all.length}`;
-  $("newer").disabled = at <= 0;
-  $("next").disabled = at < 0 || at >= all.length - 1;
+  confirmDelete(false);
+  $("viewer-error").textContent = "";
+  const items = listItems(), position = items.indexOf(item);
+  $("position").textContent = `${position + 1} of ${items.length}`;
+  $("newer").disabled = position <= 0;
+  $("next").disabled = position < 0 || position >= items.length - 1;
   if (!$("viewer").open) {
     $("viewer").showModal();
     $("viewer-prompt").focus();
@@ -447,88 +453,91 @@ function open(one) {
 }
 
 function listFacts({ job, image }) {
-  const asked = job.request, model = models.get(asked.model);
-  const own = "the model’s own";
+  const settings = job.request, model = models.get(settings.model);
+  const unset = "model default";
   return [
-    ["Not", asked.negative_prompt],
+    ["Negative prompt", settings.negative_prompt],
     ["Seed", image.seed],
     ["Size", `${image.width} × ${image.height}`],
-    ["Steps", asked.num_inference_steps ?? model?.num_inference_steps ?? own],
-    ["Guidance", asked.guidance_scale ?? model?.guidance_scale ?? own],
-    ["Strength", asked.strength],
-    ["LoRA", asked.lora && `${asked.lora} × ${asked.lora_scale}`],
-    ["Model", asked.model],
-    ["Took", `${image.seconds.toFixed(image.seconds < 10 ? 1 : 0)} s`],
-    ["Made", new Date(1000 * job.ended_at).toLocaleString()],
+    ["Steps", settings.num_inference_steps ?? model?.num_inference_steps ?? unset],
+    ["Guidance", settings.guidance_scale ?? model?.guidance_scale ?? unset],
+    ["Strength", settings.strength],
+    ["LoRA", settings.lora && `${settings.lora} × ${settings.lora_scale}`],
+    ["Model", settings.model],
+    ["Time", `${image.seconds.toFixed(image.seconds < 10 ? 1 : 0)} s`],
+    ["Created", new Date(1000 * job.ended_at).toLocaleString()],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
 }
 
 function nameFile({ job, image }) {
-  const words = job.request.prompt.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60).replace(/^-+|-+$/g, "");
-  return `${words || "picture"}-${image.seed}.${job.request.output_format.replace("jpeg", "jpg")}`;
+  const slug = job.request.prompt.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60).replace(/^-+|-+$/g, "");
+  return `${slug || "image"}-${image.seed}.${job.request.output_format.replace("jpeg", "jpg")}`;
 }
 
-// The recipe of a picture, as a request for one.
-function readRecipe({ request: asked }, seed) {
-  const { prompt, negative_prompt, model, num_inference_steps, guidance_scale, lora, output_format } = asked;
-  const recipe = { prompt, negative_prompt, model, num_inference_steps, guidance_scale, lora, output_format, seed };
-  recipe.size = `${asked.width}x${asked.height}`;
-  recipe.lora_scale = lora ? asked.lora_scale : null;
-  return Object.fromEntries(Object.entries(recipe).filter(([, value]) => value !== null && value !== undefined));
+// Return the settings of a job as the body of a new request.
+function readSettings({ request: settings }, seed) {
+  const { prompt, negative_prompt, model, num_inference_steps, guidance_scale, lora, output_format } = settings;
+  const body = { prompt, negative_prompt, model, num_inference_steps, guidance_scale, lora, output_format, seed };
+  body.size = `${settings.width}x${settings.height}`;
+  body.lora_scale = lora ? settings.lora_scale : null;
+  return Object.fromEntries(Object.entries(body).filter(([, value]) => value !== null && value !== undefined));
 }
 
-function turn(by) {
-  const all = listPictures(), next = all[all.indexOf(shown) + by];
-  if (next) open(next);
+function showNeighbor(offset) {
+  const items = listItems(), next = items[items.indexOf(current) + offset];
+  if (next) openViewer(next);
 }
 
-function askDelete(sure) {
-  const count = shown.job.images.length;
-  $("delete").dataset.sure = sure ? "yes" : "";
-  $("delete").textContent = sure ? (count > 1 ? `Really delete all ${count} of this request` : "Really delete") : "Delete";
+// Switch the delete button between "Delete" and its confirmation.
+function confirmDelete(armed) {
+  const count = current.job.images.length;
+  $("delete").dataset.armed = armed ? "yes" : "";
+  $("delete").textContent = armed ? (count > 1 ? `Delete all ${count} images of this request?` : "Delete this image?") : "Delete";
 }
 
-async function deleteShown() {
-  if (!$("delete").dataset.sure) return askDelete(true);
-  const { job } = shown, all = listPictures(), at = all.indexOf(shown);
-  const next = all.slice(at).find((one) => one.job !== job) ?? all.slice(0, at).reverse().find((one) => one.job !== job);
+async function deleteCurrent() {
+  if (!$("delete").dataset.armed) return confirmDelete(true);
+  const { job } = current, items = listItems(), position = items.indexOf(current);
+  const isOther = (item) => item.job !== job;
+  const next = items.slice(position).find(isOther) ?? items.slice(0, position).reverse().find(isOther);
   try {
     await call(`/v1/jobs/${job.id}`, { method: "DELETE" });
   } catch (error) {
-    if (error.status !== 404) return void ($("viewer-says").textContent = error.message);
+    if (error.status !== 404) return void ($("viewer-error").textContent = error.message);
   }
-  forget(job.id);
-  say("Deleted");
-  if (next) open(next);
+  removeJob(job.id);
+  announce("Deleted");
+  if (next) openViewer(next);
   else $("viewer").close();
 }
 
+// Copy the settings of an image into the form, without its seed.
 function reuse({ job, image }) {
-  const asked = job.request;
-  if (models.has(asked.model)) $("model").value = asked.model;
+  const settings = job.request;
+  if (models.has(settings.model)) $("model").value = settings.model;
   showModel();
-  $("prompt").value = asked.prompt;
-  $("negative").value = asked.negative_prompt ?? "";
-  $("more").open ||= Boolean(asked.negative_prompt || asked.lora);
+  $("prompt").value = settings.prompt;
+  $("negative").value = settings.negative_prompt ?? "";
+  $("more").open ||= Boolean(settings.negative_prompt || settings.lora);
   setSize(image.width, image.height);
-  if (asked.num_inference_steps !== null) $("steps").value = asked.num_inference_steps;
-  if (asked.guidance_scale !== null) $("guidance").value = asked.guidance_scale;
-  $("lora").value = asked.lora ?? "";
-  $("lora-scale").value = asked.lora_scale ?? 1;
+  if (settings.num_inference_steps !== null) $("steps").value = settings.num_inference_steps;
+  if (settings.guidance_scale !== null) $("guidance").value = settings.guidance_scale;
+  $("lora").value = settings.lora ?? "";
+  $("lora-scale").value = settings.lora_scale ?? 1;
 }
 
-// The form
+// Form
 
 function currentModel() {
   return models.get($("model").value);
 }
 
-// What the chosen model takes, and its defaults.
+// Show the options and defaults of the selected model.
 function showModel() {
   const model = currentModel();
   if (!model) return;
   const sizes = model.sizes.map((size) => h("option", { value: size }, size.replace("x", " × ")));
-  $("size").replaceChildren(...sizes, ...(model.other_sizes ? [h("option", { value: "other" }, "other …")] : []));
+  $("size").replaceChildren(...sizes, ...(model.other_sizes ? [h("option", { value: "other" }, "custom …")] : []));
   const [width, height] = model.sizes[0].split("x");
   for (const [id, side] of [["width", width], ["height", height]]) {
     $(id).value = side;
@@ -557,7 +566,7 @@ function setSize(width, height) {
   showSize();
 }
 
-// The request that the form describes; what is the model's own anyway is not said, since not every model takes it.
+// Return the request of the form. Values equal to the model's default are left out: not every model accepts them.
 function readForm() {
   const model = currentModel();
   const body = { prompt: $("prompt").value.trim(), n: Number($("count").value) };
@@ -583,18 +592,18 @@ async function loadModels() {
   showModel();
 }
 
-// How the service is
+// Status of the service
 
-let planShown = "";
+let shownDevices = "";
 
 function showStatus(status) {
   const { queued, running, limits } = status;
-  const parts = [running ? `${running} being made` : "", queued ? `${plural(queued, "waits", "wait")}` : ""].filter(Boolean);
+  const parts = [running ? `${running} running` : "", queued ? `${queued} queued` : ""].filter(Boolean);
   $("queue").textContent = status.state === "ready" ? parts.join(", ") || "ready" : status.state;
   notify({
     starting: status.doing === "starting" ? "The service is starting." : `The service is starting: ${status.doing}.`,
     broken: `The service cannot start: ${status.doing}.`,
-    ending: "The service is ending, and takes on nothing new.",
+    ending: "The service is shutting down and does not accept new requests.",
   }[status.state] ?? "");
   $("steps").max = limits.max_steps;
   $("count").max = limits.max_n;
@@ -602,36 +611,35 @@ function showStatus(status) {
   showDevices(status);
 }
 
-function notify(words) {
-  if ($("notice").textContent !== words) $("notice").textContent = words;
-  $("notice").hidden = !words;
+function notify(message) {
+  if ($("notice").textContent !== message) $("notice").textContent = message;
+  $("notice").hidden = !message;
 }
 
 function showDevices({ models: served, version }) {
-  const told = JSON.stringify([served, version, models.size]);
-  if (told === planShown) return; // what is unfolded stays so
-  planShown = told;
+  const snapshot = JSON.stringify([served, version, models.size]);
+  if (snapshot === shownDevices) return; // rebuilding would close an open plan
+  shownDevices = snapshot;
   $("device").hidden = !served.length;
-  $("device").replaceChildren(...served.map((one) => {
-    const facts = models.get(one.name);
-    const words = [`${one.name} on ${one.device}`, facts?.dtype].filter(Boolean).join(", ");
+  $("device").replaceChildren(...served.map((model) => {
+    const description = [`${model.name} on ${model.device}`, models.get(model.name)?.dtype].filter(Boolean).join(", ");
     return h("div", {},
-      one.virtual ? h("p", { class: "virtual" }, "virtual: nothing here is about hardware") : null,
+      model.virtual ? h("p", { class: "virtual" }, "virtual device: emulated on the CPU") : null,
       h("details", {},
-        h("summary", {}, "Plan", h("span", { class: "muted" }, ` of ${words}`)),
-        h("pre", { class: "plan", tabindex: 0, role: "region", "aria-label": `Plan of ${one.name}` }, one.plan)));
+        h("summary", {}, "Plan", h("span", { class: "muted" }, ` of ${description}`)),
+        h("pre", { class: "plan", tabindex: 0, role: "region", "aria-label": `Plan of ${model.name}` }, model.plan)));
   }));
   $("version").textContent = version;
 }
 
-let looking = false, timer = 0;
+let polling = false, timer = 0;
 
-// Look how the service is, now and every few seconds; not while nobody looks at the page.
-async function look() {
-  if (looking || document.hidden) return;
-  looking = true;
+// Poll the status now and every few seconds, except while the page is hidden.
+async function poll() {
+  if (polling || document.hidden) return;
+  polling = true;
   clearTimeout(timer);
-  let wait = LOOK_WHILE_STARTING_MS;
+  let delay = POLL_WHILE_STARTING_MS;
   try {
     const status = await call("/v1/status");
     const served = status.models.map((model) => model.name).join("\n");
@@ -639,32 +647,33 @@ async function look() {
     showStatus(status);
     if (!loaded) await refresh(listed);
     else if (status.queued + status.running || listLive().length) await refresh(RECENT);
-    if (status.state === "ready") wait = LOOK_MS;
+    if (status.state === "ready") delay = POLL_MS;
   } catch (error) {
-    if (!(error instanceof Refused)) throw error;
+    if (!(error instanceof ServiceError)) throw error;
     $("queue").textContent = "";
-    notify(error.status ? `The service says: ${error.message}.` : "The service does not answer; the page goes on trying.");
-    wait = LOOK_MS;
+    notify(error.status ? `Error of the service: ${error.message}.` : "The service does not respond. Retrying.");
+    delay = POLL_MS;
   } finally {
-    looking = false;
-    timer = setTimeout(look, wait);
+    polling = false;
+    timer = setTimeout(poll, delay);
   }
 }
 
-// What people do
+// User actions
 
-function listen() {
-  $("make").addEventListener("submit", (event) => {
+function addFormListeners() {
+  $("generate-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const body = readForm();
     if (!body.prompt) return $("prompt").focus();
-    make(body);
+    generate(body);
   });
-  $("make").addEventListener("invalid", (event) => ($("more").open ||= $("more").contains(event.target)), true);
+  // Open the details that contain an invalid field: the browser cannot focus a hidden one.
+  $("generate-form").addEventListener("invalid", (event) => ($("more").open ||= $("more").contains(event.target)), true);
   $("prompt").addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return; // Enter also ends an IME composition
     event.preventDefault();
-    $("make").requestSubmit();
+    $("generate-form").requestSubmit();
   });
   $("model").addEventListener("change", showModel);
   $("size").addEventListener("change", () => {
@@ -672,49 +681,49 @@ function listen() {
     if ($("size").value === "other") $("width").focus();
   });
   $("older").addEventListener("click", () => {
-    listed = Math.min(MOST_LISTED, listed + PAGE);
+    listed = Math.min(MAX_LISTED, listed + PAGE);
     refresh(listed).catch((error) => notify(`${error.message}.`));
   });
   document.addEventListener("visibilitychange", () => {
-    loaded &&= document.hidden; // what happened meanwhile is looked up
-    look();
+    loaded &&= document.hidden; // reload the whole list when the page becomes visible
+    poll();
   });
 }
 
-function listenToViewer() {
+function addViewerListeners() {
   const viewer = $("viewer");
-  const leave = (act) => () => {
-    const one = shown;
+  const closeAnd = (action) => () => {
+    const item = current;
     viewer.close();
-    act(one);
+    action(item);
   };
   viewer.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
-    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!by) return;
+    const offset = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!offset) return;
     event.preventDefault();
-    turn(by);
+    showNeighbor(offset);
   });
   viewer.addEventListener("click", (event) => event.target === viewer && viewer.close());
   viewer.addEventListener("close", () => {
-    shown?.element.querySelector("button").focus();
-    shown = null;
+    current?.element.querySelector("button").focus();
+    current = null;
   });
   $("close").addEventListener("click", () => viewer.close());
-  $("newer").addEventListener("click", () => turn(-1));
-  $("next").addEventListener("click", () => turn(1));
-  $("again").addEventListener("click", leave((one) => make(readRecipe(one.job, one.image.seed))));
-  $("vary").addEventListener("click", leave((one) => make(readRecipe(one.job, null))));
-  $("reuse").addEventListener("click", leave((one) => {
-    reuse(one);
-    shown = null; // the focus is not given back to its picture
+  $("newer").addEventListener("click", () => showNeighbor(-1));
+  $("next").addEventListener("click", () => showNeighbor(1));
+  $("again").addEventListener("click", closeAnd((item) => generate(readSettings(item.job, item.image.seed))));
+  $("vary").addEventListener("click", closeAnd((item) => generate(readSettings(item.job, null))));
+  $("reuse").addEventListener("click", closeAnd((item) => {
+    reuse(item);
+    current = null; // the focus goes to the prompt, not back to the tile
     $("prompt").focus();
   }));
-  $("delete").addEventListener("click", deleteShown);
-  $("delete").addEventListener("blur", () => shown && askDelete(false));
+  $("delete").addEventListener("click", deleteCurrent);
+  $("delete").addEventListener("blur", () => current && confirmDelete(false));
 }
 
-listen();
-listenToViewer();
-if (matchMedia("(min-width: 900px)").matches) $("prompt").focus(); // on a telephone it would open the keyboard
-look();
+addFormListeners();
+addViewerListeners();
+if (matchMedia("(min-width: 900px)").matches) $("prompt").focus(); // on a phone it would open the keyboard
+poll();

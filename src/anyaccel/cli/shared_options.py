@@ -1,0 +1,35 @@
+"""Command-line options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["AsJson", "Device", "Dtype", "ImageSize", "Model", "RayAddress", "Speed", "Steps", "Text"]
+
+Text = str | None
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Device = Annotated[str, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron.")]
+Dtype = Annotated[
+    Text, typer.Option("--dtype", help="dtype: float32, bf16 or fp16. Default: the preferred dtype of the device.")
+]
+ImageSize = Annotated[
+    Text,
+    typer.Option(
+        "--size", metavar="WxH", help="Image size in pixels: 640x480, or 512 for a square. Default: set by the model."
+    ),
+]
+Model = Annotated[
+    Text, typer.Option("--model", "-m", help="Hub id or folder of the model. Default: the embedded model.")
+]
+RayAddress = Annotated[
+    Text,
+    typer.Option(
+        "--ray", metavar="ADDRESS|auto", help="Run the workers on this Ray cluster. Default: on this machine."
+    ),
+]
+Speed = Annotated[
+    str, typer.Option("--speed", help="Speed level: exact, fast or draft; fast and draft change the image.")
+]
+Steps = Annotated[int | None, typer.Option("--steps", help="Number of denoising steps. Default: set by the pipeline.")]
