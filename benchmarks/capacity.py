@@ -267,9 +267,9 @@ def main() -> None:
         cost = count * options.price / 3600 / options.rate * 1000
         print(json.dumps({"devices": count, **result, "price_of_1000_pictures": cost}, indent=1))
         return
-    result = {**describe_run(read_commit()), "evidence": "cpu", **check()}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    report = {**describe_run(read_commit()), "evidence": "cpu", **check()}
+    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

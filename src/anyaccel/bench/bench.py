@@ -72,7 +72,7 @@ def run_together(
     concurrent_warmup: bool = True,
     on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per case. With `concurrent_warmup` all variants warm up concurrently; they are measured one after another.
+    """Yield one row per case. Variants are measured one after another, also if they warm up concurrently.
 
     The result of a failed variant has `error`, `hint` and `details`; if all variants failed, so has the row.
     """
