@@ -1,10 +1,10 @@
-"""What a batch costs beside a plain loop, and what a second worker brings.
+"""Overhead of a batch compared to a plain loop, and the speedup by a second worker.
 
     python -m benchmarks.batch
 
-Writes benchmarks/results/batch_cpu.json. In turns, each in a process of its own: a loop that makes pictures and writes
-them, pinned to one core; `anyaccel batch` with one worker on that core; with two workers on two cores. Rates are of
-pictures after the model is there, and ratios are of medians in one run.
+Writes benchmarks/results/batch_cpu.json. Three modes run in turn, each in its own process: a loop that generates and
+writes images on one core, `anyaccel batch` with one worker on that core, and with two workers on two cores. Rates do
+not include loading the model. Ratios are those of the medians of one run.
 """
 
 import argparse
@@ -26,41 +26,41 @@ STEPS = 8
 
 
 class Clock(ProgressListener):
-    """Remembers when all workers were ready, and how many rows were done then."""
+    """Listener that measures from the moment when all workers are ready."""
 
     def __init__(self, workers: int) -> None:
-        self.awaited = workers
-        self.began = self.ended = 0.0
-        self.before = self.over = 0
+        self.not_ready = workers
+        self.start = self.end = 0.0
+        self.finished_before = self.finished = 0
 
     def on_phase(self, text: str) -> None:
         """Start the clock when the last worker is ready for rows."""
-        self.awaited -= text == "rows"
-        if not self.awaited and not self.began:
-            self.began, self.before = time.perf_counter(), self.over
+        self.not_ready -= text == "rows"
+        if not self.not_ready and not self.start:
+            self.start, self.finished_before = time.perf_counter(), self.finished
 
     def on_row(self, done: int, total: int, text: str) -> None:
         """Count a row."""
-        self.over, self.ended = done, time.perf_counter()
+        self.finished, self.end = done, time.perf_counter()
 
     def on_warning(self, text: str) -> None:
-        """Fail: no row and no worker may fail."""
+        """Raise, since no row and no worker may fail."""
         raise AssertionError(text)
 
 
 def time_batch(rows: Path, out: Path, workers: int) -> float:
-    """Pictures a second by `anyaccel batch`."""
+    """Return the images per second of `anyaccel batch`."""
     from anyaccel.cluster.batch.image_worker import WorkerSettings
     from anyaccel.cluster.batch.start import BatchJob, run_batch
 
     clock = Clock(workers)
     settings = WorkerSettings(device="cpu", dtype="float32", threads=1)
     run_batch(BatchJob(source=str(rows), out=out, settings=settings, workers=workers), clock)
-    return (clock.over - clock.before) / (clock.ended - clock.began)
+    return (clock.finished - clock.finished_before) / (clock.end - clock.start)
 
 
 def time_loop(rows: Path, out: Path) -> float:
-    """Pictures a second by a loop over the same rows that writes the same files."""
+    """Return the images per second of a loop over the same rows that writes the same files."""
     import torch
 
     from anyaccel.cluster.batch.rows import read_rows
@@ -72,21 +72,21 @@ def time_loop(rows: Path, out: Path) -> float:
     from anyaccel.planning.options import PlacementOptions
 
     torch.set_num_threads(1)
-    order = make_request("", None, "cpu", 0, dtype="float32")
-    loaded = load_uncached(order, PlacementOptions(dtype="float32"))
+    request = make_request("", None, "cpu", 0, dtype="float32")
+    loaded = load_uncached(request, PlacementOptions(dtype="float32"))
     loaded.pipe.set_progress_bar_config(disable=True)
     out.mkdir()
-    asked, _ = read_rows(str(rows))
-    began = time.perf_counter()
-    for row in asked:
-        made = generate_image(loaded, row.prompt, row.seed, {**order.call, **row.call})
-        write_output_file(out / f"{row.number}.png", encode_image(made.image, ".png", [made.metadata]))
-    return len(asked) / (time.perf_counter() - began)
+    parsed, _ = read_rows(str(rows))
+    start = time.perf_counter()
+    for row in parsed:
+        image = generate_image(loaded, row.prompt, row.seed, {**request.call, **row.call})
+        write_output_file(out / f"{row.number}.png", encode_image(image.image, ".png", [image.metadata]))
+    return len(parsed) / (time.perf_counter() - start)
 
 
-def run_apart(way: str, rows: Path, out: Path, core: int | None) -> float:
-    """One of the three in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.batch", "--way", way, "--input", str(rows), "--out", str(out)]
+def run_process(mode: str, rows: Path, out: Path, core: int | None) -> float:
+    """Run one mode in its own process; return its images per second."""
+    command = [sys.executable, "-m", "benchmarks.batch", "--way", mode, "--input", str(rows), "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     pin = None if core is None else lambda: os.sched_setaffinity(0, {core})
     done = subprocess.run(command, env=environment, preexec_fn=pin, capture_output=True, text=True, check=False)
@@ -95,7 +95,7 @@ def run_apart(way: str, rows: Path, out: Path, core: int | None) -> float:
 
 
 def main() -> None:
-    """Measure in turns."""
+    """Measure all modes in turn and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=("loop", "one", "two"))
     parser.add_argument("--input", type=Path)
@@ -110,15 +110,17 @@ def main() -> None:
         print(time_batch(options.input, options.out, 1 if options.way == "one" else 2))
         return
     rates: dict[str, list[float]] = {"loop": [], "one": [], "two": []}
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        for turn in range(options.rounds):
-            for way, found in rates.items():
-                count = options.rows * (3 if way == "two" else 1)  # the second worker comes when the first has begun
-                rows = write_rows(place / f"{way}.jsonl", count, STEPS)
-                found.append(run_apart(way, rows, place / f"{way}-{turn}", None if way == "two" else 0))
-                print(f"{way}: {found[-1]:.3f} pictures a second", file=sys.stderr)
-    median = {way: statistics.median(found) for way, found in rates.items()}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for index in range(options.rounds):
+            for mode, values in rates.items():
+                count = options.rows * (
+                    3 if mode == "two" else 1
+                )  # the second worker is ready some rows after the first
+                rows = write_rows(folder / f"{mode}.jsonl", count, STEPS)
+                values.append(run_process(mode, rows, folder / f"{mode}-{index}", None if mode == "two" else 0))
+                print(f"{mode}: {values[-1]:.3f} images per second", file=sys.stderr)
+    median = {mode: statistics.median(values) for mode, values in rates.items()}
     result = {
         **describe_run(read_commit()),
         "evidence": "cpu",

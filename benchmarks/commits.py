@@ -1,9 +1,9 @@
-"""Compare the speed of two checkouts of anyaccel on a real device, in turns.
+"""Compare the speed of two checkouts of anyaccel on a real device, in turn.
 
     python -m benchmarks.commits cuda OLD NEW --cases sd15 sdxl klein
 
 OLD and NEW are checkouts with `src` and `benchmarks`. Each checkout has one process per case; all of them warm up, then
-images are generated in turns. Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
+images are generated in turn. Writes benchmarks/results/commits_DEVICE.json; the cases are those of benchmarks.speed.
 """
 
 import argparse
@@ -24,9 +24,9 @@ WARM = 4
 
 
 def serve(case: str, device: str, image: str) -> None:
-    """Make an image for every line that is read, and print its seconds."""
+    """Generate an image for every line on stdin and print its time in seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep the output of libraries out of the answers
     import numpy
     import torch
 
@@ -35,11 +35,11 @@ def serve(case: str, device: str, image: str) -> None:
     from benchmarks.speed import CASES
 
     options = {"check_finite": False, "compile": True, "expected_images": 10_000}
-    work = replace(CASES[case], device=device, dtype="bfloat16", random=True, options=options)
-    opened, pipe = open_device(device), make_pipeline(work, "anyaccel")
-    call = make_call(work, pipe)
+    bench_case = replace(CASES[case], device=device, dtype="bfloat16", random=True, options=options)
+    opened, pipe = open_device(device), make_pipeline(bench_case, "anyaccel")
+    call = make_call(bench_case, pipe)
 
-    def make() -> tuple[Any, float]:
+    def generate() -> tuple[Any, float]:
         generator = torch.Generator("cpu").manual_seed(0)
         with torch.no_grad():
             opened.driver.synchronize(opened.index)
@@ -49,11 +49,11 @@ def serve(case: str, device: str, image: str) -> None:
         return result, time.perf_counter() - start
 
     for _ in range(WARM):
-        result, seconds = make()
+        result, seconds = generate()
     numpy.save(image, result.images.float().cpu().numpy())
     print(json.dumps(seconds), file=answers, flush=True)
     for _ in sys.stdin:
-        print(json.dumps(make()[1]), file=answers, flush=True)
+        print(json.dumps(generate()[1]), file=answers, flush=True)
 
 
 def start(case: str, checkout: Path, image: Path, device: str) -> Any:
@@ -69,7 +69,7 @@ def start(case: str, checkout: Path, image: Path, device: str) -> Any:
 
 
 def compare(processes: dict[str, Any], images: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Generate images with both checkouts, in turns."""
+    """Generate images with both checkouts in turn."""
     import numpy
 
     times: dict[str, list[float]] = {name: [] for name in processes}

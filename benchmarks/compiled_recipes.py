@@ -1,4 +1,4 @@
-"""Tiny pipelines compiled on a real device: each image beside the eager one.
+"""Tiny pipelines compiled on a real device: compares each image with the eager one.
 
     python -m benchmarks.compiled_recipes cuda                  pipelines with 3-D convolutions
     python -m benchmarks.compiled_recipes cuda --all            every pipeline
@@ -6,7 +6,8 @@
 
 Writes benchmarks/results/compiled_recipes_DEVICE.json: for each pipeline the largest difference of the compiled image
 from the eager one, both placed and in float32, and which models ran eagerly because compiling failed. Each pipeline has
-a process of its own with a time limit; `--processes` run at once. `--commit` and `--out` are for a copy without .git.
+its own process with a time limit; `--processes` of them run concurrently. `--commit` and `--out` are for a copy
+without .git.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def has_3d_convolutions(name: str) -> bool:
     from anyaccel.recipes import recipes
 
     pipe: Any = recipes()[name].make()
-    models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    models = [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
     return any(isinstance(layer, torch.nn.Conv3d) for model in models for layer in model.modules())
 
 
@@ -62,7 +63,7 @@ def run_recipe(name: str, device: str, only_3d: bool) -> dict[str, Any]:
 
 
 def run_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a recipe in a process of its own."""
+    """Run a recipe in its own process."""
     command = [sys.executable, "-m", "benchmarks.compiled_recipes", options.device, "--one", name]
     try:
         done = subprocess.run(

@@ -1,8 +1,8 @@
-"""The embedded model on every virtual device against the CPU: the same answers of the judge, and the same pixels.
+"""The embedded model on every virtual device compared to the CPU: answers of the judge, and pixels.
 
     python -m benchmarks.embedded_virtual [--things 40] [--devices mps,hpu]
 
-Writes benchmarks/results/embedded_virtual.json. Virtual devices enforce documented limits; they are no hardware.
+Writes benchmarks/results/embedded_virtual.json. Virtual devices enforce documented limits; they are not hardware.
 """
 
 import argparse
@@ -25,64 +25,64 @@ from training.prepare import load_things
 
 RESULT = Path(__file__).parent / "results" / "embedded_virtual.json"
 DEVICES = ("mps", "hpu", "neuron", "xpu", "npu", "mlu")
-ALLOWED = 2  # of 255, a pixel
+TOLERANCE = 2  # maximum difference of a color value from 0 to 255
 Pixels = list[np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 def generate_images(device: str, prompts: list[str]) -> tuple[Pixels, bool]:
-    """One picture a prompt, in float32, one at a time; and whether no line met a limit that is an error there."""
+    """Return one float32 image per prompt, and whether no operation violated a limit of the device."""
     if device == "cpu":
-        return _draw(device, prompts), True
+        return _generate(device, prompts), True
     with virtual(device, strict=True) as accelerator:
-        return _draw(device, prompts), not accelerator.ledger.rows("error")
+        return _generate(device, prompts), not accelerator.ledger.rows("error")
 
 
-def _draw(device: str, prompts: list[str]) -> Pixels:
+def _generate(device: str, prompts: list[str]) -> Pixels:
     pipe = open_model(None, device, "float32")
     return [np.asarray(pipe(prompt, seed=0, **CALL_DEFAULTS).images[0]) for prompt in prompts]
 
 
-def in_process(device: str, prompts: list[str]) -> tuple[Pixels, bool]:
-    """The same in a process of its own: there is one virtual device a process."""
+def generate_in_process(device: str, prompts: list[str]) -> tuple[Pixels, bool]:
+    """Run `generate_images` in its own process, since a process has one virtual device."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(generate_images, (device, prompts))
 
 
-def name_all(pictures: Pixels) -> list[str]:
-    """What the judge sees on each."""
+def classify(images: Pixels) -> list[str]:
+    """Return the judge's first answer for each image."""
     from PIL import Image
 
     judge = load_judge()
-    return [(judge.classify(Image.fromarray(pixels)).names or ("nothing",))[0] for pixels in pictures]
+    return [(judge.classify(Image.fromarray(pixels)).names or ("nothing",))[0] for pixels in images]
 
 
-def compare(device: str, prompts: list[str], wanted: Pixels) -> dict[str, Any]:
-    """How the pictures of a virtual device differ from the CPU's."""
-    begun = time.monotonic()
-    made, clean = in_process(device, prompts)
-    differences = [int(np.abs(a.astype(int) - b).max()) for a, b in zip(made, wanted, strict=True)]
-    same = [a == b for a, b in zip(name_all(made), name_all(wanted), strict=True)]
+def compare(device: str, prompts: list[str], reference: Pixels) -> dict[str, Any]:
+    """Compare the images of a virtual device with those of the CPU."""
+    start = time.monotonic()
+    images, clean = generate_in_process(device, prompts)
+    differences = [int(np.abs(a.astype(int) - b).max()) for a, b in zip(images, reference, strict=True)]
+    same = [a == b for a, b in zip(classify(images), classify(reference), strict=True)]
     return {
-        "pictures": len(made),
+        "pictures": len(images),
         "same_answers": sum(same),
         "largest_difference_of_255": max(differences),
-        "within": max(differences) <= ALLOWED,
+        "within": max(differences) <= TOLERANCE,
         "no_errors_in_ledger": clean,
-        "seconds": round(time.monotonic() - begun, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }
 
 
 def main() -> None:
-    """Run every device and keep the outcome."""
+    """Run every device and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--things", type=int, default=40)
     parser.add_argument("--devices", default=",".join(DEVICES))
-    asked = parser.parse_args()
-    prompts = [scene.caption for scene in judge_scenes(load_things(), 300)["single"][: asked.things]]
-    wanted, _ = in_process("cpu", prompts)
+    options = parser.parse_args()
+    prompts = [scene.caption for scene in judge_scenes(load_things(), 300)["single"][: options.things]]
+    reference, _ = generate_in_process("cpu", prompts)
     outcomes = {}
-    for device in asked.devices.split(","):
-        outcomes[device] = compare(device, prompts, wanted)
+    for device in options.devices.split(","):
+        outcomes[device] = compare(device, prompts, reference)
         print(device, "(virtual)", outcomes[device], flush=True)
     result = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

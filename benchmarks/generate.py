@@ -1,9 +1,9 @@
-"""How long `anyaccel generate "a red apple"` takes: a new process, and a picture within one.
+"""Time of `anyaccel generate "a red apple"`: of a new process, and of an image in a running process.
 
     python -m benchmarks.generate
 
-Writes benchmarks/results/generate_cpu.json. Seconds of a shared machine mean little, so that both are also given as a
-ratio to a fixed product of two float32 matrices, timed in turns with the pictures in the same run.
+Writes benchmarks/results/generate_cpu.json. Absolute times on a shared machine mean little, so both are also given
+relative to a float32 matrix product, which is timed in turn with the images.
 """
 
 import json
@@ -24,68 +24,68 @@ from benchmarks.provenance import describe_run, read_commit
 
 RESULT = Path(__file__).parent / "results" / "generate_cpu.json"
 PROMPT = "a red apple"
-PROCESSES, PICTURES, SIDE, PRODUCTS = 5, 11, 1024, 20
+PROCESSES, IMAGES, SIDE, PRODUCTS = 5, 11, 1024, 20
 
 
 def time_product(matrix: torch.Tensor) -> float:
-    """Seconds for one product of two square matrices."""
-    begun = time.perf_counter()
+    """Return the seconds of one product of square matrices."""
+    start = time.perf_counter()
     for _ in range(PRODUCTS):
         torch.mm(matrix, matrix)
-    return (time.perf_counter() - begun) / PRODUCTS
+    return (time.perf_counter() - start) / PRODUCTS
 
 
 def time_process() -> float:
-    """Seconds from the command to its end, in a process of its own, with the picture written."""
+    """Return the seconds of one command, which loads the model and writes an image."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "apple.png"
         program = str(Path(sys.executable).parent / "anyaccel")
         command = [program, "generate", PROMPT, "--seed", "7", "-o", str(path), "--device", "cpu"]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         assert path.is_file()
     return seconds
 
 
-def time_picture(seed: int) -> float:
-    """Seconds for a picture where the model is loaded already."""
-    begun = time.perf_counter()
+def time_image(seed: int) -> float:
+    """Return the seconds of one image with a loaded model."""
+    start = time.perf_counter()
     result = anyaccel.generate(PROMPT, device="cpu", seed=seed)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     assert result.timings.load_s < 0.1, "the model was loaded again"
     return seconds
 
 
 def main() -> None:
-    """Measure, print and keep the figures."""
+    """Measure, print and write the file."""
     anyaccel.generate(PROMPT, device="cpu", seed=0)
     matrix = torch.randn(SIDE, SIDE)
-    products, pictures, processes = [], [], []
-    for turn in range(PICTURES):
+    products, images, processes = [], [], []
+    for seed in range(IMAGES):
         products.append(time_product(matrix))
-        pictures.append(time_picture(turn))
+        images.append(time_image(seed))
     for _ in range(PROCESSES):
         products.append(time_product(matrix))
         processes.append(time_process())
-    product, picture, process = (statistics.median(times) for times in (products, pictures, processes))
+    product, image, process = (statistics.median(times) for times in (products, images, processes))
     result: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **describe_run(read_commit()),
         "threads": torch.get_num_threads(),
         "prompt": PROMPT,
         **CALL_DEFAULTS,
-        "picture_s": {"median": picture, "least": min(pictures), "most": max(pictures), "count": len(pictures)},
+        "picture_s": {"median": image, "least": min(images), "most": max(images), "count": len(images)},
         "process_s": {"median": process, "least": min(processes), "most": max(processes), "count": len(processes)},
         "product": f"{SIDE} x {SIDE} float32",
         "product_s": product,
-        "picture_over_product": picture / product,
+        "picture_over_product": image / product,
         "process_over_product": process / product,
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"a picture    {picture:6.2f} s = {picture / product:6.0f} products")
-    print(f"a process    {process:6.2f} s = {process / product:6.0f} products")
-    print(f"a product    {product * 1000:6.2f} ms, {result['product']}; kept in {RESULT.name}")
+    print(f"one image    {image:6.2f} s = {image / product:6.0f} products")
+    print(f"one process  {process:6.2f} s = {process / product:6.0f} products")
+    print(f"one product  {product * 1000:6.2f} ms, {result['product']}; written to {RESULT.name}")
 
 
 if __name__ == "__main__":

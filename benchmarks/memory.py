@@ -1,10 +1,10 @@
-"""What `anyaccel explain` predicts against what a real device holds, at full size with random weights.
+"""Memory predicted by `anyaccel explain` compared to a real device, for full-size models with random weights.
 
     python -m benchmarks.memory cuda h200
 
 Writes benchmarks/results/memory_DEVICE.json: a row for each model, size, batch and rule, with the predicted peak, the
-device's own `max_memory_allocated` and how far the first is from the second. Then memory is taken away, so that calls
-run out of it and recover. `--commit` and `--out` are for a copy without .git, `--models` for some of them.
+device's own `max_memory_allocated` and the relative error. Then the available memory is reduced, so that calls run out
+of memory and recover. `--commit` and `--out` are for a copy without .git, `--models` for some of them.
 """
 
 import argparse
@@ -28,20 +28,20 @@ from anyaccel.tracing.model_index import read_model_folder
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"
-ASKED = {
+SIZES = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": 512,
     "stabilityai/sdxl-turbo": 1024,
     "PixArt-alpha/PixArt-XL-2-1024-MS": 1024,
     "black-forest-labs/FLUX.2-klein-4B": 1024,
     "black-forest-labs/FLUX.1-schnell": 1024,
 }
-"""The five models and the size that each is held to; sdxl-turbo has SDXL's shapes."""
+"""The five models and their image sizes; sdxl-turbo has SDXL's shapes."""
 RULES: dict[str, dict[str, Any]] = {
     "resident": {"memory": "resident", "vae_tiling": False},
     "VAE tiled": {"memory": "resident", "vae_tiling": True},
     "component offload": {"memory": "component", "vae_tiling": False},
 }
-MORE: list[tuple[str, int, int, str, dict[str, Any]]] = [
+EXTRA_ROWS: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("stabilityai/sdxl-turbo", 2048, 1, "bfloat16", RULES["resident"]),
     ("stabilityai/sdxl-turbo", 2048, 1, "bfloat16", RULES["VAE tiled"]),
     ("stabilityai/sdxl-turbo", 1024, 1, "float16", RULES["resident"]),
@@ -50,18 +50,18 @@ MORE: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("stable-diffusion-v1-5/stable-diffusion-v1-5", 768, 1, "bfloat16",
      {"memory": "resident", "vae_tiling": False, "attention_slicing": "max"}),
 ]  # fmt: skip
-"""Beyond what is asked for: tiles that are smaller than the picture, other types, layers, slices."""
+"""Additional rows: tiles smaller than the image, other dtypes, layer offload, attention slicing."""
 FRACTIONS = (0.085, 0.06, 0.045)
-"""Shares of the device's memory that a process is left with, to see it recover."""
+"""Fractions of the device's memory that the process may use, to test recovery."""
 
 
 def list_rows(models: list[str]) -> Iterator[tuple[str, int, int, str, str, dict[str, Any]]]:
-    """Model, size, batch, type, the name of the rule and the wishes that pin it; the rows of a model together."""
+    """Yield model, size, batch, dtype, rule name and placement options, grouped by model."""
     for model in models:
         for name, placement_options in RULES.items():
             for batch in (1, 4):
-                yield model, ASKED[model], batch, "bfloat16", name, placement_options
-        for other, size, batch, dtype, placement_options in MORE:
+                yield model, SIZES[model], batch, "bfloat16", name, placement_options
+        for other, size, batch, dtype, placement_options in EXTRA_ROWS:
             if other == model:
                 yield (
                     model,
@@ -74,7 +74,7 @@ def list_rows(models: list[str]) -> Iterator[tuple[str, int, int, str, str, dict
 
 
 def build(model: str, device: str) -> Any:
-    """The pipeline at full size with random weights, made on the device and brought to the host in half precision."""
+    """Return the full-size pipeline with random bfloat16 weights, created on the device."""
     folder = read_model_folder(find_bundled_configs(model) or Path(model))
     return build_pipeline(folder, device, torch.bfloat16).pipe
 
@@ -82,28 +82,26 @@ def build(model: str, device: str) -> Any:
 def measure(
     pipe: Any, device: str, size: int, batch: int, dtype: str, placement_options: dict[str, Any]
 ) -> dict[str, Any]:
-    """One row: the pipeline is placed as pinned, called twice, and the second call's peak is read."""
-    placed = place(
-        pipe, device, dtype=dtype, check_finite=False, **placement_options
-    )  # random weights need not give finite pictures
+    """Place the pipeline with these options, call it twice and return the peak of the second call."""
+    placed = place(pipe, device, dtype=dtype, check_finite=False, **placement_options)  # random weights may give NaN
     call = {"prompt": "a fox", "num_inference_steps": 2, "height": size, "width": size, "seed": 7}
     placed.set_progress_bar_config(disable=True)
-    started = 0.0
+    start = 0.0
     for _ in range(
         1 if placement_options.get("memory") == "component" else 2
-    ):  # the first call of a process warms libraries up
+    ):  # the first call of a process initializes libraries
         gc.collect()
         anyaccel.empty_cache(device)
         anyaccel.synchronize(device)
         anyaccel.reset_peak_memory(device)
-        started = time.perf_counter()
+        start = time.perf_counter()
         placed(**call, num_images_per_prompt=batch)
         anyaccel.synchronize(device)
-    return {"measured_bytes": anyaccel.max_memory(device), "seconds": round(time.perf_counter() - started, 2)}
+    return {"measured_bytes": anyaccel.max_memory(device), "seconds": round(time.perf_counter() - start, 2)}
 
 
 def run_rows(device: str, product: str, models: list[str]) -> Iterator[dict[str, Any]]:
-    """Every row, predicted and measured."""
+    """Yield every row with the predicted and measured peak."""
     pipe, built = None, ""
     for model, size, batch, dtype, rule, placement_options in list_rows(models):
         plan = anyaccel.explain(model, product, height=size, width=size, batch=batch, dtype=dtype, **placement_options)
@@ -122,7 +120,7 @@ def run_rows(device: str, product: str, models: list[str]) -> Iterator[dict[str,
 
 
 def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
-    """A call of four images with less and less memory, which the plan does not know of."""
+    """Yield the results of a four-image call with decreasing memory, which the plan does not know."""
     pipe = build(model, device)
     for fraction in (1.0, *FRACTIONS):
         torch.cuda.set_per_process_memory_fraction(fraction)
@@ -130,12 +128,12 @@ def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
         placed.set_progress_bar_config(disable=True)
         row: dict[str, Any] = {"model": model, "fraction": fraction}
         try:
-            made = placed("a fox", num_inference_steps=2, height=1024, width=1024, seed=7, num_images_per_prompt=4,
+            result = placed("a fox", num_inference_steps=2, height=1024, width=1024, seed=7, num_images_per_prompt=4,
                           output_type="np")  # fmt: skip
             row |= {
-                "rule": str(made.plan.memory_in_use),
-                "reason": made.plan.memory_in_use.reason,
-                "mean": float(made.images.mean()),
+                "rule": str(result.plan.memory_in_use),
+                "reason": result.plan.memory_in_use.reason,
+                "mean": float(result.images.mean()),
             }
         except anyaccel.AnyaccelError as error:
             row["error"] = str(error)
@@ -146,11 +144,11 @@ def recover(device: str, model: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run all and write the file."""
+    """Run all rows and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device")
     parser.add_argument("product")
-    parser.add_argument("--models", nargs="*", default=list(ASKED))
+    parser.add_argument("--models", nargs="*", default=list(SIZES))
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--no-recovery", action="store_true")
@@ -178,7 +176,7 @@ def main() -> None:
         print(row, flush=True)
     worst = max((abs(row["off"]) for row in report["rows"]), default=0.0)
     lowest = min((row["off"] for row in report["rows"]), default=0.0)
-    print(f"{len(report['rows'])} rows, at most {worst:.1%} off, at most {-min(0.0, lowest):.1%} under")
+    print(f"{len(report['rows'])} rows, largest error {worst:.1%}, largest underestimate {-min(0.0, lowest):.1%}")
 
 
 if __name__ == "__main__":

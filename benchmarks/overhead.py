@@ -1,11 +1,11 @@
-"""What placing costs: the same pipeline object called as plain diffusers does, and as anyaccel does, in turns.
+"""Overhead of `place`: the same pipeline object called with and without anyaccel's hooks, in turn.
 
     python -m benchmarks.overhead cpu        a mid-size UNet and a mid-size transformer
     python -m benchmarks.overhead cuda       SDXL and FLUX.1-schnell at full size, random weights, eager
 
 Writes benchmarks/results/overhead_DEVICE.json; `--commit` and `--out` are for a copy without .git, `--pairs` for a
-machine that jitters. One pipeline serves both: for the plain call its class's own `__call__`
-runs with every hook of ours taken off, for the placed one they are put back; neither is timed. Order alternates.
+machine with noisy timings. The plain call uses the original class's `__call__` without our hooks, the placed call has
+them. Adding and removing hooks is not timed. The order alternates.
 """
 
 import argparse
@@ -37,14 +37,14 @@ Make = Callable[[torch.device], tuple[Any, dict[str, Any]]]
 LIBRARY: Any = diffusers
 
 
-def build(device: torch.device, kind: str, **config: Any) -> Any:
-    """A model with random weights, made where it will run."""
+def build(device: torch.device, class_name: str, **config: Any) -> Any:
+    """Create a model with random weights on its device."""
     with torch.device(device):
-        return getattr(LIBRARY, kind)(**config).eval()
+        return getattr(LIBRARY, class_name)(**config).eval()
 
 
 def make_unet_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """A Stable Diffusion pipeline of about 60 million parameters, without a text encoder."""
+    """Return a Stable Diffusion pipeline with about 60 million parameters and no text encoder, and its call."""
     unet = build(device, "UNet2DConditionModel",
         sample_size=32, block_out_channels=(64, 128, 256), layers_per_block=2, cross_attention_dim=256,
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
@@ -72,7 +72,7 @@ def make_unet_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
 
 
 def make_transformer_pipeline(device: torch.device, full_size: bool = False) -> tuple[Any, dict[str, Any]]:
-    """A FLUX pipeline without text encoders: FLUX.1-schnell's own sizes, or a mid-size one."""
+    """Return a FLUX pipeline without text encoders, mid-size or as large as FLUX.1-schnell, and its call."""
     small: dict[str, Any] = {} if full_size else {
         "num_layers": 3, "num_single_layers": 6, "attention_head_dim": 64, "num_attention_heads": 8,
         "joint_attention_dim": 512, "pooled_projection_dim": 256, "axes_dims_rope": (8, 28, 28),
@@ -98,12 +98,12 @@ def make_transformer_pipeline(device: torch.device, full_size: bool = False) -> 
 
 
 def make_schnell_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """FLUX.1-schnell at its own sizes."""
+    """Return FLUX.1-schnell at full size, and its call."""
     return make_transformer_pipeline(device, full_size=True)
 
 
 def make_sdxl_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """SDXL at its own sizes, without text encoders, 30 steps with guidance at 1024²."""
+    """Return full-size SDXL without text encoders, and a call with 30 steps and guidance at 1024²."""
     unet = build(device, "UNet2DConditionModel",
         sample_size=128, in_channels=4, out_channels=4, block_out_channels=(320, 640, 1280), layers_per_block=2,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -129,41 +129,41 @@ def make_sdxl_pipeline(device: torch.device) -> tuple[Any, dict[str, Any]]:
 
 
 def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) -> dict[str, Any]:
-    """Interleaved pairs of the plain and the placed call, and the ratio of their medians."""
+    """Time the plain and the placed call in turn; return the ratio of their medians."""
     opened = anyaccel.open_device(device)
     pipe, call = make(opened.torch_device)
     pipe = place(pipe, device, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     call = {key: value.to(opened.torch_device, dtype) if isinstance(value, torch.Tensor) else value
             for key, value in call.items()}  # fmt: skip
-    kind: Any = plain_class(pipe)
+    original_class: Any = plain_class(pipe)
     placement = find_placement(pipe)
     assert placement is not None
 
     def time_s(placed: bool) -> float:
         components = find_components(pipe)
-        for module in [part for model in find_models(pipe).values() for part in model.modules()]:
+        for module in [module for model in find_models(pipe).values() for module in model.modules()]:
             remove_override(module, Slot.INPUTS)
         if placed:
             set_input_adapters(components, placement.plan, placement.device)
         arguments = {**call, "generator": torch.Generator("cpu").manual_seed(0)}
         anyaccel.synchronize(device)
         start = time.perf_counter()
-        pipe(**arguments) if placed else kind.__call__(pipe, **arguments)
+        pipe(**arguments) if placed else original_class.__call__(pipe, **arguments)
         anyaccel.synchronize(device)
         return time.perf_counter() - start
 
     for _ in range(3):
         time_s(True), time_s(False)
     pairs = []
-    gc.disable()  # a collection in the middle of one call would be counted against it
-    for turn in range(count):
-        first = time_s(bool(turn % 2))
-        second = time_s(not turn % 2)
-        pairs.append((second, first) if turn % 2 else (first, second))
+    gc.disable()  # a collection during one call would count against it
+    for index in range(count):
+        first = time_s(bool(index % 2))
+        second = time_s(not index % 2)
+        pairs.append((second, first) if index % 2 else (first, second))
     gc.enable()
     plain, placed = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratios = sorted(there / here for here, there in pairs)
+    ratios = sorted(placed_s / plain_s for plain_s, placed_s in pairs)
     parameters = sum(p.numel() for part in find_components(pipe).values() if isinstance(part, torch.nn.Module)
                      for p in part.parameters())  # fmt: skip
     result = {
@@ -177,7 +177,7 @@ def measure(name: str, make: Make, device: str, dtype: torch.dtype, count: int) 
 
 
 def main() -> None:
-    """Measure on the device that the command line names, and keep the result."""
+    """Measure on the device of the command line and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("device")
     parser.add_argument("--commit", help="the commit of a copy without .git")

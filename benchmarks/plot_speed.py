@@ -1,4 +1,4 @@
-"""Plot benchmarks/results/speed_cuda.json for the documentation: docs/images/speed.svg.
+"""Bar chart of benchmarks/results/speed_cuda.json for the documentation: docs/images/speed.svg.
 
 python -m benchmarks.plot_speed
 """
@@ -10,41 +10,41 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SOURCE, TARGET = HERE / "results" / "speed_cuda.json", HERE.parent / "docs" / "images" / "speed.svg"
-COLOURS = {"stock eager": "#b8bec9", "stock compiled": "#7d8797", "anyaccel": "#1f6feb", "anyaccel fast": "#79b8ff"}
-LEFT, BAR, GAP, WIDTH, ROOM = 270, 15, 26, 900, 500
+COLORS = {"stock eager": "#b8bec9", "stock compiled": "#7d8797", "anyaccel": "#1f6feb", "anyaccel fast": "#79b8ff"}
+LEFT, BAR, GAP, WIDTH, BAR_WIDTH = 270, 15, 26, 900, 500
 
 
 def draw(report: dict[str, Any]) -> str:
-    """Bars for each case, as shares of the longest time, with seconds and the floor as a line."""
+    """Return an SVG with bars for each case, relative to its slowest variant, and the floor as a red line."""
     lines: list[str] = []
     top = 52
     for row in report["rows"]:
-        variants = {name: one for name, one in row["variants"].items() if "median_s" in one}
+        variants = {name: variant for name, variant in row["variants"].items() if "median_s" in variant}
         if len(variants) == 1:
             continue  # nothing to compare it with
-        longest = max(one["median_s"] for one in variants.values())
-        begin, floor = top, LEFT + ROOM * row["floor_s"] / longest
-        for name, one in variants.items():
-            length = ROOM * one["median_s"] / longest
+        slowest = max(variant["median_s"] for variant in variants.values())
+        case_top, floor = top, LEFT + BAR_WIDTH * row["floor_s"] / slowest
+        for name, variant in variants.items():
+            length = BAR_WIDTH * variant["median_s"] / slowest
             against = row.get("against stock compiled")
             ratio = f", {against:.2f} times as fast" if against and name == "anyaccel" else ""
-            lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" fill="{COLOURS[name]}"/>')
-            text = f"{one['median_s']:.3f} s{ratio}"
+            lines.append(f'<rect x="{LEFT}" y="{top}" width="{length:.1f}" height="{BAR - 2}" fill="{COLORS[name]}"/>')
+            text = f"{variant['median_s']:.3f} s{ratio}"
             end = LEFT + length
-            start = floor if end < floor < end + 6 * len(text) else end  # the line does not go through the words
+            start = floor if end < floor < end + 6 * len(text) else end  # keep the text clear of the floor line
             lines.append(f'<text x="{start + 6:.1f}" y="{top + 11}" class="small">{text}</text>')
             top += BAR
-        middle = (begin + top) / 2 + 3
+        middle = (case_top + top) / 2 + 3
         lines.append(f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{escape(row["title"])}</text>')
-        ends = f'x1="{floor:.1f}" x2="{floor:.1f}" y1="{begin - 4}" y2="{top + 2}"'
+        ends = f'x1="{floor:.1f}" x2="{floor:.1f}" y1="{case_top - 4}" y2="{top + 2}"'
         lines.append(f'<line {ends} stroke="#d1242f" stroke-width="2"/>')
         top += GAP
     legend = "".join(
-        f'<rect x="{LEFT + 140 * place}" y="14" width="12" height="12" fill="{colour}"/>'
-        f'<text x="{LEFT + 140 * place + 18}" y="24">{name}</text>'
-        for place, (name, colour) in enumerate(COLOURS.items())
+        f'<rect x="{LEFT + 140 * index}" y="14" width="12" height="12" fill="{color}"/>'
+        f'<text x="{LEFT + 140 * index + 18}" y="24">{name}</text>'
+        for index, (name, color) in enumerate(COLORS.items())
     )
-    head = f"{escape(report['device'])}, bfloat16, one picture; times as fast: as stock compiled; red: the floor"
+    head = f"{escape(report['device'])}, bfloat16, one image; speedup over stock compiled; red: floor"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 8}"'
         ' font-family="sans-serif" font-size="13">'
@@ -55,7 +55,7 @@ def draw(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Read, draw and write."""
+    """Write the chart."""
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(draw(json.loads(SOURCE.read_text())))
     print(TARGET.name)

@@ -1,4 +1,4 @@
-"""What a result was made on: the commit, the machine and the versions."""
+"""Provenance of a benchmark result: the commit, the machine and the versions."""
 
 import subprocess
 from typing import Any
@@ -10,13 +10,13 @@ __all__ = ["describe_run", "read_commit"]
 
 
 def read_commit() -> str:
-    """The commit that is checked out."""
+    """Return the commit that is checked out."""
     command = ["git", "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def describe_run(commit: str) -> dict[str, Any]:
-    """What every kept result says of its making."""
+    """Return the fields that every result file has."""
     machine = this_machine()
     return {
         "commit": commit,

@@ -1,9 +1,9 @@
-"""What reading one value back from a device costs, beside the same on the host.
+"""Time to read one value from a device, compared to the CPU.
 
     python -m benchmarks.round_trip cuda [COMMIT]
 
 Writes benchmarks/results/round_trip_DEVICE.json: medians in microseconds, with the machine, the versions and the
-commit. A host round trip in a denoising loop costs at least this much a step, and empties the device's queue.
+commit. A round trip to the CPU in a denoising loop costs at least this time per step, and drains the device's queue.
 """
 
 import json
@@ -26,7 +26,7 @@ READS = 200
 
 
 def time_reads_us(value: torch.Tensor) -> float:
-    """Microseconds for one `.item()` on an idle device, over many."""
+    """Return the mean microseconds of one `.item()` on an idle device."""
     start = time.perf_counter()
     for _ in range(READS):
         value.item()
@@ -34,17 +34,17 @@ def time_reads_us(value: torch.Tensor) -> float:
 
 
 def measure(device: str) -> dict[str, Any]:
-    """Interleaved pairs of device and host, and the ratio of their medians."""
+    """Time device and CPU in turn; return the ratio of their medians."""
     opened = anyaccel.open_device(device)
-    there, here = torch.zeros(1, device=opened.torch_device), torch.zeros(1)
-    time_reads_us(there), time_reads_us(here)
-    pairs = [(time_reads_us(there), time_reads_us(here)) for _ in range(PAIRS)]
-    device_us, host_us = (statistics.median(column) for column in zip(*pairs, strict=True))
+    on_device, on_cpu = torch.zeros(1, device=opened.torch_device), torch.zeros(1)
+    time_reads_us(on_device), time_reads_us(on_cpu)
+    pairs = [(time_reads_us(on_device), time_reads_us(on_cpu)) for _ in range(PAIRS)]
+    device_us, cpu_us = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {
         "device": opened.driver.device_name(opened.index),
         "round_trip_us": round(device_us, 2),
-        "host_us": round(host_us, 3),
-        "ratio": round(device_us / host_us, 1),
+        "host_us": round(cpu_us, 3),
+        "ratio": round(device_us / cpu_us, 1),
         "pairs": PAIRS,
         "reads_a_pair": READS,
         "total_bytes": anyaccel.memory(device).total_bytes,
@@ -52,9 +52,9 @@ def measure(device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the device that the command line names, and keep the result."""
+    """Measure the device of the command line and write the file."""
     device = sys.argv[1] if len(sys.argv) > 1 else "auto"
-    commit = sys.argv[2] if len(sys.argv) > 2 else read_commit()  # a copy without .git is told its commit
+    commit = sys.argv[2] if len(sys.argv) > 2 else read_commit()  # passed for a copy without .git
     machine = this_machine()
     result = measure(device) | {
         "evidence": "hardware",

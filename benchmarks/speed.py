@@ -1,12 +1,12 @@
-"""How fast anyaccel is beside stock diffusers, at full size with random weights, without text encoders.
+"""Speed of anyaccel compared to stock diffusers, for full-size models with random weights and no text encoders.
 
     python -m benchmarks.speed cuda                        every case, one after another
-    python -m benchmarks.speed cuda --together             they warm up side by side, and are measured one at a time
+    python -m benchmarks.speed cuda --together             all warm up concurrently, and are measured one at a time
     python -m benchmarks.speed cuda --cases sdxl "schnell:anyaccel,anyaccel fast"
-    python -m benchmarks.speed cuda --explain h200         what `explain` says of the memory of the rows that are kept
+    python -m benchmarks.speed cuda --explain h200         add the memory predicted by `explain` to an existing file
 
-Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in a process of its own, in
-turns, from the same noise. `--commit` and `--out` are for a copy without .git, `--options` for anyaccel with others.
+Writes benchmarks/results/speed_DEVICE.json: stock eager, stock compiled and anyaccel, each in its own process, in
+turn, from the same noise. `--commit` and `--out` are for a copy without .git, `--options` for other placement options.
 """
 
 import argparse
@@ -55,7 +55,7 @@ CASES = {
         call={"num_inference_steps": 20, "guidance_scale": 4.5, "use_resolution_binning": False,
               "negative_prompt": None, **SIDE}),
     "throughput": BenchCase(
-        model="stabilityai/sdxl-turbo", title="SDXL, 1024², 20 steps, guidance, 8 pictures at once", variants=(FAST,),
+        model="stabilityai/sdxl-turbo", title="SDXL, 1024², 20 steps, guidance, batch of 8", variants=(FAST,),
         scheduler="EulerDiscreteScheduler",
         embeds={"prompt_embeds": (1, 77, 2048), "negative_prompt_embeds": (1, 77, 2048),
                 "pooled_prompt_embeds": (1, 1280), "negative_pooled_prompt_embeds": (1, 1280)},
@@ -65,38 +65,38 @@ CASES = {
         config={"guidance_embeds": True}, embeds={"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)},
         call={"num_inference_steps": 28, "guidance_scale": 3.5, **SIDE}),
 }  # fmt: skip
-"""The table; floors by a count of operations at 790 TFLOP/s."""
+"""Benchmark cases; the floors are the FLOPs of a call at 790 TFLOP/s."""
 
 
-def list_works(names: list[str], device: str, placement_options: dict[str, Any]) -> Iterator[BenchCase]:
-    """The cases, on a device, with what anyaccel is told; `sdxl:anyaccel,anyaccel fast` says which variants."""
-    told = {"check_finite": False, "compile": True, "expected_images": 10_000, **placement_options}
-    for named in names:
-        name, _, variants = named.partition(":")
-        work = CASES[name] if not variants else replace(CASES[name], variants=tuple(variants.split(",")))
-        yield replace(work, device=device, dtype="bfloat16", random=True, options=told)
+def list_cases(names: list[str], device: str, placement_options: dict[str, Any]) -> Iterator[BenchCase]:
+    """Yield cases with device and placement options; `sdxl:anyaccel,anyaccel fast` selects variants."""
+    options = {"check_finite": False, "compile": True, "expected_images": 10_000, **placement_options}
+    for text in names:
+        name, _, variants = text.partition(":")
+        case = CASES[name] if not variants else replace(CASES[name], variants=tuple(variants.split(",")))
+        yield replace(case, device=device, dtype="bfloat16", random=True, options=options)
 
 
-def explain_rows(kept: Path, device: str) -> None:
-    """Put beside each row that is kept what `explain` says of its memory, without the models that were left out."""
-    report = json.loads(kept.read_text())
+def explain_rows(path: Path, device: str) -> None:
+    """Add the memory predicted by `explain` to each row of a result file, without the text encoders."""
+    report = json.loads(path.read_text())
     for row in report["rows"]:
-        size, images = {side: row["call"][side] for side in SIDE}, row["call"].get("num_images_per_prompt", 1)
-        plan = anyaccel.explain(row["model"], device, batch=images, dtype=row["dtype"], compile=True, **size)
+        sides, images = {side: row["call"][side] for side in SIDE}, row["call"].get("num_images_per_prompt", 1)
+        plan = anyaccel.explain(row["model"], device, batch=images, dtype=row["dtype"], compile=True, **sides)
         assert plan.forecast is not None
-        without = sum(held for name, held in plan.forecast.components if name not in KINDS)
+        text_encoders = sum(size for name, size in plan.forecast.components if name not in KINDS)
         row["explained_bytes"] = {
-            "peak": max(held for phase, held in plan.forecast.phases if phase != "encode") - without,
-            "once recorded": plan.forecast.recorded_peak_bytes - without,
+            "peak": max(size for phase, size in plan.forecast.phases if phase != "encode") - text_encoders,
+            "once recorded": plan.forecast.recorded_peak_bytes - text_encoders,
         }
-        held = {name: one["held_bytes"] for name, one in row["variants"].items() if OURS in name}
+        held = {name: variant["held_bytes"] for name, variant in row["variants"].items() if OURS in name}
         print(row["title"], row["explained_bytes"], "held", held, flush=True)
-    kept.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def on_progress(words: str) -> None:
-    """Say where the run is, with the time of the day: some first pictures take minutes."""
-    print(f"{datetime.now():%H:%M:%S} {words}", file=sys.stderr, flush=True)
+def print_progress(text: str) -> None:
+    """Print progress with the time of day, since some first images take minutes."""
+    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -122,15 +122,15 @@ def main() -> None:
         "system": f"{machine.system} {machine.architecture}", "warmed_up_together": options.together,
         "versions": dict(machine.versions) | {"diffusers": diffusers.__version__}, "rows": [],
     }  # fmt: skip
-    works = list(list_works(options.cases, options.device, options.options))
-    for group in [works] if options.together else [[work] for work in works]:
+    cases = list(list_cases(options.cases, options.device, options.options))
+    for group in [cases] if options.together else [[case] for case in cases]:
         for row in run_together(
-            group, rounds=options.rounds, concurrent_warmup=options.together, on_progress=on_progress
+            group, rounds=options.rounds, concurrent_warmup=options.together, on_progress=print_progress
         ):
             report["rows"].append(row)
             shown = ("title", "error", "hint", "against stock compiled", "fast against exact", "fast_psnr_db")
             print({key: row.get(key) for key in shown}, flush=True)
-            ratios = [one["against stock compiled"] for one in report["rows"] if "against stock compiled" in one]
+            ratios = [item["against stock compiled"] for item in report["rows"] if "against stock compiled" in item]
             report["geometric_mean"] = round(statistics.geometric_mean(ratios), 3) if ratios else None
             options.out.mkdir(exist_ok=True)
             (options.out / f"speed_{opened.sheet.name}.json").write_text(json.dumps(report, indent=1) + "\n")

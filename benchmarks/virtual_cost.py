@@ -1,4 +1,4 @@
-"""What a virtual accelerator costs: five tiny pipelines on one, against the CPU, with limits, memory and ledger on.
+"""Cost of a virtual accelerator: five tiny pipelines compared to the CPU, with all checks enabled.
 
     python benchmarks/virtual_cost.py [mps]
 
@@ -32,17 +32,17 @@ TARGET = 8.0
 
 
 def measure(accelerator: VirtualAccelerator) -> dict[str, dict[str, float]]:
-    """Seconds on the CPU and on the virtual device for each pipeline, and their ratio."""
+    """Return the seconds of each pipeline on the CPU and on the virtual device, and their ratio."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     figures = {}
     for name in PIPELINES:
         recipe = recipes()[name]
-        here: Any = recipe.make()
-        there: Any = copy.deepcopy(here)
-        there.to(accelerator.device())
-        run(recipe, here), run(recipe, there)
-        pairs = [(time_run(recipe, here), time_run(recipe, there)) for _ in range(PAIRS)]
+        on_cpu: Any = recipe.make()
+        on_virtual: Any = copy.deepcopy(on_cpu)
+        on_virtual.to(accelerator.device())
+        run(recipe, on_cpu), run(recipe, on_virtual)
+        pairs = [(time_run(recipe, on_cpu), time_run(recipe, on_virtual)) for _ in range(PAIRS)]
         cpu_s, virtual_s = (statistics.median(column) for column in zip(*pairs, strict=True))
         figures[name] = {
             "cpu_s": round(cpu_s, 4),
@@ -53,14 +53,14 @@ def measure(accelerator: VirtualAccelerator) -> dict[str, dict[str, float]]:
 
 
 def time_run(recipe: Any, pipe: Any) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     run(recipe, pipe)
     return time.perf_counter() - start
 
 
 def main() -> int:
-    """Measure, keep and show; status 1 over the target."""
+    """Measure, write the file and print; the exit status is 1 above the target."""
     device = sys.argv[1] if len(sys.argv) > 1 else "neuron"
     figures = run_forked(device, measure)
     machine = this_machine()

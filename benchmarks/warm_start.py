@@ -1,10 +1,9 @@
-"""The first picture of a new process, with nothing kept and with what an earlier process compiled.
+"""Time of the first image in a new process, with an empty and a filled compile cache.
 
     python -m benchmarks.warm_start cuda [--cases klein sd15] [--together]
 
-Writes benchmarks/results/warm_start_DEVICE.json, each case as it is done. A case runs twice, in a process of its own
-each time, with a cache folder that is empty at first; `--together` starts all cases at once, the first time and the
-second.
+Writes benchmarks/results/warm_start_DEVICE.json, each case when it is done. A case runs twice, each time in its own
+process, with a cache folder that is empty the first time. `--together` starts all cases concurrently in both runs.
 """
 
 import argparse
@@ -23,31 +22,31 @@ from anyaccel.bench.bench import run_together
 from anyaccel.bench.case import OURS, BenchCase
 from anyaccel.storage.cache_dir import CACHE_VARIABLE
 from benchmarks.provenance import read_commit
-from benchmarks.speed import CASES, list_works, on_progress
+from benchmarks.speed import CASES, list_cases, print_progress
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def measure(works: list[BenchCase]) -> dict[str, Any]:
-    """The first picture's seconds of each work and of the compiler in it, or why there is none."""
-    rows = run_together(works, rounds=1, on_progress=on_progress)
+def measure(cases: list[BenchCase]) -> dict[str, Any]:
+    """Return the results of each case, or its error."""
+    rows = run_together(cases, rounds=1, on_progress=print_progress)
     return {row["title"]: row["variants"][OURS] if "variants" in row else row["error"] for row in rows}
 
 
 def compare(groups: list[list[BenchCase]]) -> Iterator[dict[str, Any]]:
-    """Each work with an empty folder and with a filled one, one after the other."""
+    """Yield a row per case, measured with an empty and then with a filled cache."""
     with tempfile.TemporaryDirectory(prefix="anyaccel-warm-") as folder:
         os.environ[CACHE_VARIABLE] = folder
         for group in groups:
             empty, filled = measure(group), measure(group)
             for title in empty:
-                yield describe(title, empty[title], filled[title])
+                yield make_row(title, empty[title], filled[title])
 
 
-def describe(title: str, empty: dict[str, Any] | str, filled: dict[str, Any] | str) -> dict[str, Any]:
-    """Both first pictures, their ratio, and where the time goes."""
+def make_row(title: str, empty: dict[str, Any] | str, filled: dict[str, Any] | str) -> dict[str, Any]:
+    """Return the times of both first images, their ratio and the compile times."""
     if isinstance(empty, str) or isinstance(filled, str):
-        return {"title": title, "error": next(said for said in (empty, filled) if isinstance(said, str))}
+        return {"title": title, "error": next(result for result in (empty, filled) if isinstance(result, str))}
     before, after = empty["first_picture_s"], filled["first_picture_s"]
     return {
         "title": title, "empty_s": before, "filled_s": after, "share": round(after / before, 3),
@@ -56,34 +55,34 @@ def describe(title: str, empty: dict[str, Any] | str, filled: dict[str, Any] | s
 
 
 def main() -> None:
-    """Measure and keep."""
+    """Measure the cases and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args()
-    works = [replace(work, variants=(OURS,)) for work in list_works(asked.cases, asked.device, {})]
-    opened, machine = anyaccel.open_device(asked.device), this_machine()
-    how = {
-        "date": datetime.now(timezone.utc).date().isoformat(), "commit": asked.commit or read_commit(),
-        "together": asked.together,
+    options = parser.parse_args()
+    cases = [replace(case, variants=(OURS,)) for case in list_cases(options.cases, options.device, {})]
+    opened, machine = anyaccel.open_device(options.device), this_machine()
+    provenance = {
+        "date": datetime.now(timezone.utc).date().isoformat(), "commit": options.commit or read_commit(),
+        "together": options.together,
     }  # fmt: skip
     report = {
-        "what": "the first picture of a new process, compiled as a whole: with nothing kept, and with all kept",
+        "what": "first image of a new process, fully compiled, with an empty and a filled compile cache",
         "device": opened.driver.device_name(opened.index), "versions": dict(machine.versions),
     }  # fmt: skip
-    asked.out.mkdir(exist_ok=True)
-    for row in compare([works] if asked.together else [[one] for one in works]):
+    options.out.mkdir(exist_ok=True)
+    for row in compare([cases] if options.together else [[case] for case in cases]):
         print(row, flush=True)
-        keep(asked.out / f"warm_start_{opened.sheet.name}.json", report, {**row, "measured": how})
+        write_row(options.out / f"warm_start_{opened.sheet.name}.json", report, {**row, "measured": provenance})
 
 
-def keep(path: Path, report: dict[str, Any], row: dict[str, Any]) -> None:
-    """Write one row at once, in the place of its last measurement and beside those of other works."""
+def write_row(path: Path, report: dict[str, Any], row: dict[str, Any]) -> None:
+    """Write one row; it replaces the earlier row of the same case."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [one for one in rows if one["title"] != row["title"]]
+    rows = [other for other in rows if other["title"] != row["title"]]
     path.write_text(json.dumps({**report, "rows": [*rows, row]}, indent=1) + "\n")
 
 

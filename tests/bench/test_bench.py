@@ -1,4 +1,4 @@
-"""Measuring beside stock diffusers: in turns, the same picture, and a clear word where a variant fails."""
+"""Tests for benchmarks against stock diffusers."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import torch
 
 from anyaccel.bench.bench import run_bench, run_together
 from anyaccel.bench.case import BenchCase
-from anyaccel.bench.pipelines import drawing_alike, make_call, make_pipeline
+from anyaccel.bench.pipelines import drawing_in_float32, make_call, make_pipeline
 from anyaccel.bench.text import format_bench
 from anyaccel.errors import UsageError
 from anyaccel.recipes import recipes
@@ -25,12 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_the_same_picture_in_turns(folder: Path) -> None:
+def test_variants_generate_the_same_image_in_turn(folder: Path) -> None:
     call = {"num_inference_steps": 8, "height": 16, "width": 16}
     variants = ("stock eager", "anyaccel", "anyaccel fast")
-    work = BenchCase(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call, variants=variants)
-    told: list[str] = []
-    row = run_bench(work, rounds=2, on_progress=told.append)
+    case = BenchCase(model=str(folder), title="tiny", device="cpu", dtype="float32", call=call, variants=variants)
+    messages: list[str] = []
+    row = run_bench(case, rounds=2, on_progress=messages.append)
     assert json.loads(json.dumps(row)) == row
     ours, stock = row["variants"]["anyaccel"], row["variants"]["stock eager"]
     assert ours["psnr_db"] is None or ours["psnr_db"] > 80
@@ -38,51 +38,51 @@ def test_the_same_picture_in_turns(folder: Path) -> None:
     assert ours["first_picture_s"] > 0
     assert row["against stock eager"] == pytest.approx(stock["median_s"] / ours["median_s"], rel=0.05)
     assert "fusions" in ours["plan"]
-    assert any("round 2 of 2" in words for words in told)
+    assert any("round 2 of 2" in message for message in messages)
     text = "\n".join(format_bench([row]))
     assert "tiny" in text
     assert "step_skipping" in row["variants"]["anyaccel fast"]["plan"]
-    assert row["fast_psnr_db"] is not None, "it is another picture"
+    assert row["fast_psnr_db"] is not None, "it is another image"
     assert "speed='fast' is" in text
     assert "times as fast as stock eager" in text
 
 
 @pytest.mark.long
-def test_a_variant_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_variant_reports_its_error(tmp_path: Path) -> None:
     [row] = run_together([BenchCase(model=str(tmp_path), device="cpu", variants=("stock eager",))], rounds=1)
     assert re.match(r"stock eager failed: .*model_index\.json", row["error"])
-    assert "\n" not in row["error"] + row["hint"], "the traceback is among the details"
+    assert "\n" not in row["error"] + row["hint"], "the traceback is in the details"
     assert "Traceback" in row["failed"]["stock eager"]["details"][0]
 
 
-def test_a_variant_that_there_is_not() -> None:
-    with pytest.raises(UsageError, match="there is no variant"):
+def test_an_unknown_variant_is_rejected() -> None:
+    with pytest.raises(UsageError, match=r"unknown variants \['faster'\]"):
         run_bench(BenchCase(model="x", variants=("faster",)))
 
 
-def test_work_goes_through_json() -> None:
-    work = BenchCase(model="m", embeds={"prompt_embeds": (1, 2, 3)}, options={"expected_images": 3})
-    assert BenchCase.from_dict(json.loads(json.dumps(work.to_dict()))) == work
+def test_a_case_survives_json() -> None:
+    case = BenchCase(model="m", embeds={"prompt_embeds": (1, 2, 3)}, options={"expected_images": 3})
+    assert BenchCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
 
-def test_noise_is_drawn_alike_in_every_type() -> None:
+def test_noise_is_the_same_in_every_dtype() -> None:
     def draw(dtype: torch.dtype) -> torch.Tensor:
         return torch.randn((4, 4), generator=torch.Generator().manual_seed(0), dtype=dtype)
 
-    with drawing_alike():
+    with drawing_in_float32():
         assert (draw(torch.bfloat16) == draw(torch.float32).to(torch.bfloat16)).all()
         assert (draw(torch.float16) == draw(torch.float32).to(torch.float16)).all()
 
 
-def test_full_size_models_are_made_from_config_files() -> None:
+def test_full_size_models_are_created_from_config_files() -> None:
     small = {"block_out_channels": [32, 32, 64, 64], "layers_per_block": 1}
-    work = BenchCase(
+    case = BenchCase(
         model="stable-diffusion-v1-5/stable-diffusion-v1-5", device="cpu", dtype="float32", random=True, config=small,
         embeds={"prompt_embeds": (1, 77, 768), "negative_prompt_embeds": (1, 77, 768)},
         call={"num_inference_steps": 1, "height": 32, "width": 32},
     )  # fmt: skip
-    made = [make_pipeline(work, "stock eager") for _ in range(2)]
-    pictures = [pipe(**make_call(work, pipe), generator=torch.Generator().manual_seed(0)).images for pipe in made]
-    assert pictures[0].shape == (1, 3, 32, 32)
-    assert torch.equal(*pictures), "one seed gives one model"
-    assert made[0].text_encoder is None
+    pipes = [make_pipeline(case, "stock eager") for _ in range(2)]
+    images = [pipe(**make_call(case, pipe), generator=torch.Generator().manual_seed(0)).images for pipe in pipes]
+    assert images[0].shape == (1, 3, 32, 32)
+    assert torch.equal(*images), "the same seed gives the same weights"
+    assert pipes[0].text_encoder is None

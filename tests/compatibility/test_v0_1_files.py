@@ -302,6 +302,10 @@ def test_a_chart_is_continued(files: Path, run_cli_forked: RunCli) -> None:
     done = run_cli_forked(*chart, "--json", "--html", str(files / "chart.html"), "--markdown", str(files / "chart.md"))
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
+    # The known reasons of failures are texts of the version that prints the chart.
+    for line in [*again["lines"], *document["lines"]]:
+        for cell in line["cells"].values():
+            cell.pop("reason", None)
     assert again["lines"] == document["lines"]
     assert again["sites"] == document["sites"]
     assert json.loads(path.read_text()) == document, "nothing was added"

@@ -1,4 +1,4 @@
-"""Stock diffusers and anyaccel side by side: the same picture in turns, and the ratio of their times."""
+"""Benchmark runner: stock diffusers and anyaccel generate the same image in turn, each in its own process."""
 
 from __future__ import annotations
 
@@ -10,137 +10,145 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, BenchCase
-from anyaccel.bench.failure_text import describe_death
+from anyaccel.bench.failure_text import make_exit_row
 from anyaccel.errors import NotMeasurableError, UsageError
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.processes.json_line_worker import JsonLineWorker
 
-__all__ = ["liken_files", "run_bench", "run_together"]
+__all__ = ["measure_file_psnr", "run_bench", "run_together"]
 
-Tell = Callable[[str], None]
-# Pictures before any is measured: the first compiles, the next are recorded.
-_WARM = 3
+ProgressCallback = Callable[[str], None]
+# Images before the measurement: the first compiles, the next ones capture graphs.
+_WARMUP_IMAGES = 3
 
 
 class _Variant:
-    """One variant's process."""
+    """Process of one variant and its results."""
 
-    def __init__(self, name: str, work: BenchCase, folder: Path, warm: int) -> None:
+    def __init__(self, name: str, case: BenchCase, folder: Path, warm: int) -> None:
         self.name, self.seconds = name, list[float]()
         self.row: dict[str, Any] = {}
         self.worker = JsonLineWorker("anyaccel.bench.worker")
-        self.worker.send({"work": work.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
+        self.worker.send({"case": case.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
 
-    def ask(self, word: str) -> dict[str, Any]:
-        """Say a word, and wait for the answer."""
-        self.worker.send(word)
-        return self.hear()
+    def request(self, command: str) -> dict[str, Any]:
+        """Send a command and wait for the answer."""
+        self.worker.send(command)
+        return self.receive()
 
-    def hear(self) -> dict[str, Any]:
-        """The answer to what was said; one with an `error` where the variant failed, which is kept in its row."""
+    def receive(self) -> dict[str, Any]:
+        """Return the next answer; if the variant failed, it has an `error` and becomes the variant's row."""
         try:
             answer: dict[str, Any] = self.worker.receive()
         except EOFError:
             status = self.worker.close()
-            answer = describe_death(self.name, status, self.worker.stderr)
+            answer = make_exit_row(self.name, status, self.worker.stderr)
         if "error" in answer:
             self.row = answer
         return answer
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, and is asked no more."""
+        """Whether the variant failed; it then gets no more commands."""
         return "error" in self.row
 
 
-def run_bench(work: BenchCase, *, rounds: int = 5, on_progress: Tell = lambda words: None) -> dict[str, Any]:
-    """One row of a table: each variant's median, spread, peak and first picture, and the ratios of their times.
+def run_bench(case: BenchCase, *, rounds: int = 5, on_progress: ProgressCallback = lambda text: None) -> dict[str, Any]:
+    """Return one row: median, spread, peak memory and first image of each variant, and the ratios of their times.
 
-    An error where one of them fails; `run_together` measures the others.
+    Raises if a variant fails; `run_together` measures the others instead.
     """
-    [row] = run_together([work], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
-    for one in (row, *row.get("variants", {}).values()):
-        if "error" in one:
-            raise NotMeasurableError(one["error"], hint=one["hint"])
+    [row] = run_together([case], rounds=rounds, concurrent_warmup=False, on_progress=on_progress)
+    for result in (row, *row.get("variants", {}).values()):
+        if "error" in result:
+            raise NotMeasurableError(result["error"], hint=result["hint"])
     return row
 
 
 def run_together(
-    works: Sequence[BenchCase],
+    cases: Sequence[BenchCase],
     *,
     rounds: int = 5,
     concurrent_warmup: bool = True,
-    on_progress: Tell = lambda words: None,
+    on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows for several works: all warm up at once, or undisturbed by each other, and are measured one after another.
+    """Yield one row per case. Variants are measured one after another, also if they warm up concurrently.
 
-    A variant that fails has its `error`, `hint` and `details`; where all of them do, so has the row.
+    The result of a failed variant has `error`, `hint` and `details`; if all variants failed, so has the row.
     """
-    unknown = [name for work in works for name in work.variants if name not in VARIANTS]
-    if unknown or rounds < 1 or not all(work.variants for work in works):
-        raise UsageError(f"there is no variant {unknown} or no round to run", hint=f"variants: {', '.join(VARIANTS)}")
+    unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
+    if unknown or rounds < 1 or not all(case.variants for case in cases):
+        raise UsageError(
+            f"unknown variants {unknown}, no variants, or fewer than 1 round", hint=f"variants: {', '.join(VARIANTS)}"
+        )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="anyaccel-bench-")))
         started: list[tuple[BenchCase, list[_Variant], Path]] = []
-        for number, work in enumerate(works):
-            own = folder / str(number)
-            own.mkdir()
-            made = []
-            for name in work.variants:
-                variant = _Variant(name, work, own, _WARM)
+        for number, case in enumerate(cases):
+            case_folder = folder / str(number)
+            case_folder.mkdir()
+            variants = []
+            for name in case.variants:
+                variant = _Variant(name, case, case_folder, _WARMUP_IMAGES)
                 stack.callback(variant.worker.kill)
                 variant.worker.send("warm")
-                made.append(variant)
+                variants.append(variant)
                 if not concurrent_warmup:
-                    _hear(variant, work, on_progress)
-            started.append((work, made, own))
+                    _wait_for_warmup(variant, case, on_progress)
+            started.append((case, variants, case_folder))
         if concurrent_warmup:
-            for work, made, _ in started:
-                for variant in made:
-                    _hear(variant, work, on_progress)
-        for work, made, own in started:
-            yield _measure(work, made, own, rounds, on_progress)
-            for variant in made:
+            for case, variants, _ in started:
+                for variant in variants:
+                    _wait_for_warmup(variant, case, on_progress)
+        for case, variants, case_folder in started:
+            yield _measure(case, variants, case_folder, rounds, on_progress)
+            # Frees the device memory for the next case.
+            for variant in variants:
                 variant.worker.kill()
 
 
-def _hear(variant: _Variant, work: BenchCase, on_progress: Tell) -> None:
-    on_progress(f"{work.title or work.model}: {variant.name}, first pictures")
-    variant.row |= variant.hear()
+def _wait_for_warmup(variant: _Variant, case: BenchCase, on_progress: ProgressCallback) -> None:
+    on_progress(f"{case.title or case.model}: {variant.name}, first images")
+    variant.row |= variant.receive()
 
 
-def _measure(work: BenchCase, variants: list[_Variant], folder: Path, rounds: int, on_progress: Tell) -> dict[str, Any]:
-    head = {"title": work.title or work.model, "model": work.model, "call": work.call, "dtype": work.dtype,
-            "random_weights": work.random, "rounds": rounds, "floor_s": work.floor_s}  # fmt: skip
+def _measure(
+    case: BenchCase, variants: list[_Variant], folder: Path, rounds: int, on_progress: ProgressCallback
+) -> dict[str, Any]:
+    head = {"title": case.title or case.model, "model": case.model, "call": case.call, "dtype": case.dtype,
+            "random_weights": case.random, "rounds": rounds, "floor_s": case.floor_s}  # fmt: skip
     reference = next((variant.name for variant in variants if not variant.failed), "")
-    for turn in range(rounds):
-        going = [variant for variant in variants if not variant.failed]
-        if going:
-            on_progress(f"{head['title']}: round {turn + 1} of {rounds}")
-        first = turn % max(1, len(going))
-        for variant in going[first:] + going[:first]:
-            answer = variant.ask("go")
+    for index in range(rounds):
+        running = [variant for variant in variants if not variant.failed]
+        if running:
+            on_progress(f"{head['title']}: round {index + 1} of {rounds}")
+        # Each round starts with another variant, so that none always runs on a warmer device.
+        first = index % max(1, len(running))
+        for variant in running[first:] + running[:first]:
+            answer = variant.request("go")
             if not variant.failed:
                 variant.seconds.append(answer["seconds"])
     rows = {variant.name: _summarize(variant, folder, reference) for variant in variants}
     if all(variant.failed for variant in variants):
-        told = rows.get(OURS) or next(iter(rows.values()))
-        return head | {"error": told["error"], "hint": told["hint"], "failed": rows}
+        failure = rows.get(OURS) or next(iter(rows.values()))
+        return head | {"error": failure["error"], "hint": failure["hint"], "failed": rows}
     return head | {"reference": reference, "variants": rows} | _compare(rows, folder)
 
 
 def _compare(rows: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """How many times as fast ours is as each stock one, and fast as exact."""
+    """Return the speedups of anyaccel over the stock variants, and of `fast` over `exact`."""
     ours, fast = (rows.get(name, {}).get("median_s") for name in (OURS, FAST))
     stock = {name: rows.get(name, {}).get("median_s") for name in STOCK}
-    found: dict[str, Any] = {f"against {name}": round(took / ours, 3) for name, took in stock.items() if ours and took}
+    speedups: dict[str, Any] = {
+        f"against {name}": round(median / ours, 3) for name, median in stock.items() if ours and median
+    }
     if ours and fast:
-        found |= {"fast against exact": round(ours / fast, 3), **_liken(folder, FAST, OURS, "fast_")}
-    return found
+        speedups |= {"fast against exact": round(ours / fast, 3), **_measure_psnr(folder, FAST, OURS, "fast_")}
+    return speedups
 
 
 def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any]:
-    told = {} if variant.failed else variant.ask("finish")
+    details = {} if variant.failed else variant.request("finish")
     if variant.failed:
         return variant.row
     ordered = sorted(variant.seconds)
@@ -148,34 +156,33 @@ def _summarize(variant: _Variant, folder: Path, reference: str) -> dict[str, Any
         "median_s": round(statistics.median(ordered), 5),
         "spread_s": [round(ordered[0], 5), round(ordered[-1], 5)],
         **variant.row,
-        **told,
+        **details,
     }
-    return row | (_liken(folder, variant.name, reference) if variant.name != reference else {})
+    return row | (_measure_psnr(folder, variant.name, reference) if variant.name != reference else {})
 
 
-def _liken(folder: Path, name: str, reference: str, prefix: str = "") -> dict[str, Any]:
-    """How like two variants' pictures are, or why nobody can tell."""
+def _measure_psnr(folder: Path, name: str, reference: str, prefix: str = "") -> dict[str, Any]:
+    """Return the PSNR of two variants' images, or why they cannot be compared."""
     try:
-        return {f"{prefix}psnr_db": liken_files(folder / f"{name}.npy", folder / f"{reference}.npy")}
+        return {f"{prefix}psnr_db": measure_file_psnr(folder / f"{name}.npy", folder / f"{reference}.npy")}
     except NotMeasurableError as error:
         return {f"{prefix}not_compared": error.message}
 
 
-def liken_files(one: Path, other: Path) -> float | None:
-    """How like a picture is to a reference, in decibels; None where they are the same.
+def measure_file_psnr(path: Path, reference: Path) -> float | None:
+    """Return the PSNR of an image in decibels; None if it equals the reference.
 
-    An error where one of them is not finite: then there is no likeness.
+    Raises if one of them contains NaN or Inf.
     """
     import numpy
 
-    left, right = (numpy.load(path) for path in (one, other))
-    broken = [path.stem for path, made in ((one, left), (other, right)) if not numpy.isfinite(made).all()]
-    if broken:
-        said = " and ".join(f"{name}'s picture" for name in broken)
-        raise NotMeasurableError(
-            f"{said} {'are' if len(broken) > 1 else 'is'} not finite", hint="a wider dtype may help: float32"
-        )
-    if left.shape != right.shape:
+    image, expected = numpy.load(path), numpy.load(reference)
+    pairs = ((path, image), (reference, expected))
+    not_finite = [file.stem for file, values in pairs if not numpy.isfinite(values).all()]
+    if not_finite:
+        subject, verb = ("images", "contain") if len(not_finite) > 1 else ("image", "contains")
+        raise NotMeasurableError(f"the {subject} of {' and '.join(not_finite)} {verb} NaN or Inf", hint="try float32")
+    if image.shape != expected.shape:
         return 0.0
-    found = measure_psnr(left, right)
-    return None if found is None else round(found, 2)
+    psnr = measure_psnr(image, expected)
+    return None if psnr is None else round(psnr, 2)

@@ -1,4 +1,4 @@
-"""The work that is measured: a model, a device, and one call."""
+"""Benchmark cases: a model, a device and one pipeline call."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ __all__ = ["FAST", "OURS", "STOCK", "USUAL", "VARIANTS", "BenchCase"]
 STOCK = ("stock eager", "stock compiled")
 OURS, FAST = "anyaccel", "anyaccel fast"
 VARIANTS = (*STOCK, OURS, FAST)
+# Default variants of a case.
 USUAL = (*STOCK, OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCase:
-    """One call of one pipeline; plain data, so that it goes to another process."""
+    """One call of one pipeline. Contains only JSON-serializable data, since each variant runs in its own process."""
 
     model: str
-    """`embedded`, a folder, a hub id; with `random`, one whose config files are known."""
+    """`embedded`, a folder or a hub id; with `random`, a model for which the package has config files."""
     title: str = ""
     device: str = "auto"
     dtype: str | None = None
     random: bool = False
-    """Whether denoiser and autoencoder have their full size and random weights, and there are no text encoders."""
+    """Whether to use a full-size denoiser and autoencoder with random weights and no text encoders."""
     embeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shapes of what stands for the prompt where there are no text encoders."""
+    """Shapes of the prompt embeddings, for cases without text encoders."""
     call: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    """What of the denoiser's config differs."""
+    """Overrides for the denoiser's config."""
     scheduler: str = ""
-    """Another scheduler's class, with its defaults."""
+    """Name of a scheduler class that replaces the default one."""
     options: dict[str, Any] = field(default_factory=dict)
-    """For anyaccel alone."""
+    """Placement options of the anyaccel variants."""
     variants: tuple[str, ...] = USUAL
     floor_s: float | None = None
-    """What the device's arithmetic allows, where somebody counted."""
+    """Lower bound of the time, computed from the FLOPs and the peak rate of the device."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the case as JSON-serializable data."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, kept: dict[str, Any]) -> BenchCase:
-        """From what `to_dict` gave, through JSON."""
-        made = cls(**kept)
-        embeds = {name: tuple(shape) for name, shape in made.embeds.items()}
-        return replace(made, embeds=embeds, variants=tuple(made.variants))
+    def from_dict(cls, data: dict[str, Any]) -> BenchCase:
+        """Create a case from the output of `to_dict`."""
+        case = cls(**data)
+        # JSON turns tuples into lists.
+        embeds = {name: tuple(shape) for name, shape in case.embeds.items()}
+        return replace(case, embeds=embeds, variants=tuple(case.variants))

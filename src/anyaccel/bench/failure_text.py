@@ -1,4 +1,4 @@
-"""Why a variant could not be measured: its cause in one line, what helps, and all that it said."""
+"""Rows for variants that failed: a one-line cause, a hint, and the log."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from anyaccel.bench.case import STOCK
 from anyaccel.errors import AnyaccelError, summarize_error
 
-__all__ = ["describe_death", "describe_failure"]
+__all__ = ["make_exit_row", "make_failure_row"]
 
-_MOST_LINES = 60
+_MAX_LINES = 60
 _COMPILER = "C++ compiler"
 
 
-def describe_failure(variant: str, error: Exception) -> dict[str, Any]:
-    """An error that a variant raised."""
+def make_failure_row(variant: str, error: Exception) -> dict[str, Any]:
+    """Return the row of a variant that raised an error."""
     if isinstance(error, AnyaccelError):
         cause, hint = error.message, error.hint
     else:
@@ -25,26 +25,30 @@ def describe_failure(variant: str, error: Exception) -> dict[str, Any]:
         cause = summarize_error(error)
         hint = _find_hint(variant, cause, compiling=is_compiler_error(error))
     details = "".join(traceback.format_exception(error)).splitlines()
-    return {"error": f"{variant} failed: {cause}", "hint": hint, "details": details[-_MOST_LINES:]}
+    return {"error": f"{variant} failed: {cause}", "hint": hint, "details": details[-_MAX_LINES:]}
 
 
-def describe_death(variant: str, status: int | None, log: str) -> dict[str, Any]:
-    """The end of a variant's process before it had answered."""
-    words = [line for line in log.splitlines() if line.strip()]
+def make_exit_row(variant: str, status: int | None, log: str) -> dict[str, Any]:
+    """Return the row of a variant with a process that ended without an answer."""
+    lines = [line for line in log.splitlines() if line.strip()]
     if status is not None and status < 0:
-        cause, hint = f"its process was ended by {_name_signal(-status)}", "is there memory enough? --json has its log"
+        cause, hint = (
+            f"its process was killed by {_name_signal(-status)}",
+            "check the free memory; see its log with --json",
+        )
     else:
-        cause, hint = words[-1].strip() if words else "it said nothing", "--json has its log"
-    return {"error": f"{variant} failed: {cause}", "hint": hint, "details": words[-_MOST_LINES:]}
+        cause, hint = lines[-1].strip() if lines else "its process ended without a message", "see its log with --json"
+    return {"error": f"{variant} failed: {cause}", "hint": hint, "details": lines[-_MAX_LINES:]}
 
 
 def _find_hint(variant: str, cause: str, *, compiling: bool) -> str:
-    without = ", or leave it out by --against eager" if variant == STOCK[1] else ""
+    # Only the compiled variant can be left out.
+    without = ", or use --against eager" if variant == STOCK[1] else ""
     if _COMPILER in cause:
-        return f"install a {_COMPILER}, or name one in CXX{without}"
+        return f"install a {_COMPILER}, or set CXX to one{without}"
     if compiling and without:
-        return "torch.compile fails here: leave it out by --against eager; --json has the traceback"
-    return "--json has the traceback"
+        return "torch.compile fails on this machine: use --against eager; see the traceback with --json"
+    return "see the traceback with --json"
 
 
 def _name_signal(number: int) -> str:

@@ -1,4 +1,4 @@
-"""The pipelines that are measured: as diffusers makes them, compiled as its documents say, and placed by anyaccel."""
+"""Pipelines of the benchmark variants: stock diffusers, compiled stock diffusers, and anyaccel."""
 
 from __future__ import annotations
 
@@ -17,61 +17,66 @@ from anyaccel.explanation.model_configs import find_model
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_components
 
-__all__ = ["KINDS", "drawing_alike", "make_call", "make_pipeline"]
+__all__ = ["KINDS", "drawing_in_float32", "make_call", "make_pipeline"]
 
 _PROMPT = "a red apple on a table"
-# The models of a pipeline that are measured: its denoiser and its autoencoder.
+# Components with weights in a random pipeline: the denoiser under either name, and the autoencoder.
 KINDS = ("unet", "transformer", "vae")
 
 
-def make_pipeline(work: BenchCase, variant: str) -> Any:
-    """The pipeline of a work on its device, in the way of a variant."""
-    opened = open_device(work.device)
+def make_pipeline(case: BenchCase, variant: str) -> Any:
+    """Return the pipeline of a case on its device for a variant."""
+    opened = open_device(case.device)
     device = opened.tensor_device
-    plain = _make_random(work, device) if work.random else _load(work)
-    dtype = getattr(torch, work.dtype) if work.dtype else None
+    stock = _make_random(case, device) if case.random else _load(case)
+    dtype = getattr(torch, case.dtype) if case.dtype else None
     if variant in (OURS, FAST):
-        more = {"speed": "fast"} if variant == FAST else {}
-        pipe = place(plain, work.device, **({"dtype": work.dtype} if work.dtype else {}), **work.options, **more)
+        speed = {"speed": "fast"} if variant == FAST else {}
+        pipe = place(stock, case.device, **({"dtype": case.dtype} if case.dtype else {}), **case.options, **speed)
     else:
-        pipe = plain.to(device, dtype) if dtype else plain.to(device)
+        pipe = stock.to(device, dtype) if dtype else stock.to(device)
     if variant == "stock compiled":
         _compile(pipe)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _load(work: BenchCase) -> Any:
+def _load(case: BenchCase) -> Any:
     import diffusers
 
     library: Any = diffusers
-    return library.DiffusionPipeline.from_pretrained(work.model)
+    return library.DiffusionPipeline.from_pretrained(case.model)
 
 
-def _make_random(work: BenchCase, device: torch.device) -> Any:
-    """A pipeline from config files, of denoiser and autoencoder alone; one seed gives one model in every process."""
+def _make_random(case: BenchCase, device: torch.device) -> Any:
+    """Create a pipeline with random weights from config files: only denoiser, autoencoder and scheduler."""
     import diffusers
 
     library: Any = diffusers
-    folder = find_model(work.model)
-    parts = [
-        replace(part, config={**(part.config or {}), **work.config}) if part.name in KINDS[:2] else part
-        for part in folder.components
-        if part.name in (*KINDS, "scheduler")
+    folder = find_model(case.model)
+    descriptions = [
+        replace(component, config={**(component.config or {}), **case.config})
+        if component.name in KINDS[:2]
+        else component
+        for component in folder.components
+        if component.name in (*KINDS, "scheduler")
     ]
+    # Every process must get the same weights, since the images are compared.
     torch.manual_seed(0)
-    made = build_components(parts, str(device), getattr(torch, work.dtype or "float32"))
-    if work.scheduler:
-        made["scheduler"] = getattr(library, work.scheduler)()
-    kind = getattr(library, folder.pipeline)
-    taken = inspect.signature(kind.__init__).parameters
-    missing = {name: None for name, one in taken.items() if one.default is one.empty and name not in (*made, "self")}
-    switches = {name: False for name in ("requires_safety_checker", "add_watermarker") if name in taken}
-    return kind(**made, **missing, **switches)
+    components = build_components(descriptions, str(device), getattr(torch, case.dtype or "float32"))
+    if case.scheduler:
+        components["scheduler"] = getattr(library, case.scheduler)()
+    pipeline_class = getattr(library, folder.pipeline)
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    # Pipelines accept None for the tokenizers and text encoders, because the call passes embeddings.
+    missing = {name: None for name in required if name not in (*components, "self")}
+    flags = {name: False for name in ("requires_safety_checker", "add_watermarker") if name in parameters}
+    return pipeline_class(**components, **missing, **flags)
 
 
 def _compile(pipe: Any) -> None:
-    """As diffusers' documentation has it: the denoiser, and the decoder."""
+    """Compile the denoiser and the decoder, as the diffusers documentation recommends."""
     for name in KINDS[:2]:
         if getattr(pipe, name, None) is not None:
             setattr(pipe, name, torch.compile(getattr(pipe, name)))
@@ -79,32 +84,33 @@ def _compile(pipe: Any) -> None:
         pipe.vae.decode = torch.compile(pipe.vae.decode)
 
 
-def make_call(work: BenchCase, pipe: Any) -> dict[str, Any]:
-    """The arguments of the call: a prompt, or what stands for one."""
-    call: dict[str, Any] = {"output_type": "pt", **work.call}
-    if not work.random:
+def make_call(case: BenchCase, pipe: Any) -> dict[str, Any]:
+    """Return the arguments of the call, with a prompt or with random prompt embeddings."""
+    call: dict[str, Any] = {"output_type": "pt", **case.call}
+    if not case.random:
         return {"prompt": _PROMPT, **call}
     generator = torch.Generator().manual_seed(1)
-    for name, shape in work.embeds.items():
-        drawn = torch.ones(shape) if "mask" in name else torch.randn(shape, generator=generator)
-        call[name] = drawn.to(pipe.device, getattr(torch, work.dtype or "float32"))
+    for name, shape in case.embeds.items():
+        value = torch.ones(shape) if "mask" in name else torch.randn(shape, generator=generator)
+        call[name] = value.to(pipe.device, getattr(torch, case.dtype or "float32"))
     return call
 
 
 @contextmanager
-def drawing_alike() -> Iterator[None]:
-    """While the block runs, the host draws noise in float32 whatever type is asked for, as anyaccel does anyway.
+def drawing_in_float32() -> Iterator[None]:
+    """Draw half-precision noise in float32 during the block, as anyaccel does.
 
-    In half precision torch draws other numbers from the same seed, and pictures could not be compared.
+    Otherwise torch draws other values from the same seed, and the images could not be compared.
     """
+    # https://github.com/huggingface/diffusers/issues/11056, seen in diffusers 0.42
 
-    def draw_in_float32(real: Any) -> Any:
+    def wrap(original: Any) -> Any:
         def randn(*size: Any, dtype: torch.dtype | None = None, generator: Any = None, **options: Any) -> Any:
             if dtype not in (torch.float16, torch.bfloat16) or generator is None:
-                return real(*size, dtype=dtype, generator=generator, **options)
-            return real(*size, dtype=torch.float32, generator=generator, **options).to(dtype)
+                return original(*size, dtype=dtype, generator=generator, **options)
+            return original(*size, dtype=torch.float32, generator=generator, **options).to(dtype)
 
         return randn
 
-    with patched("torch.randn", draw_in_float32, "bench"):
+    with patched("torch.randn", wrap, "bench"):
         yield

@@ -1,4 +1,4 @@
-"""One variant in a process of its own: it makes a picture whenever it is told to, and says how long that took."""
+"""Worker process of one benchmark variant: generates an image per request and reports its time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ __all__ = ["main"]
 
 
 class _BenchWorker:
+    """The pipeline of a variant, and the commands `warm`, `go` and `finish`."""
+
     def __init__(self, job: dict[str, Any]) -> None:
         import torch
 
@@ -21,100 +23,104 @@ class _BenchWorker:
         from anyaccel.bench.case import BenchCase
         from anyaccel.bench.pipelines import make_call, make_pipeline
 
-        work = BenchCase.from_dict(job["work"])
-        self.opened, self.torch = open_device(work.device), torch
-        self.pipe = make_pipeline(work, job["variant"])
-        self.call, self.folder = make_call(work, self.pipe), Path(job["folder"])
+        case = BenchCase.from_dict(job["case"])
+        self.opened, self.torch = open_device(case.device), torch
+        self.pipe = make_pipeline(case, job["variant"])
+        self.call, self.folder = make_call(case, self.pipe), Path(job["folder"])
         self.variant = job["variant"]
 
-    def picture(self) -> tuple[Any, float]:
-        from anyaccel.bench.pipelines import drawing_alike
+    def generate(self) -> tuple[Any, float]:
+        """Generate an image; return the pipeline's output and the time in seconds."""
+        from anyaccel.bench.pipelines import drawing_in_float32
 
         driver, index = self.opened.driver, self.opened.index
         generator = self.torch.Generator("cpu").manual_seed(0)
-        with drawing_alike(), self.torch.no_grad():
+        with drawing_in_float32(), self.torch.no_grad():
+            # Devices run asynchronously: wait for earlier work, and below for this call.
             driver.synchronize(index)
             start = time.perf_counter()
-            made = self.pipe(**self.call, generator=generator)
+            output = self.pipe(**self.call, generator=generator)
             driver.synchronize(index)
-        return made, time.perf_counter() - start
+        return output, time.perf_counter() - start
 
-    def warm_up(self, pictures: int) -> dict[str, Any]:
-        """The first pictures, and the last of them in a file, to be compared."""
+    def warm_up(self, images: int) -> dict[str, Any]:
+        """Generate the first images and save the last one for the comparison."""
         import numpy
 
-        first, compiling = self.picture()[1], _read_compile_times()
-        made = None
-        for _ in range(pictures - 1):
-            made, _ = self.picture()
-        made = made if made is not None else self.picture()[0]
-        numpy.save(self.folder / f"{self.variant}.npy", made.images.float().cpu().numpy())
-        return {"first_picture_s": round(first, 4), **({"compiling_s": compiling} if compiling else {})}
+        first_s, compile_times = self.generate()[1], _read_compile_times()
+        output = None
+        for _ in range(images - 1):
+            output, _ = self.generate()
+        output = output if output is not None else self.generate()[0]
+        numpy.save(self.folder / f"{self.variant}.npy", output.images.float().cpu().numpy())
+        return {"first_picture_s": round(first_s, 4), **({"compiling_s": compile_times} if compile_times else {})}
 
     def measure(self) -> dict[str, Any]:
-        return {"seconds": self.picture()[1]}
+        """Generate one image and return its time."""
+        return {"seconds": self.generate()[1]}
 
     def finish(self) -> dict[str, Any]:
-        """The peak of memory, where the time goes, and what was planned."""
+        """Return the peak memory and, for anyaccel, the plan and a profile."""
         from anyaccel.bench.case import FAST, OURS
         from anyaccel.errors import NotMeasurableError
 
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         with contextlib.suppress(NotMeasurableError):
             self.opened.driver.reset_peak_memory(self.opened.index)
-            self.picture()
-            found["peak_bytes"] = self.opened.driver.max_memory(self.opened.index)
-            found["held_bytes"] = self._count_held()
+            self.generate()
+            result["peak_bytes"] = self.opened.driver.max_memory(self.opened.index)
+            result["held_bytes"] = self._read_reserved_bytes()
         if self.variant in (OURS, FAST):
-            found["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in self.pipe.plan.decisions()}
-            found["profile"] = self._profile()
-        return found
+            result["plan"] = {name: f"{decision}: {decision.reason}" for name, decision in self.pipe.plan.decisions()}
+            result["profile"] = self._profile()
+        return result
 
-    def _count_held(self) -> int | None:
-        """All that the process has of the device, with what recordings and caches hold; None where nobody tells."""
+    def _read_reserved_bytes(self) -> int | None:
+        """Return the peak reserved memory, including caches and captured graphs; None if torch does not report it."""
         with contextlib.suppress(RuntimeError, AttributeError):
             return int(self.torch.accelerator.max_memory_reserved(self.opened.index))
         return None
 
     def _profile(self) -> dict[str, Any] | None:
-        """The device's kernels in one picture; None where torch's profiler knows nothing of the device."""
+        """Return the kernels of one image; None if torch's profiler does not support the device."""
         from torch.profiler import ProfilerActivity, profile
 
-        kind = getattr(ProfilerActivity, self.opened.sheet.torch_name.upper(), None)
-        if kind is None or kind is ProfilerActivity.CPU:
+        activity = getattr(ProfilerActivity, self.opened.sheet.torch_name.upper(), None)
+        if activity is None or activity is ProfilerActivity.CPU:
             return None
-        with profile(activities=[kind]) as seen:
-            self.picture()
-        kernels = sorted(seen.key_averages(), key=lambda one: -one.device_time_total)
-        most = [
-            {"kernel": one.key[:100], "count": one.count, "ms": round(one.device_time_total / 1e3, 2)}
-            for one in kernels
+        with profile(activities=[activity]) as profiler:
+            self.generate()
+        kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.device_time_total)
+        # torch reports microseconds.
+        rows = [
+            {"kernel": kernel.key[:100], "count": kernel.count, "ms": round(kernel.device_time_total / 1e3, 2)}
+            for kernel in kernels
         ]
-        busy = round(sum(one.device_time_total for one in kernels) / 1e6, 4)
-        return {"kernels": sum(one.count for one in kernels), "busy_s": busy, "most": most[:15]}
+        busy_s = round(sum(kernel.device_time_total for kernel in kernels) / 1e6, 4)
+        return {"kernels": sum(kernel.count for kernel in kernels), "busy_s": busy_s, "most": rows[:15]}
 
 
 def _read_compile_times() -> dict[str, float]:
-    """What torch's compiler says of its own time, the longest first; one part may be inside another."""
+    """Return torch's own compile times by phase, longest first; phases may be nested."""
     from anyaccel.upstream.torch_internals import read_compile_times_s
 
-    found = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:12])
+    totals = {name: round(sum(times), 2) for name, times in read_compile_times_s().items()}
+    return dict(sorted(totals.items(), key=lambda item: -item[1])[:12])
 
 
 def main() -> None:
-    """Take a job, and then a word at a time; answer each, the last one where it fails."""
+    """Read a job, then run one command per line; after an error, answer with it and exit."""
     with connecting_to_parent() as (requests, answer):
         job = next(requests)
         try:
             worker = _BenchWorker(job)
-            does = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}
-            for word in requests:
-                answer(does[word]())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other process tells it
-            from anyaccel.bench.failure_text import describe_failure
+            commands = {"warm": lambda: worker.warm_up(job["warm"]), "go": worker.measure, "finish": worker.finish}
+            for command in requests:
+                answer(commands[command]())
+        except Exception as error:  # noqa: BLE001 - reported by the parent process
+            from anyaccel.bench.failure_text import make_failure_row
 
-            answer(describe_failure(job["variant"], error))
+            answer(make_failure_row(job["variant"], error))
             sys.exit(1)
 
 

@@ -50,7 +50,9 @@ def show_devices(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="With --verify: overwrite an existing file.")] = False,
 ) -> None:
-    """List the available devices, and say why the others are not available.
+    """List the devices of this machine, or print the capability sheet of one.
+
+    Devices that are not available are listed with the reason.
 
     With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline gives a wrong image.
     """

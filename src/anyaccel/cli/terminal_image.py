@@ -40,7 +40,7 @@ _SIXEL_PIXELS = 384
 _QUERY_TIMEOUT_S = 0.2
 _KITTY = ("kitty", "ghostty", "wezterm", "konsole")
 _ITERM2 = ("iterm.app", "iterm2", "mintty")
-# Levels of red, green and blue in the 6 × 6 × 6 cube of the 256-color palette.
+# Levels of red, green and blue in the 6 x 6 x 6 cube of the 256-color palette.
 _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
 
 

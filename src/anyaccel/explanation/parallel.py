@@ -26,7 +26,7 @@ from anyaccel.upstream.diffusers_internals import read_tensor_parallel_devices
 __all__ = ["choose_split", "describe_gain", "split_memory"]
 
 _DEFAULT_DEVICES_PER_SERVER = 8
-# Tokens from which attention dominates a step. A 1024 × 1024 image has 4,096, a short video about 32,000.
+# Tokens from which attention dominates a step. A 1024 x 1024 image has 4,096, a short video about 32,000.
 _LONG_SEQUENCE = 16_384
 # Share of the capacity that weights may use; activations need the rest.
 _FREE_SHARE = 0.8

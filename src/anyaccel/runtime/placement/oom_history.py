@@ -27,7 +27,13 @@ def save_outcome(key: str, rule: MemoryRule, capacity_bytes: int | None) -> None
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"key": key, "capacity_bytes": capacity_bytes or 0, **asdict(rule)}
+        content = {
+            "key": key,
+            "capacity_bytes": capacity_bytes or 0,
+            "residence": rule.residence,
+            "way": asdict(rule.savings),  # the key that version 0.1 wrote
+            "images_per_call": rule.images_per_call,
+        }
         atomic_write(path, json.dumps(content, indent=1))
     except OSError:
         return
