@@ -69,7 +69,7 @@ class Verdict:
 
 
 class Judge:
-    """Recognizes objects: `load_judge().look(image).names[0]`."""
+    """Recognizes objects: `load_judge().classify(image).names[0]`."""
 
     def __init__(self, glyphs: Array, names: list[str], groups: list[int]) -> None:
         self.glyphs, self.names, self.groups = glyphs, names, groups
