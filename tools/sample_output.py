@@ -301,6 +301,8 @@ def import_libraries() -> None:
     import diffusers
     import transformers
 
+    import anyaccel.runtime.pipeline  # noqa: F401
+
     # Without torchvision, transformers warns about slower image processors.
     transformers.logging.set_verbosity_error()
     for name in ("StableDiffusionPipeline", "AutoencoderKL", "UNet2DConditionModel"):
