@@ -49,6 +49,8 @@ def generate_batch(
     dtype: Dtype = None,
     speed: Speed = "exact",
     rows_per_call: RowsPerCall = None,
+    # Name of --rows-per-call in version 0.1.
+    rows_a_call: Annotated[int | None, typer.Option("--rows-a-call", min=1, max=256, hidden=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Generate an image for every row of a JSONL file.
@@ -60,7 +62,9 @@ def generate_batch(
     from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call)
+    settings = WorkerSettings(
+        model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call or rows_a_call
+    )
     display = Display()
     display.start_phase("Starting")
     try:
