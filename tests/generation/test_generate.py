@@ -188,7 +188,7 @@ def test_virtual_device_generates_the_same_image(result: Result, model: str, dev
         ({"num_inference_steps": 0}, "an integer of at least 1", "num_inference_steps=20"),
         ({"seed": -1}, "a seed must be an integer", "seed=7"),
         ({"seed": 2**64}, "a seed must be an integer", "seed=7"),
-        ({"seed": [1, 2]}, "2 seeds were given for 1 image", "one seed per image"),
+        ({"seed": [1, 2]}, "got 2 seeds for 1 image", "one seed per image"),
         ({"height": 17}, "height must be a multiple of 2 for this model, not 17", "use 16 or 18"),
         ({"height": 0}, "height must be an integer from 1 to 16384 pixels, not 0", "height=512"),
         ({"width": 16.0}, "width must be an integer from 1 to 16384 pixels, not 16.0", "width=512"),
