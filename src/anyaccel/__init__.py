@@ -1,4 +1,4 @@
-"""anyaccel: any diffusion pipeline, any accelerator, the same image.
+"""anyaccel: any diffusion pipeline, any accelerator, the same picture.
 
 Public names are imported on first use, so `import anyaccel` does not import torch.
 """

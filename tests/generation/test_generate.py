@@ -217,7 +217,7 @@ def test_invalid_arguments_are_rejected(model: str, arguments: dict[str, Any], m
             {"negative_prompt": "x"},
             "LatentConsistencyModelPipeline accepts no argument negative_prompt",
         ),
-        ("ddpm", {}, "DDPMPipeline accepts no prompt"),
+        ("ddpm", {}, "DDPMPipeline does not accept a prompt"),
         ("model-scope", {}, "TextToVideoSDPipeline generates frames, not images"),
         ("stable-diffusion-image-to-image", {}, r"requires an input image \(image\)"),
     ],
