@@ -263,9 +263,9 @@ def main() -> None:
     if options.rate:
         curve = {1: options.alone, **{2 ** (n + 1): seconds for n, seconds in enumerate(options.together)}}
         count = find_replicas(curve, options.rate, options.p95)
-        result = simulate(curve, options.rate, count, max(200.0, 2000 / options.rate))
+        simulated = simulate(curve, options.rate, count, max(200.0, 2000 / options.rate))
         cost = count * options.price / 3600 / options.rate * 1000
-        print(json.dumps({"devices": count, **result, "price_of_1000_pictures": cost}, indent=1))
+        print(json.dumps({"devices": count, **simulated, "price_of_1000_pictures": cost}, indent=1))
         return
     report = {**describe_run(read_commit()), "evidence": "cpu", **check()}
     RESULT.write_text(json.dumps(report, indent=1) + "\n")

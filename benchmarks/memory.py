@@ -3,7 +3,7 @@
     python -m benchmarks.memory cuda h200
 
 Writes benchmarks/results/memory_DEVICE.json: a row for each model, size, batch and rule, with the predicted peak, the
-device's own `max_memory_allocated` and the relative error. Then the available memory is reduced, so that calls run out
+device's own `max_memory_allocated` and the relative error. Then the available memory is reduced, so calls run out
 of memory and recover. `--commit` and `--out` are for a copy without .git, `--models` for some of them.
 """
 

@@ -104,5 +104,5 @@ def test_nearest_multiples_are_suggested(side: int, hint: str) -> None:
 def test_seeds_of_several_images() -> None:
     assert read_seeds(LARGEST_SEED, 2) == (LARGEST_SEED, 0)
     assert read_seeds([3, numpy.int64(1)], 2) == (3, 1)
-    with pytest.raises(UsageError, match="2 seeds were given for 3 images"):
+    with pytest.raises(UsageError, match="got 2 seeds for 3 images"):
         read_seeds([1, 2], 3)

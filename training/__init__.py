@@ -1,1 +1,1 @@
-"""How the embedded model is made: data, loss, schedule, evaluation. `python -m training` says how to run it."""
+"""Training of the embedded model: data, training and evaluation. Run with `python -m training`."""

@@ -1,4 +1,4 @@
-"""`python -m training prepare | train | install | evaluate`: make the embedded model, and measure it."""
+"""`python -m training prepare | train | install | evaluate`: train and evaluate the embedded model."""
 
 from __future__ import annotations
 
@@ -16,92 +16,92 @@ __all__ = ["main"]
 _DATA, _OUT = Path("runs/data"), Path("runs/embedded")
 
 
-def main(words: list[str] | None = None) -> int:
-    """Run one step; exit status 1 where training stopped before its end."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; return 1 if training stopped before its end."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    first = commands.add_parser("prepare", help="draw the glyphs, list the things, learn the words (no GPU)")
-    first.add_argument("--font", type=Path, default=None, help="NotoColorEmoji.ttf")
-    second = commands.add_parser("train", help="train on one GPU, or go on where it was stopped")
-    second.add_argument("--out", type=Path, default=_OUT)
-    second.add_argument("--device", default="cuda")
-    second.add_argument("--autoencoder-minutes", type=float, default=4.0)
-    second.add_argument("--denoiser-minutes", type=float, default=18.0)
-    second.add_argument("--stop-after-minutes", type=float, help="end the process then, to go on later")
-    second.add_argument("--workers", type=int, default=6, help="processes that draw scenes")
-    second.add_argument("--batch", type=int, help="smaller, to try things out")
-    third = commands.add_parser("evaluate", help="the figures of the model card")
-    third.add_argument("--model", type=Path, help="a folder; the embedded model otherwise")
-    third.add_argument("--device", default="auto")
-    third.add_argument("--dtype", default="float32")
-    third.add_argument("--things", type=int, default=300)
-    third.add_argument("--steps", type=int)
-    third.add_argument("--guidance", type=float)
-    third.add_argument("--batch", type=int, default=100)
-    third.add_argument("--json", type=Path, help="keep the figures")
-    fourth = commands.add_parser("install", help="make a trained model the embedded one")
-    fourth.add_argument("model", type=Path, nargs="?", default=_OUT / "model")
-    for command in (first, second):
+    prepare = commands.add_parser("prepare", help="draw the glyphs, list the things, train the tokenizer (no GPU)")
+    prepare.add_argument("--font", type=Path, default=None, help="NotoColorEmoji.ttf")
+    train = commands.add_parser("train", help="train on one GPU, or resume")
+    train.add_argument("--out", type=Path, default=_OUT)
+    train.add_argument("--device", default="cuda")
+    train.add_argument("--autoencoder-minutes", type=float, default=4.0)
+    train.add_argument("--denoiser-minutes", type=float, default=18.0)
+    train.add_argument("--stop-after-minutes", type=float, help="exit after this time; run again to resume")
+    train.add_argument("--workers", type=int, default=6, help="processes that draw scenes")
+    train.add_argument("--batch", type=int, help="batch size, for tests")
+    evaluate = commands.add_parser("evaluate", help="compute the metrics of the model card")
+    evaluate.add_argument("--model", type=Path, help="model folder (default: the embedded model)")
+    evaluate.add_argument("--device", default="auto")
+    evaluate.add_argument("--dtype", default="float32")
+    evaluate.add_argument("--things", type=int, default=300)
+    evaluate.add_argument("--steps", type=int)
+    evaluate.add_argument("--guidance", type=float)
+    evaluate.add_argument("--batch", type=int, default=100)
+    evaluate.add_argument("--json", type=Path, help="write the metrics to this file")
+    install = commands.add_parser("install", help="replace the embedded model by a trained one")
+    install.add_argument("model", type=Path, nargs="?", default=_OUT / "model")
+    for command in (prepare, train):
         command.add_argument("--data", type=Path, default=_DATA)
-    asked = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     try:
-        return _run(asked)
+        return _run(options)
     except AnyaccelError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
 
 
-def _run(asked: argparse.Namespace) -> int:
-    return {"prepare": _prepare, "train": _train, "install": _install, "evaluate": _evaluate}[asked.command](asked)
+def _run(options: argparse.Namespace) -> int:
+    return {"prepare": _prepare, "train": _train, "install": _install, "evaluate": _evaluate}[options.command](options)
 
 
-def _prepare(asked: argparse.Namespace) -> int:
+def _prepare(options: argparse.Namespace) -> int:
     from training.glyphs import FONT
     from training.prepare import prepare
 
-    prepare(asked.font or FONT, asked.data)
+    prepare(options.font or FONT, options.data)
     return 0
 
 
-def _train(asked: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     from training.train import train
 
-    if not (asked.data / "glyphs.npz").is_file():
-        raise UsageError(f"there is no data at {asked.data}", hint="python -m training prepare makes it")
+    if not (options.data / "glyphs.npz").is_file():
+        raise UsageError(f"no training data in {options.data}", hint="run `python -m training prepare`")
     done = train(
-        asked.data, asked.out, asked.device, asked.autoencoder_minutes, asked.denoiser_minutes,
-        asked.stop_after_minutes, asked.workers, asked.batch,
+        options.data, options.out, options.device, options.autoencoder_minutes, options.denoiser_minutes,
+        options.stop_after_minutes, options.workers, options.batch,
     )  # fmt: skip
-    print("done" if done else "not done yet: run the same command again", flush=True)
+    print("done" if done else "not finished: run the same command again", flush=True)
     return 0 if done else 1
 
 
-def _install(asked: argparse.Namespace) -> int:
-    if not (asked.model / "model_index.json").is_file():
-        raise UsageError(f"there is no model at {asked.model}", hint="python -m training train makes one")
+def _install(options: argparse.Namespace) -> int:
+    if not (options.model / "model_index.json").is_file():
+        raise UsageError(f"no model in {options.model}", hint="run `python -m training train`")
     import torch
     from diffusers import DiffusionPipeline
 
     from training.model import save
     from training.prepare import EMBEDDED
 
-    save(DiffusionPipeline.from_pretrained(asked.model).to(torch.float16), EMBEDDED / "weights")
+    save(DiffusionPipeline.from_pretrained(options.model).to(torch.float16), EMBEDDED / "weights")
     return 0
 
 
-def _evaluate(asked: argparse.Namespace) -> int:
+def _evaluate(options: argparse.Namespace) -> int:
     from training.figures import measure
 
-    if asked.json and not asked.json.parent.is_dir():
-        raise UsageError(f"there is no folder {asked.json.parent}", hint=f"mkdir -p {asked.json.parent}")
-    begun = time.monotonic()
+    if options.json and not options.json.parent.is_dir():
+        raise UsageError(f"the folder {options.json.parent} does not exist", hint=f"mkdir -p {options.json.parent}")
+    start = time.monotonic()
     figures: dict[str, Any] = measure(
-        asked.model, asked.device, asked.dtype, asked.things, asked.steps, asked.guidance, asked.batch
+        options.model, options.device, options.dtype, options.things, options.steps, options.guidance, options.batch
     )
-    figures["seconds"] = round(time.monotonic() - begun, 1)
+    figures["trains"] = round(time.monotonic() - start, 1)
     print(json.dumps(figures, indent=2))
-    if asked.json:
-        asked.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The first stage: pictures to latents and back."""
+"""First training stage: the autoencoder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that everybody uses
+import torch.nn.functional as F  # noqa: N812 - the conventional name
 
 from training.model import LATENT_CHANNELS, make_autoencoder
 from training.run import Stage, average_into
@@ -18,34 +18,34 @@ from training.things import Thing
 __all__ = ["standardize", "train_autoencoder"]
 
 _BATCH, _RATE = 192, 1.5e-3
-_NOISE = 0.15  # what is added to a latent in training, so that near latents give near pictures
-_SMALL = 1e-3  # the price of large latents, without which the noise could be outgrown
+_NOISE = 0.15  # standard deviation of the noise on latents in training, which makes the latent space smooth
+_LATENT_PENALTY = 1e-3  # otherwise the latents could grow until the noise has no effect
 
 
 class _RoundTrip(torch.nn.Module):
-    """Encode, disturb, decode; the loss of it."""
+    """Encodes, adds noise, decodes, and computes the loss."""
 
     def __init__(self, autoencoder: Any) -> None:
         super().__init__()
         self.autoencoder = autoencoder
 
-    def forward(self, pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean = self.autoencoder._encode(pictures)[:, :LATENT_CHANNELS]
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = self.autoencoder._encode(images)[:, :LATENT_CHANNELS]
         noisy = mean + _NOISE * torch.randn_like(mean)
-        made = self.autoencoder._decode(noisy).sample.float()
-        error = (made - pictures).square().mean()
-        return _difference(made, pictures) + _SMALL * mean.float().square().mean(), error
+        decoded = self.autoencoder._decode(noisy).sample.float()
+        error = (decoded - images).square().mean()
+        return _image_loss(decoded, images) + _LATENT_PENALTY * mean.float().square().mean(), error
 
 
-def _difference(made: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How far pictures are apart, by eye: the same weight for flat colour, for shape and for edges."""
-    loss = (made - wanted).square().mean()
+def _image_loss(image: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a multi-scale loss that weighs flat color, shapes and edges equally."""
+    loss = (image - target).square().mean()
     for _ in range(4):
-        loss = loss + 0.5 * (made - wanted).abs().mean()
-        across = (made.diff(dim=3) - wanted.diff(dim=3)).abs().mean()
-        down = (made.diff(dim=2) - wanted.diff(dim=2)).abs().mean()
+        loss = loss + 0.5 * (image - target).abs().mean()
+        across = (image.diff(dim=3) - target.diff(dim=3)).abs().mean()
+        down = (image.diff(dim=2) - target.diff(dim=2)).abs().mean()
         loss = loss + 0.5 * (across + down)
-        made, wanted = F.avg_pool2d(made, 2), F.avg_pool2d(wanted, 2)
+        image, target = F.avg_pool2d(image, 2), F.avg_pool2d(target, 2)
     return loss
 
 
@@ -59,7 +59,7 @@ def train_autoencoder(
     workers: int,
     batch: int = _BATCH,
 ) -> tuple[Any, bool]:
-    """Train or go on training; the averaged autoencoder, its latents standardized, and whether it is done."""
+    """Train or resume; return the averaged autoencoder with standardized latents, and whether training is finished."""
     device = composer.levels.device
     model = make_autoencoder().to(device, memory_format=torch.channels_last)
     average = copy.deepcopy(model).requires_grad_(False)
@@ -71,11 +71,11 @@ def train_autoencoder(
             round_trip = torch.compile(round_trip)
         batches = scene_batches(things, tokenizer, batch, seed=1 + stage.step, workers=workers)
         for share in stage.steps(deadline):
-            pictures = composer.draw(next(batches).to(device)).contiguous(memory_format=torch.channels_last)
+            images = composer.draw(next(batches).to(device)).contiguous(memory_format=torch.channels_last)
             for group in optimizer.param_groups:
                 group["lr"] = stage.learning_rate(share, _RATE)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-                loss, error = round_trip(pictures)
+                loss, error = round_trip(images)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,17 +90,17 @@ def train_autoencoder(
 
 
 @torch.no_grad()
-def standardize(autoencoder: Any, pictures: torch.Tensor) -> None:
-    """Make every channel of the latents have mean 0 and deviation 1, exactly undone by the decoder's first layer."""
-    made = [autoencoder.encode(part).latent_dist.mean.float() for part in pictures.split(256)]
-    latents = torch.cat(made).transpose(0, 1).flatten(1)
-    middle, spread = latents.mean(1), latents.std(1)
+def standardize(autoencoder: Any, images: torch.Tensor) -> None:
+    """Scale every latent channel to mean 0 and standard deviation 1; the decoder's first layer inverts it exactly."""
+    chunks = [autoencoder.encode(chunk).latent_dist.mean.float() for chunk in images.split(256)]
+    latents = torch.cat(chunks).transpose(0, 1).flatten(1)
+    mean, std = latents.mean(1), latents.std(1)
     first, last = autoencoder.quant_conv, autoencoder.post_quant_conv
-    means = slice(0, LATENT_CHANNELS)
-    first.weight[means] = first.weight[means] / spread[:, None, None, None]
-    first.bias[means] = (first.bias[means] - middle) / spread
-    # The spread of the noise, as the latents are now: what `latent_dist.sample()` adds.
+    mean_channels = slice(0, LATENT_CHANNELS)
+    first.weight[mean_channels] = first.weight[mean_channels] / std[:, None, None, None]
+    first.bias[mean_channels] = (first.bias[mean_channels] - mean) / std
+    # `latent_dist.sample()` adds the noise of training, in the new scale.
     first.weight[LATENT_CHANNELS:] = 0
-    first.bias[LATENT_CHANNELS:] = 2 * torch.log(_NOISE / spread)
-    last.bias += last.weight[:, :, 0, 0] @ middle
-    last.weight *= spread[None, :, None, None]
+    first.bias[LATENT_CHANNELS:] = 2 * torch.log(_NOISE / std)
+    last.bias += last.weight[:, :, 0, 0] @ mean
+    last.weight *= std[None, :, None, None]

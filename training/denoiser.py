@@ -1,4 +1,4 @@
-"""The second stage: from noise and words to latents. The text encoder is trained beside the denoiser."""
+"""Second training stage: the denoiser and the text encoder, trained together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from training.things import Thing
 __all__ = ["train_denoiser"]
 
 _BATCH, _RATE = 1024, 1.2e-3
-_FRESH_SHARE = 8  # one scene in so many of a batch is new; the rest was encoded before and is seen with other noise
+_SCENES_PER_NEW = 8  # one of this many scenes per step is new; the others are reused with new noise
 _POOL = 200_000
-_WITHOUT_WORDS = 0.08  # for guidance
-_TOWARDS_NOISE = 1.5  # what a thing is, is decided where the noise is strong
+_EMPTY_PROMPTS = 0.08  # fraction, for classifier-free guidance
+_TIMESTEP_SHIFT = 1.5  # towards strong noise, where the model decides what to draw
 
 
-class _Pool:
-    """Latents and captions on the device, of which the oldest are replaced at every step."""
+class _LatentPool:
+    """Ring buffer of latents and captions on the device; every step replaces the oldest."""
 
     def __init__(self, size: int, width: int, device: torch.device) -> None:
         self.latents = torch.zeros(size, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, dtype=torch.bfloat16, device=device)
@@ -33,9 +33,9 @@ class _Pool:
 
     def put(self, latents: torch.Tensor, tokens: torch.Tensor) -> None:
         count = len(latents)
-        places = torch.arange(self.next, self.next + count, device=latents.device) % self.size
-        self.latents[places] = latents.to(torch.bfloat16)
-        self.tokens[places] = tokens.to(torch.int32)
+        rows = torch.arange(self.next, self.next + count, device=latents.device) % self.size
+        self.latents[rows] = latents.to(torch.bfloat16)
+        self.tokens[rows] = tokens.to(torch.int32)
         self.next = (self.next + count) % self.size
         self.filled = min(self.size, self.filled + count)
 
@@ -45,21 +45,21 @@ class _Pool:
 
 
 class _Noise:
-    """The forward process: v to be predicted, from the scheduler's own figures."""
+    """Forward process with v-prediction targets, from the scheduler's noise levels."""
 
     def __init__(self, device: torch.device) -> None:
         alphas = make_scheduler().alphas_cumprod.clone()
-        alphas[-1] = 0.0  # the scheduler keeps it a hair above, for its logarithm
+        alphas[-1] = 0.0  # the scheduler has a tiny positive value, since it takes the logarithm
         self.signal, self.noise = alphas.sqrt().to(device), (1 - alphas).sqrt().to(device)
 
     def add(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Disturbed latents, how far each is disturbed, and v."""
-        chance = torch.rand(len(latents), device=latents.device)
-        shifted = _TOWARDS_NOISE * chance / (1 + (_TOWARDS_NOISE - 1) * chance)
-        when = (shifted * len(self.signal)).long().clamp(max=len(self.signal) - 1)
-        signal, strength = (part[when][:, None, None, None] for part in (self.signal, self.noise))
+        """Return noisy latents, timesteps and v."""
+        uniform = torch.rand(len(latents), device=latents.device)
+        shifted = _TIMESTEP_SHIFT * uniform / (1 + (_TIMESTEP_SHIFT - 1) * uniform)
+        timesteps = (shifted * len(self.signal)).long().clamp(max=len(self.signal) - 1)
+        signal, strength = (levels[timesteps][:, None, None, None] for levels in (self.signal, self.noise))
         noise = torch.randn_like(latents)
-        return signal * latents + strength * noise, when, signal * noise - strength * latents
+        return signal * latents + strength * noise, timesteps, signal * noise - strength * latents
 
 
 def train_denoiser(
@@ -74,7 +74,7 @@ def train_denoiser(
     batch: int = _BATCH,
     pool: int = _POOL,
 ) -> tuple[Any, Any, bool]:
-    """Train or go on training; the averaged denoiser and text encoder, and whether they are done."""
+    """Train or resume; return the averaged denoiser and text encoder, and whether training is finished."""
     device = composer.levels.device
     denoiser = make_denoiser().to(device, memory_format=torch.channels_last)
     models = torch.nn.ModuleList([denoiser, make_text_encoder(tokenizer).to(device)])
@@ -84,9 +84,9 @@ def train_denoiser(
     )
     stage = Stage("denoiser", folder, budget_s, {"models": models, "average": average, "optimizer": optimizer})
     if not stage.finished:
-        latents = _Latents(autoencoder, composer, _Pool(pool, tokenizer.model_max_length, device))
+        latents = _LatentSource(autoencoder, composer, _LatentPool(pool, tokenizer.model_max_length, device))
         batches = scene_batches(
-            things, tokenizer, max(1, batch // _FRESH_SHARE), seed=1000 + stage.step, workers=workers
+            things, tokenizer, max(1, batch // _SCENES_PER_NEW), seed=1000 + stage.step, workers=workers
         )
         latents.fill(batches, 20 * batch)
         _train(stage, models, average, optimizer, latents, batches, tokenizer, batch, deadline)
@@ -98,7 +98,7 @@ def _train(
     models: torch.nn.ModuleList,
     average: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    latents: _Latents,
+    latents: _LatentSource,
     batches: Iterator[Batch],
     tokenizer: Any,
     batch: int,
@@ -111,14 +111,14 @@ def _train(
     for share in stage.steps(deadline):
         latents.refresh(next(batches))
         clean, tokens = latents.pool.draw(batch)
-        tokens = torch.where(torch.rand(batch, 1, device=device) < _WITHOUT_WORDS, empty, tokens)
-        disturbed, when, wanted = noise.add(clean)
+        tokens = torch.where(torch.rand(batch, 1, device=device) < _EMPTY_PROMPTS, empty, tokens)
+        noisy, timesteps, target = noise.add(clean)
         for group in optimizer.param_groups:
             group["lr"] = stage.learning_rate(share, _RATE)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-            words = models[1](tokens)[0]
-            seen = disturbed.contiguous(memory_format=torch.channels_last)
-            loss = (predict(seen, when, words, return_dict=False)[0].float() - wanted).square().mean()
+            embeddings = models[1](tokens)[0]
+            sample = noisy.contiguous(memory_format=torch.channels_last)
+            loss = (predict(sample, timesteps, embeddings, return_dict=False)[0].float() - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
@@ -128,25 +128,25 @@ def _train(
             stage.log(loss=loss.item(), pool=latents.pool.filled)
 
 
-class _Latents:
-    """Scenes, drawn and encoded, in a pool."""
+class _LatentSource:
+    """Draws and encodes scenes into a pool of latents."""
 
-    def __init__(self, autoencoder: Any, composer: Composer, pool: _Pool) -> None:
+    def __init__(self, autoencoder: Any, composer: Composer, pool: _LatentPool) -> None:
         self.composer, self.pool = composer, pool
         encoder: Any = copy.deepcopy(autoencoder).to(memory_format=torch.channels_last)
         self.encode = encoder._encode if pool.latents.device.type == "cpu" else torch.compile(encoder._encode)
 
     @torch.no_grad()
     def refresh(self, batch: Batch) -> None:
-        """Encode some scenes, and put them in the place of the oldest."""
+        """Encode a batch of scenes, which replaces the oldest latents."""
         device = self.pool.latents.device
         batch = batch.to(device)
-        pictures = self.composer.draw(batch).contiguous(memory_format=torch.channels_last)
+        images = self.composer.draw(batch).contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-            moments = self.encode(pictures)
+            moments = self.encode(images)
         self.pool.put(moments[:, :LATENT_CHANNELS], batch.tokens)
 
     def fill(self, batches: Iterator[Batch], count: int) -> None:
-        """Encode enough to begin with."""
+        """Encode scenes until the pool has this many."""
         while self.pool.filled < count:
             self.refresh(next(batches))

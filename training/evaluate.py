@@ -1,4 +1,4 @@
-"""The measure: whether the thing is there that was asked for, on its background and on its side."""
+"""Evaluation: whether a judge recognizes the requested thing, background and position."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SEED = 20261115
 _SEEDS = (0, 1, 2)
 
 Draw = Callable[[list[str], list[int]], list[Image.Image]]
-"""Makes pictures of prompts with a seed each."""
+"""Function that generates one image per prompt and seed."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Shares of 1, over so many pictures."""
+    """Accuracies from 0 to 1, and the number of images of each."""
 
     single: float
     single_pictures: int
@@ -35,72 +35,72 @@ class Figures:
     pair: float
     pair_pictures: int
     pair_each: float
-    """Of the single things in pairs, on its side, how many were right."""
+    """Accuracy of the single things in pairs, each on its side."""
 
     def as_json(self) -> dict[str, float | int]:
-        """For a file."""
+        """Return the rounded values for JSON."""
         return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 def judge_scenes(things: tuple[Thing, ...], count: int, seed: int = _SEED) -> dict[str, list[Scene]]:
-    """The scenes of the evaluation: drawn by a fixed seed from all that were trained."""
+    """Return the evaluation scenes, drawn with a fixed seed from all trained things."""
     if not 1 <= count <= len(things):
-        raise UsageError(f"{count} of {len(things)} things cannot be asked for", hint="for example --things 300")
-    chance = random.Random(seed)
-    chosen = chance.sample(range(len(things)), count)
-    colours = list(BACKGROUNDS)
+        raise UsageError(f"cannot select {count} of {len(things)} things", hint="for example --things 300")
+    rng = random.Random(seed)
+    chosen = rng.sample(range(len(things)), count)
+    colors = list(BACKGROUNDS)
     return {
         "single": [single(things, index) for index in chosen],
-        "background": [single(things, index, colours[place % len(colours)]) for place, index in enumerate(chosen)],
-        "pair": [pair(things, *chance.sample(range(len(things)), 2)) for _ in range(count)],
+        "background": [single(things, index, colors[position % len(colors)]) for position, index in enumerate(chosen)],
+        "pair": [pair(things, *rng.sample(range(len(things)), 2)) for _ in range(count)],
     }
 
 
 def evaluate(
     things: tuple[Thing, ...], draw: Draw, count: int = 300, seeds: tuple[int, ...] = _SEEDS, batch: int = 100
 ) -> tuple[Figures, list[tuple[str, str]]]:
-    """The figures, and every single thing that was not recognised: what was asked and what was seen."""
+    """Return the metrics, and the caption and first answer for every single thing that was not recognized."""
     judge = load_judge()
     scenes = judge_scenes(things, count)
-    top1 = top5 = backgrounds = pairs = halves = 0
+    top1 = top5 = backgrounds = pairs = sides = 0
     missed = []
-    for scene, picture in _pictures(scenes["single"], seeds, draw, batch):
-        wanted = judge.groups[scene.objects[0].thing]
-        verdict = judge.classify(picture)
-        top1 += verdict.groups[:1] == (wanted,)
-        top5 += wanted in verdict.groups
-        if verdict.groups[:1] != (wanted,):
+    for scene, image in _generate(scenes["single"], seeds, draw, batch):
+        expected = judge.groups[scene.objects[0].thing]
+        verdict = judge.classify(image)
+        top1 += verdict.groups[:1] == (expected,)
+        top5 += expected in verdict.groups
+        if verdict.groups[:1] != (expected,):
             missed.append((scene.caption, verdict.names[0] if verdict.names else "nothing"))
-    for scene, picture in _pictures(scenes["background"], seeds[:1], draw, batch):
-        backgrounds += judge.background(picture) == scene.background
-    for scene, picture in _pictures(scenes["pair"], seeds[:1], draw, batch):
+    for scene, image in _generate(scenes["background"], seeds[:1], draw, batch):
+        backgrounds += judge.background(image) == scene.background
+    for scene, image in _generate(scenes["pair"], seeds[:1], draw, batch):
         left, right = scene.objects
-        seen = (_is_there(judge, picture, "left", left.thing), _is_there(judge, picture, "right", right.thing))
-        halves += sum(seen)
-        pairs += all(seen)
-    all_singles = count * len(seeds)
+        correct = (_is_recognized(judge, image, "left", left.thing), _is_recognized(judge, image, "right", right.thing))
+        sides += sum(correct)
+        pairs += all(correct)
+    single_count = count * len(seeds)
     figures = Figures(
-        single=top1 / all_singles,
-        single_pictures=all_singles,
-        single_top5=top5 / all_singles,
+        single=top1 / single_count,
+        single_pictures=single_count,
+        single_top5=top5 / single_count,
         background=backgrounds / count,
         background_pictures=count,
         pair=pairs / count,
         pair_pictures=count,
-        pair_each=halves / (2 * count),
+        pair_each=sides / (2 * count),
     )
     return figures, missed
 
 
-def _is_there(judge: Judge, picture: Image.Image, side: str, thing: int) -> bool:
-    return judge.classify(picture, side).groups[:1] == (judge.groups[thing],)
+def _is_recognized(judge: Judge, image: Image.Image, side: str, thing: int) -> bool:
+    return judge.classify(image, side).groups[:1] == (judge.groups[thing],)
 
 
-def _pictures(
+def _generate(
     scenes: list[Scene], seeds: tuple[int, ...], draw: Draw, batch: int
 ) -> Iterator[tuple[Scene, Image.Image]]:
-    asked = [(scene, seed) for seed in seeds for scene in scenes]
-    for start in range(0, len(asked), batch):
-        part = asked[start : start + batch]
-        made: list[Any] = draw([scene.caption for scene, _ in part], [seed for _, seed in part])
-        yield from ((scene, picture) for (scene, _), picture in zip(part, made, strict=True))
+    requests = [(scene, seed) for seed in seeds for scene in scenes]
+    for start in range(0, len(requests), batch):
+        chunk = requests[start : start + batch]
+        images: list[Any] = draw([scene.caption for scene, _ in chunk], [seed for _, seed in chunk])
+        yield from ((scene, image) for (scene, _), image in zip(chunk, images, strict=True))

@@ -1,4 +1,4 @@
-"""The figures of a model on a device, and what they were obtained with."""
+"""Metrics of a model on a device, with the versions and settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["measure", "open_model"]
 
 
 def open_model(model: Path | None, device: str, dtype: str) -> Any:
-    """A model as anyaccel places it, silent."""
+    """Return a model placed by anyaccel, without progress bars."""
     pipe = anyaccel.DiffusionPipeline.from_pretrained(model or find_embedded_model())
     pipe.to(device, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
@@ -28,21 +28,21 @@ def open_model(model: Path | None, device: str, dtype: str) -> Any:
 def measure(
     model: Path | None, device: str, dtype: str, count: int, steps: int | None, guidance: float | None, batch: int
 ) -> dict[str, Any]:
-    """The figures of part 2 of the model card, with everything that was missed."""
+    """Return the metrics of the model card, with every thing that was not recognized."""
     pipe = open_model(model, device, dtype)
     call = dict(CALL_DEFAULTS)
     call |= {"num_inference_steps": steps} if steps else {}
     call |= {"guidance_scale": guidance} if guidance is not None else {}
 
     def draw(prompts: list[str], seeds: list[int]) -> list[Image.Image]:
-        made: list[Image.Image] = pipe(prompts, seed=seeds, **call).images
-        return made
+        images: list[Image.Image] = pipe(prompts, seed=seeds, **call).images
+        return images
 
     figures, missed = evaluate(load_things(), draw, count, batch=batch)
     return {
         "device": str(pipe.device),
         "dtype": str(pipe.dtype).removeprefix("torch."),
-        "machine": _machine(pipe.device),
+        "machine": _machine_name(pipe.device),
         "torch": torch.__version__,
         **call,
         **figures.as_json(),
@@ -50,7 +50,7 @@ def measure(
     }
 
 
-def _machine(device: torch.device) -> str:
+def _machine_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()}, {torch.get_num_threads()} threads"
     return str(torch.get_device_module(device).get_device_name(device))

@@ -1,4 +1,4 @@
-"""The parts of the model: real diffusers and transformers classes, small enough for a CPU."""
+"""Components of the embedded model: diffusers and transformers classes, small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from training.captions import PICTURE_PIXELS
-from training.tokenizer import MOST_TOKENS
+from training.captions import IMAGE_PIXELS
+from training.tokenizer import MAX_TOKENS
 
 __all__ = [
     "LATENT_CHANNELS",
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 LATENT_CHANNELS = 8
-LATENT_SIDE = PICTURE_PIXELS // 8
+LATENT_SIDE = IMAGE_PIXELS // 8
 _TEXT_WIDTH = 192
 
 
 def make_autoencoder() -> Any:
-    """128 × 128 pixels to 16 × 16 × 8 numbers and back."""
+    """Return the autoencoder: 128 × 128 pixels to 16 × 16 × 8 latents."""
     return AutoencoderKL(
-        sample_size=PICTURE_PIXELS,
+        sample_size=IMAGE_PIXELS,
         latent_channels=LATENT_CHANNELS,
         block_out_channels=(32, 64, 96, 128),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -46,7 +46,7 @@ def make_autoencoder() -> Any:
 
 
 def make_text_encoder(tokenizer: Any) -> Any:
-    """Four layers, for the few words of a caption."""
+    """Return the text encoder: four layers, enough for short captions."""
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     return CLIPTextModel(
         CLIPTextConfig(
@@ -55,7 +55,7 @@ def make_text_encoder(tokenizer: Any) -> Any:
             intermediate_size=4 * _TEXT_WIDTH,
             num_hidden_layers=4,
             num_attention_heads=4,
-            max_position_embeddings=MOST_TOKENS,
+            max_position_embeddings=MAX_TOKENS,
             projection_dim=_TEXT_WIDTH,
             pad_token_id=tokenizer.pad_token_id,
             **ends,
@@ -64,7 +64,7 @@ def make_text_encoder(tokenizer: Any) -> Any:
 
 
 def make_denoiser() -> Any:
-    """Two levels, 16 × 16 and 8 × 8, that both look at the words."""
+    """Return the denoiser: two levels, 16 × 16 and 8 × 8, both with cross-attention."""
     return UNet2DConditionModel(
         sample_size=LATENT_SIDE,
         in_channels=LATENT_CHANNELS,
@@ -74,13 +74,16 @@ def make_denoiser() -> Any:
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=_TEXT_WIDTH,
-        attention_head_dim=(5, 6),  # diffusers means the number of heads
+        attention_head_dim=(
+            5,
+            6,
+        ),  # the number of heads, despite the name: https://github.com/huggingface/diffusers/issues/2011
         norm_num_groups=16,
     )
 
 
 def make_scheduler() -> Any:
-    """Predicts v, ends in pure noise, and starts its steps there: so that a background can be any colour."""
+    """Return the scheduler: v-prediction with zero terminal SNR, which allows backgrounds of any color."""
     return DPMSolverMultistepScheduler(
         beta_schedule="scaled_linear",
         beta_start=0.00085,
@@ -90,12 +93,12 @@ def make_scheduler() -> Any:
         timestep_spacing="trailing",
         algorithm_type="dpmsolver++",
         solver_order=2,
-        steps_offset=1,  # what diffusers asks of every Stable Diffusion; trailing steps do not use it
+        steps_offset=1,  # diffusers warns about other values for Stable Diffusion; trailing spacing ignores it
     )
 
 
 def assemble(autoencoder: Any, text_encoder: Any, tokenizer: Any, denoiser: Any) -> Any:
-    """The pipeline, as diffusers knows it."""
+    """Return the diffusers pipeline."""
     return StableDiffusionPipeline(
         vae=autoencoder,
         text_encoder=text_encoder,
@@ -109,16 +112,16 @@ def assemble(autoencoder: Any, text_encoder: Any, tokenizer: Any, denoiser: Any)
 
 
 def save(pipe: Any, folder: Path, shard: str = "10GB") -> None:
-    """Write a pipeline in half precision, as safetensors, with nothing in it of where it came from."""
+    """Save a pipeline as float16 safetensors, without the paths of this machine."""
     shutil.rmtree(folder, ignore_errors=True)
     pipe.to(torch.float16).save_pretrained(folder, safe_serialization=True, max_shard_size=shard)
     for path in folder.rglob("*.json"):
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept.pop("_name_or_path", None) is not None:
-            _write(path, kept)
-    # transformers would load this one part in half precision, and diffusers the others in float32.
-    config = folder / "text_encoder" / "config.json"
-    _write(config, json.loads(config.read_text(encoding="utf-8")) | {"dtype": "float32"})
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.pop("_name_or_path", None) is not None:
+            _write(path, config)
+    # Otherwise transformers loads the text encoder in float16, while diffusers loads the others in float32.
+    config_path = folder / "text_encoder" / "config.json"
+    _write(config_path, json.loads(config_path.read_text(encoding="utf-8")) | {"dtype": "float32"})
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

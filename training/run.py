@@ -1,4 +1,4 @@
-"""What both stages of training share: a budget of time, a schedule by it, checkpoints, a log."""
+"""Training stage: time budget, learning rate schedule, checkpoints and log."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 
 __all__ = ["Stage", "average_into"]
 
-_FINAL_SHARE = 0.01  # of the learning rate, at the end
+_FINAL_RATE = 0.01  # fraction of the peak learning rate
 _WARM_UP_STEPS = 300
 _CHECKPOINT_S = 60.0
 _COMPILING_STEPS = 5
 
 
 class Stage:
-    """One stage of training: it lasts as long as its budget, over as many processes as it takes.
+    """One training stage, which lasts as long as its time budget and may span several processes.
 
-    The learning rate follows the share of the budget that is spent. `state` is everything that a checkpoint keeps; a
-    stage that was stopped goes on from its last one.
+    The learning rate depends on the spent fraction of the budget. `state` has the objects of a checkpoint; a stopped
+    stage resumes from its last checkpoint.
     """
 
     def __init__(self, name: str, folder: Path, budget_s: float, state: dict[str, Any]) -> None:
@@ -41,16 +41,16 @@ class Stage:
         return self.spent_s >= self.budget_s
 
     def steps(self, deadline: float | None = None) -> Iterator[float]:
-        """The share of the budget that is spent, for every step until it is, or until a moment of `time.monotonic`.
+        """Yield the spent fraction of the budget for every step, until it is 1 or `time.monotonic` reaches `deadline`.
 
-        On a GPU the first steps of a process compile: they are made, and cost nothing of the budget.
+        On a GPU the first steps of a process compile, and do not count against the budget.
         """
         saved = started = time.monotonic()
         before, free = self.spent_s, _COMPILING_STEPS if torch.accelerator.is_available() else 0
         for number in itertools.count():
             now = time.monotonic()
             if number == free:
-                _wait()
+                _synchronize()
                 saved = started = now = time.monotonic()
             self.spent_s = before + (now - started if number > free else 0.0)
             out_of_time = deadline is not None and now > deadline
@@ -64,12 +64,12 @@ class Stage:
         self.save()
 
     def learning_rate(self, share: float, peak: float) -> float:
-        """A short rise, then half a cosine down."""
-        fall = _FINAL_SHARE + (1 - _FINAL_SHARE) * (1 + math.cos(math.pi * share)) / 2
-        return peak * fall * min(1.0, (self.step + 1) / _WARM_UP_STEPS)
+        """Return the learning rate: linear warm-up, then cosine decay."""
+        decay = _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * share)) / 2
+        return peak * decay * min(1.0, (self.step + 1) / _WARM_UP_STEPS)
 
     def log(self, **figures: float) -> None:
-        """One line of figures, printed and kept."""
+        """Print a line of metrics and append it to the log."""
         line = {"stage": self.name, "step": self.step, "spent_s": round(self.spent_s, 1)}
         line |= {name: float(f"{value:.4g}") for name, value in figures.items()}
         print(json.dumps(line), flush=True)
@@ -77,28 +77,28 @@ class Stage:
             file.write(json.dumps(line) + "\n")
 
     def save(self) -> None:
-        """Keep everything, whole or not at all."""
-        _wait()
-        kept = {name: part.state_dict() for name, part in self.state.items()}
+        """Write a checkpoint atomically."""
+        _synchronize()
+        states = {name: item.state_dict() for name, item in self.state.items()}
         unfinished = self._checkpoint.with_suffix(".part")
-        torch.save({"step": self.step, "spent_s": self.spent_s, "state": kept}, unfinished)
+        torch.save({"step": self.step, "spent_s": self.spent_s, "state": states}, unfinished)
         unfinished.replace(self._checkpoint)
 
     def _resume(self) -> None:
-        kept = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
-        self.step, self.spent_s = kept["step"], kept["spent_s"]
-        for name, part in self.state.items():
-            part.load_state_dict(kept["state"][name])
-        print(f"{self.name}: goes on from step {self.step}, {self.spent_s:.0f} of {self.budget_s:.0f} s", flush=True)
+        checkpoint = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
+        self.step, self.spent_s = checkpoint["step"], checkpoint["spent_s"]
+        for name, item in self.state.items():
+            item.load_state_dict(checkpoint["state"][name])
+        print(f"{self.name}: resumes at step {self.step}, {self.spent_s:.0f} of {self.budget_s:.0f} s", flush=True)
 
 
 def average_into(average: torch.nn.Module, model: torch.nn.Module, step: int, longest: float = 0.999) -> None:
-    """Move a running average of a model's weights a little towards the model."""
+    """Update an exponential moving average of a model's weights."""
     decay = min(longest, (1 + step) / (10 + step))
     with torch.no_grad():
         torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

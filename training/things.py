@@ -1,4 +1,4 @@
-"""The things that the model knows: which glyphs of Noto Color Emoji, and what people call them."""
+"""Things that the embedded model can draw: glyphs of Noto Color Emoji and their names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 __all__ = ["Thing", "list_things", "make_plural"]
 
-# Signs, letters and near copies of one another: nobody asks for a picture of them.
-_LEFT_OUT = re.compile(
+# Excluded: signs, letters and near duplicates.
+_EXCLUDED = re.compile(
     r".*_button.*|.*_arrow$|.*_arrow_curving_.*|.*arrows.*|.*o’clock|.*-thirty|Japanese_(?!castle|dolls|post).*"
     r"|input_.*|keycap_.*|.*_(small|medium|medium-small|large)_square|(small|large)_.*_diamond|.*_quarter_moon.*"
     r"|waning_.*|waxing_.*|.*_sign$|.*_exclamation_mark|.*_question_mark|no_.*|non-.*|.*_symbol|.*_room|.*_banknote"
@@ -29,8 +29,8 @@ _LEFT_OUT = re.compile(
     r"|flower_playing_cards|name_badge|label|chart_increasing_with_yen|regional.*|family|mount_fuji"
 )
 
-# What people say and the lists do not: by the name of the thing.
-_ALSO = {
+# Common names that the emoji lists do not have.
+_EXTRA_NAMES = {
     "automobile": ["car", "red car"],
     "cat": ["orange cat"],
     "cat face": ["kitty", "kitten", "cat head"],
@@ -217,34 +217,34 @@ _PLURAL_ALREADY |= {
 
 @dataclass(frozen=True)
 class Thing:
-    """One glyph, its names, the best one first, and the colour that most of it has: 🍎 `red apple`, `apple`, red."""
+    """A glyph, its names (the best first) and its main color: 🍎 `red apple`, `apple`, red."""
 
     glyph: str
     names: tuple[str, ...]
-    colour: str | None = None
+    color: str | None = None
 
     @property
     def name(self) -> str:
-        """What it is called in evaluations."""
+        """Name in evaluations."""
         return self.names[0]
 
 
 def list_things(has_glyph: Callable[[str], bool]) -> tuple[Thing, ...]:
-    """Every thing whose glyph the font has, in the order of code points; a name belongs to one thing only."""
-    import emoji  # only to list them anew
+    """Return all things with a glyph in the font, by code point; every name belongs to one thing only."""
+    import emoji  # needed only to create the list
 
     chosen = {
         glyph: data
         for glyph, data in emoji.EMOJI_DATA.items()
         if len(glyph.replace("\ufe0f", "")) == 1
         and data["status"] == emoji.STATUS["fully_qualified"]
-        and not _LEFT_OUT.fullmatch(data["en"].strip(":"))
+        and not _EXCLUDED.fullmatch(data["en"].strip(":"))
         and has_glyph(glyph)
     }
     best = {glyph: _as_words(data["en"]) for glyph, data in chosen.items()}
     taken = dict.fromkeys(best.values())
     names: dict[str, list[str]] = {glyph: [name] for glyph, name in best.items()}
-    for source in (_listed_here, _aliases, _unicode_names):  # the earlier one wins a name
+    for source in (_extra_names, _aliases, _unicode_names):  # earlier sources take precedence
         for glyph in sorted(chosen):
             for name in source(glyph, best[glyph]):
                 if name and name not in taken:
@@ -253,15 +253,15 @@ def list_things(has_glyph: Callable[[str], bool]) -> tuple[Thing, ...]:
     return tuple(Thing(glyph, tuple(names[glyph][:6])) for glyph in sorted(chosen))
 
 
-def _listed_here(glyph: str, name: str) -> list[str]:
-    return _ALSO.get(name, [])
+def _extra_names(glyph: str, name: str) -> list[str]:
+    return _EXTRA_NAMES.get(name, [])
 
 
 def _aliases(glyph: str, name: str) -> list[str]:
     import emoji
 
-    given = [_as_words(alias) for alias in emoji.EMOJI_DATA[glyph].get("alias", [])]
-    return [alias for alias in given if not any(letter.isdigit() for letter in alias)]
+    aliases = [_as_words(alias) for alias in emoji.EMOJI_DATA[glyph].get("alias", [])]
+    return [alias for alias in aliases if not any(letter.isdigit() for letter in alias)]
 
 
 def _unicode_names(glyph: str, name: str) -> list[str]:
@@ -270,20 +270,20 @@ def _unicode_names(glyph: str, name: str) -> list[str]:
 
 
 def _as_words(name: str) -> str:
-    """`:red_apple:` → `red apple`, in letters that every keyboard has."""
+    """Convert `:red_apple:` to `red apple`, in ASCII."""
     plain = unicodedata.normalize("NFKD", name.strip(":").replace("_", " ").replace("’", "'"))
     return " ".join("".join(letter for letter in plain if ord(letter) < 128).lower().split())
 
 
 def make_plural(name: str) -> str:
-    """`cat` → `cats`, `bottle with popping cork` → `bottles with popping cork`."""
+    """Return the plural: `cats`, `bottles with popping cork`."""
     if name in _PLURAL_ALREADY or name.split()[-1] in _PLURAL_ALREADY:
         return name
     words = name.split()
     if words[0] in _IRREGULAR:  # people juggling
         return " ".join([_IRREGULAR[words[0]], *words[1:]])
-    at = next((index for index, word in enumerate(words) if word in _LINKING and index > 0), len(words)) - 1
-    words[at] = _plural_word(words[at])
+    noun = next((index for index, word in enumerate(words) if word in _LINKING and index > 0), len(words)) - 1
+    words[noun] = _plural_word(words[noun])
     return " ".join(words)
 
 

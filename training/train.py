@@ -1,4 +1,4 @@
-"""One command that trains the model on one GPU: `python -m training train`; run it again and it goes on."""
+"""Training of the embedded model on one GPU: `python -m training train`, which resumes when it is run again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(
     workers: int,
     batch: int | None = None,
 ) -> bool:
-    """Train both stages, each as long as its budget; whether everything is done. Leaves the model in `out/model`."""
+    """Train both stages for their budgets and save the model in `out/model`; return whether training is finished."""
     deadline = time.monotonic() + 60 * stop_after_minutes if stop_after_minutes else None
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
@@ -41,6 +41,6 @@ def train(
     denoiser, text_encoder, done = train_denoiser(
         things, composer, tokenizer, autoencoder, out, budget, deadline, workers, **sizes
     )
-    parts = [part.to("cpu", memory_format=torch.contiguous_format) for part in (autoencoder, denoiser)]
-    save(assemble(parts[0], text_encoder.to("cpu"), tokenizer, parts[1]), out / "model", shard="12MB")
+    models = [model.to("cpu", memory_format=torch.contiguous_format) for model in (autoencoder, denoiser)]
+    save(assemble(models[0], text_encoder.to("cpu"), tokenizer, models[1]), out / "model", shard="12MB")
     return done

@@ -1,4 +1,4 @@
-"""anyaccel: any diffusion pipeline, any accelerator, the same image.
+"""anyaccel: any diffusion pipeline, any accelerator, the same picture.
 
 Public names are imported on first use, so `import anyaccel` does not import torch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Type checkers do not evaluate __getattr__. `X as X` marks a re-export (PEP 484).
 if TYPE_CHECKING:
     from anyaccel.backends import Backend as Backend
     from anyaccel.backends import Driver as Driver
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from anyaccel.runtime.pipeline import DiffusionPipeline as DiffusionPipeline
     from anyaccel.runtime.pipeline import place as place
 
+# The module that defines each public name. Not a scan of the modules: importing them would import torch.
 _MODULES = {
     "AnyaccelError": "anyaccel.errors",
     "AutoPipelineForImage2Image": "anyaccel.runtime.pipeline",

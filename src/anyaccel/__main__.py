@@ -1,4 +1,4 @@
-"""`python -m anyaccel` is the command `anyaccel`."""
+"""Entry point of `python -m anyaccel`."""
 
 from anyaccel.cli.entry import main
 

@@ -1,4 +1,4 @@
-"""Checks of common call arguments: sizes, steps, batches and seeds.
+"""Validation of common call arguments: image sizes, steps, batch sizes and seeds.
 
 NumPy integers are accepted; `True` and `2.0` are not.
 """
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(?P<width>[0-9]{1,18})([x\N{MULTIPLICATION SIGN}](?P<height
 
 
 def to_integer(value: Any) -> int | None:
-    """Return an integer of any library as a Python `int`; None if the value is not an integer."""
+    """Convert an integer, for example of NumPy, to a Python `int`; return None for any other value."""
     if isinstance(value, bool):  # operator.index(True) is 1
         return None
     try:
@@ -43,7 +43,7 @@ def to_integer(value: Any) -> int | None:
 
 
 def check_side(name: str, value: Any, *, hint: str = "") -> int:
-    """Return a height or a width in pixels; raise if it is out of range."""
+    """Return a height or width in pixels as an integer; raise if it is out of range."""
     side = to_integer(value)
     if side is None or not 1 <= side <= _LONGEST_SIDE:
         raise UsageError(
@@ -54,7 +54,7 @@ def check_side(name: str, value: Any, *, hint: str = "") -> int:
 
 
 def check_multiple(name: str, side: int, multiple: int) -> None:
-    """Raise if a height or a width is not a multiple of `multiple`."""
+    """Raise if a height or width is not a multiple of `multiple`."""
     if side % multiple:
         below = side // multiple * multiple
         raise UsageError(
@@ -64,7 +64,7 @@ def check_multiple(name: str, side: int, multiple: int) -> None:
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Return the width and the height of `512x768`; `512` is a square."""
+    """Parse `512x768` into width and height; `512` is a square."""
     hint = "use WIDTHxHEIGHT in pixels, for example 512x768"
     # At most 18 digits: int() of a huge number would be slow.
     match = _SIZE.fullmatch(text.strip())
@@ -75,7 +75,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 
 
 def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20") -> int:
-    """Return a number of denoising steps; raise if it is invalid."""
+    """Return the number of denoising steps as an integer; raise if it is invalid."""
     steps = to_integer(value)
     if steps is None or steps < 1:
         raise UsageError(f"the number of steps must be an integer of at least 1, not {value!r:.60}", hint=hint)
@@ -83,10 +83,10 @@ def check_steps(value: Any, *, hint: str = "for example num_inference_steps=20")
 
 
 def check_batch(value: Any, *, hint: str = "for example batch=1") -> int:
-    """Return a number of images in one call; raise if it is invalid."""
+    """Return the batch size of one call as an integer; raise if it is out of range."""
     batch = to_integer(value)
     if batch is None or not 1 <= batch <= _LARGEST_BATCH:
-        raise UsageError(f"the batch must be an integer from 1 to {_LARGEST_BATCH}, not {value!r:.60}", hint=hint)
+        raise UsageError(f"the batch size must be an integer from 1 to {_LARGEST_BATCH}, not {value!r:.60}", hint=hint)
     return batch
 
 
@@ -99,15 +99,15 @@ def read_seed(value: Any, *, hint: str = "for example seed=7") -> int:
 
 
 def read_seeds(seed: Any, images: int) -> tuple[int, ...]:
-    """Return one seed per image: those of a list, or consecutive ones from an integer."""
+    """Return one seed per image: the seeds of a list, or consecutive seeds that start at an integer."""
     hint = "for example seed=7 or seed=[7, 8]"
     if not isinstance(seed, Sequence) or isinstance(seed, str):
         first = read_seed(seed, hint=hint)
-        # Wraps around, so every seed is valid for any number of images.
+        # Wraps around: the largest valid seed must also work for several images.
         return tuple((first + image) % (LARGEST_SEED + 1) for image in range(images))
     if len(seed) != images:
         raise UsageError(
-            f"{len(seed)} seeds were given for {images} image{'s' if images != 1 else ''}",
+            f"got {len(seed)} seed{'s' if len(seed) != 1 else ''} for {images} image{'s' if images != 1 else ''}",
             hint="pass one seed per image, or a single integer",
         )
     return tuple(read_seed(value, hint=hint) for value in seed)

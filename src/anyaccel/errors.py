@@ -14,7 +14,7 @@
     │   └── RealDeviceError       the real device is available and takes precedence
     ├── DoesNotFitError           exit status 1: not enough memory (also a RuntimeError)
     ├── NotFiniteError            exit status 1: NaN or Inf in the image, even in float32 (also an ArithmeticError)
-    ├── NotMeasurableError        exit status 1: the device does not report this figure (also a RuntimeError)
+    ├── NotMeasurableError        exit status 1: the device does not report this value (also a RuntimeError)
     ├── ProcessDiedError          a child process exited without a result (also a RuntimeError)
     ├── UnmappedError             exit status 1: a script uses a CUDA-only attribute (also an AttributeError)
     ├── UpstreamError             torch or a library lacks an attribute (also a RuntimeError)
@@ -69,7 +69,7 @@ class AnyaccelError(Exception):
         return f"{self.message}\nhint: {self.hint}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default passes `args` by position, and `hint` is a keyword: errors must cross processes.
+        # Errors are pickled between processes. The default passes `args` by position, but `hint` is keyword-only.
         return _rebuild, (type(self), self.message, self.hint)
 
 
@@ -77,6 +77,7 @@ def _rebuild(kind: type[AnyaccelError], message: str, hint: str) -> AnyaccelErro
     return kind(message, hint=hint)
 
 
+# Subclasses also derive from a built-in exception, so callers can catch them without importing anyaccel.
 class UsageError(AnyaccelError, ValueError):
     """Invalid arguments, on any device."""
 
@@ -115,6 +116,7 @@ class LimitError(AnyaccelError, RuntimeError):
     exit_status = 1
 
 
+# Code that catches the TypeError of the real device must also work on a virtual one.
 class LimitTypeError(LimitError, TypeError):
     """A `LimitError` for limits where the real device raises a TypeError."""
 
@@ -128,7 +130,7 @@ class RealDeviceError(VirtualDeviceError):
 
 
 class DoesNotFitError(AnyaccelError, RuntimeError):
-    """A call needs more memory than the device has, with every memory rule."""
+    """A call needs more memory than the device has, under every memory rule."""
 
     exit_status = 1
 
@@ -140,7 +142,7 @@ class NotFiniteError(AnyaccelError, ArithmeticError):
 
 
 class NotMeasurableError(AnyaccelError, RuntimeError):
-    """The device does not report this figure."""
+    """The device does not report this value."""
 
     exit_status = 1
 
@@ -171,7 +173,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # Tracebacks and multi-line advice do not fit into plan reasons and progress lines.
+    # Plan reasons and progress lines have no space for tracebacks and multi-line advice.
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
@@ -181,6 +183,7 @@ def summarize_error(error: BaseException) -> str:
     return name if line == name else f"{name}: {line}"
 
 
+# More names than this do not fit on a few lines of a terminal.
 _MAX_LISTED, _MAX_SIMILAR = 60, 12
 
 

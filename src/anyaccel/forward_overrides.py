@@ -1,10 +1,10 @@
-"""Overrides of a module's `forward`; no other code assigns one.
+"""Overrides of a module's `forward`. No other code in anyaccel assigns `forward`.
 
 A `ForwardOverrides` object sits in `module.__dict__["forward"]` and runs the overrides that were set for the module,
 outermost first, around the forward found at call time. The module is not wrapped: `isinstance`, adapters, `state_dict`,
 copies and pickles work as before.
 
-accelerate's and diffusers' hooks replace `module.forward` too and restore what they saw when they were added. Both
+accelerate's and diffusers' hooks replace `module.forward` too and later restore the forward that they replaced. Both
 orders work: a hook added later runs around the overrides until `refresh_overrides` puts them on top again, which a
 placed pipeline does at every call. A removed hook may restore an older `ForwardOverrides`, which passes calls through.
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Forward: TypeAlias = Callable[..., Any]
-# Called with the forward beneath it and the arguments; returns the output.
+# Takes the forward beneath it and the call arguments, returns the output.
 Override: TypeAlias = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 # The attribute of a module that holds its overrides.
 OVERRIDES_KEY = "_anyaccel_overrides"
@@ -68,7 +68,7 @@ class Slot(IntEnum):
 
 
 class _Chain:
-    """The overrides of one module, in its `__dict__` beside the forward that runs them."""
+    """The overrides of one module, stored in its `__dict__` next to the forward that runs them."""
 
     def __init__(self) -> None:
         self.slots: dict[Slot, Override] = {}
@@ -85,7 +85,7 @@ class _Chain:
         return _Chain()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ()  # a pickle loads without this package
+        return dict, ()  # so a pickle loads without anyaccel
 
 
 def _find_chain(module: torch.nn.Module) -> _Chain | None:
@@ -97,7 +97,7 @@ class ForwardOverrides:
     """The callable in a module's `__dict__["forward"]`."""
 
     def __init__(self, module: torch.nn.Module, beneath: Forward | None, chain: _Chain) -> None:
-        # A strong reference would make a cycle, and a released pipeline would keep its memory until a collection.
+        # A strong reference would form a cycle: a deleted pipeline would hold its memory until the next collection.
         self._module = weakref.ref(module)
         self._chain = chain
         self.beneath = beneath
@@ -127,7 +127,7 @@ class ForwardOverrides:
     def _get_module(self) -> torch.nn.Module:
         module = self._module()
         if module is None:
-            raise ReferenceError("the module of this forward was released")
+            raise ReferenceError("the module of this forward no longer exists")
         return module
 
     def _get_original(self) -> Any:
@@ -165,7 +165,7 @@ class ForwardOverrides:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.beneath is not None:
             return operator.itemgetter(0), ((self.beneath,),)
-        return getattr, (self._get_module(), "forward")  # the class's: pickle sets `__dict__` after this
+        return getattr, (self._get_module(), "forward")  # finds the class's method: pickle restores `__dict__` later
 
 
 def set_override(module: torch.nn.Module, slot: Slot, override: Override) -> None:

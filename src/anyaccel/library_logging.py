@@ -1,6 +1,6 @@
 """Loggers, warnings and progress bars of other libraries; the only module that silences them.
 
-Library calls (`anyaccel.place`, a pipeline call) drop only single messages that do not apply to anyaccel. Whole
+Library calls (`anyaccel.place`, a pipeline call) drop only individual messages that do not apply to anyaccel. Whole
 libraries are silenced in commands, in worker processes, and while `anyaccel.explain` builds models without weights.
 """
 
@@ -30,12 +30,12 @@ __all__ = [
     "use_process_local_tqdm_lock",
 ]
 
-# Advice of diffusers 0.42 against casting modules, which `runtime/placement/place.py` follows.
+# diffusers 0.42 recommends keeping some modules in float32; `runtime/placement/place.py` already does.
 FLOAT32_ADVICE = ("diffusers.models.modeling_utils", "should be kept in float32")
-# Advice of diffusers 0.42 that the interface of `enable_parallelism` may change.
+# diffusers 0.42 warns that the API of `enable_parallelism` may change.
 EXPERIMENTAL_ADVICE = ("diffusers.models.modeling_utils", "experimental feature")
 _PIPELINES = "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion"
-# Advice of diffusers 0.42 about pipelines without a safety checker.
+# diffusers 0.42 warns about pipelines without a safety checker.
 SAFETY_ADVICE = tuple((_PIPELINES + suffix, "disabled the safety checker") for suffix in ("", "_img2img", "_inpaint"))
 # Messages that commands drop. Other warnings of diffusers are shown, for example about truncated prompts.
 _ADVICE = (FLOAT32_ADVICE, *SAFETY_ADVICE)
@@ -62,7 +62,7 @@ def drop_log_records_always(logger: str, start: str) -> None:
 
 
 def log_errors_only(library: str) -> None:
-    """Log a library's errors only, from now on."""
+    """Set the log level of a library to ERROR."""
     logging.getLogger(library).setLevel(logging.ERROR)
 
 
@@ -127,7 +127,7 @@ def no_progress_bars() -> Iterator[None]:
 def no_transformers_bars() -> Iterator[None]:
     """Hide the progress bar that transformers shows per model during the block.
 
-    This also hides the bars of huggingface_hub, so download models before.
+    This also hides the bars of huggingface_hub, so download models first.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -143,8 +143,8 @@ def no_transformers_bars() -> Iterator[None]:
 
 
 def use_process_local_tqdm_lock() -> None:
-    """Replace tqdm's lock with a lock of this process."""
-    # tqdm's default is a named semaphore, which a killed process leaks.
+    """Replace tqdm's lock, which is shared between processes, with a lock of this process."""
+    # The default is a named semaphore, which a killed process leaks: https://github.com/tqdm/tqdm/issues/611
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())

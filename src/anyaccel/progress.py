@@ -10,13 +10,13 @@ __all__ = ["ProgressListener", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """Raised inside a run whose result is no longer needed."""
+    """Raised inside a run to stop it when its result is no longer needed."""
 
 
 class ProgressListener:
-    """Receives progress events and ignores them; subclasses override the ones they show.
+    """Receives progress events and ignores them; subclasses override the methods for the events that they show.
 
-    An exception that a method raises stops the work.
+    An exception raised by a method stops the run.
     """
 
     def on_phase(self, text: str) -> None:
@@ -32,10 +32,10 @@ class ProgressListener:
         """Called when a run over rows begins; `done` rows were finished earlier."""
 
     def on_row(self, done: int, total: int, text: str) -> None:
-        """Called after `done` rows; the text has the rate and the failures."""
+        """Called after `done` rows; `text` contains the rate and the number of failures."""
 
     def on_message(self, text: str) -> None:
         """Called with a message for the user."""
 
     def on_warning(self, text: str) -> None:
-        """Called when something failed and the work continues."""
+        """Called when something failed and the run continues."""

@@ -1,4 +1,4 @@
-"""Memory sizes as text."""
+"""Parsing and formatting of memory sizes."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_randn_rejects_invalid_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_randn_rejects_a_wrong_number_of_generators() -> None:
-    with pytest.raises(UsageError, match=r"2 generators were given for the shape \(3, 4\)"):
+    with pytest.raises(UsageError, match=r"got 2 generators for the shape \(3, 4\)"):
         anyaccel.randn((3, 4), generator=[torch.Generator(), torch.Generator()])
     with pytest.raises(UsageError, match="0 generators"):
         anyaccel.randn((3, 4), generator=[])

@@ -180,7 +180,7 @@ def test_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_specs_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="cpu:16GiB gives a memory size, which cannot be used to open a device"):
+    with pytest.raises(UsageError, match="cpu:16GiB has a memory size, which cannot be used to open a device"):
         anyaccel.open_device("cpu:16GiB")
     with pytest.raises(DeviceUnavailableError, match="virtual:hpu was not started in this process"):
         anyaccel.open_device("virtual:hpu")

@@ -108,7 +108,7 @@ def test_prune_reports_foreign_files_and_all_includes_compiler_caches(own_cache:
 
 def test_export_to_a_folder_is_rejected(own_cache: Path) -> None:
     save_payload({**KEY, **find_versions()}, b"graphs", 23.0)
-    with pytest.raises(UsageError, match="is a folder\nhint: give the name of a file"):
+    with pytest.raises(UsageError, match="is a folder\nhint: give a file name"):
         call("cache", "export", str(own_cache))
 
 
@@ -128,8 +128,8 @@ def test_warm_checks_that_the_cache_is_writable_before_loading(
         (["warm", "embedded", "--size", "64x1000000"], "height must be an integer from 1 to 16384"),
         (["cache", "export", "x.tar.gz"], "the cache is empty"),
         (["cache", "import", "no-such-file"], "the file no-such-file does not exist"),
-        (["cache", "prune", "--older", "-3"], "days of at least 0"),
-        (["cache", "prune", "--older", "nan"], "days of at least 0"),
+        (["cache", "prune", "--older", "-3"], "must be at least 0 days"),
+        (["cache", "prune", "--older", "nan"], "must be at least 0 days"),
         (["warm", "embedded", "--size", "0x0"], "width must be an integer"),
         (["warm", "embedded", "-n", "0"], "must be at least 1"),
         (["bench", "--against", "nobody"], "unknown value 'nobody' for --against"),

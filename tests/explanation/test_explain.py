@@ -208,7 +208,7 @@ def test_an_unavailable_device_becomes_its_smallest_product() -> None:
         (SD, {"device": "gaudi9"}, UnknownDeviceError, "gaudi1"),
         (SD, {"device": "tpu:16GiB"}, UnknownDeviceError, "unknown device 'tpu'"),
         (SD, {"device": "cuda:lots"}, UsageError, "neither an index nor a memory size"),
-        (SD, {"device": "h200", "batch": 0}, UsageError, "the batch must be an integer"),
+        (SD, {"device": "h200", "batch": 0}, UsageError, "the batch size must be an integer"),
         (SD, {"device": "mps:64"}, UnknownDeviceError, "did you mean mps:64GiB?"),
         (SD, {"device": "cuda:80"}, UnknownDeviceError, "did you mean cuda:80GiB?"),
         (SD, {"device": "cuda:24.5"}, UsageError, "did you mean cuda:24.5GiB?"),

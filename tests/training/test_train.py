@@ -1,4 +1,4 @@
-"""Training: it learns, stops, goes on where it was, and leaves a pipeline."""
+"""Tests for training: stop, resume, and save a pipeline."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from training.prepare import load_things
 from training.run import Stage, average_into
 from training.scenes import Composer
 
-diffusers: Any = plain  # without types
+diffusers: Any = plain  # diffusers has no complete type annotations
 
 
 def make_stage(folder: Path, budget_s: float) -> tuple[Stage, torch.nn.Linear]:
@@ -29,7 +29,7 @@ def make_stage(folder: Path, budget_s: float) -> tuple[Stage, torch.nn.Linear]:
     return Stage("trial", folder, budget_s, {"model": model, "optimizer": optimizer}), model
 
 
-def test_a_stage_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_stopped_stage_resumes(tmp_path: Path) -> None:
     stage, model = make_stage(tmp_path, budget_s=1000.0)
     for share in stage.steps():
         assert 0 <= share < 1
@@ -39,16 +39,16 @@ def test_a_stage_goes_on_where_it_stopped(tmp_path: Path) -> None:
             stage.spent_s = 400.0
             stage.save()
             break
-    again, restored = make_stage(tmp_path, budget_s=1000.0)
-    assert (again.step, again.spent_s) == (11, 400.0)
+    resumed, restored = make_stage(tmp_path, budget_s=1000.0)
+    assert (resumed.step, resumed.spent_s) == (11, 400.0)
     assert restored.weight.tolist() == [[11.0, 11.0], [11.0, 11.0]]
-    assert next(again.steps()) == pytest.approx(0.4, abs=0.01)
+    assert next(resumed.steps()) == pytest.approx(0.4, abs=0.01)
     spent, _ = make_stage(tmp_path, budget_s=300.0)
     assert spent.finished
     assert list(spent.steps()) == []
 
 
-def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
+def test_the_learning_rate_warms_up_and_decays(tmp_path: Path) -> None:
     stage, _ = make_stage(tmp_path, budget_s=1.0)
     assert stage.learning_rate(0.0, 1.0) < 0.01
     stage.step = 5000
@@ -57,24 +57,24 @@ def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
     assert stage.learning_rate(1.0, 1.0) == pytest.approx(0.01)
 
 
-def test_an_average_follows(tmp_path: Path) -> None:
+def test_the_moving_average_converges(tmp_path: Path) -> None:
     model, average = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).requires_grad_(False)
     for step in range(200):
         average_into(average, model, step, longest=0.9)
     assert torch.allclose(average.weight, model.weight, atol=1e-5)
 
 
-def test_standardized_latents_give_the_same_pictures() -> None:
+def test_standardized_latents_decode_to_the_same_images() -> None:
     torch.manual_seed(0)
     autoencoder = diffusers.AutoencoderKL(
         latent_channels=8, block_out_channels=(8, 8, 8, 8), norm_num_groups=4, layers_per_block=1,
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
     ).eval()  # fmt: skip
-    pictures = torch.rand(4, 3, 128, 128) * 2 - 1
+    images = torch.rand(4, 3, 128, 128) * 2 - 1
     with torch.no_grad():
-        before = autoencoder.decode(autoencoder.encode(pictures).latent_dist.mean).sample
-        standardize(autoencoder, pictures)
-        latents = autoencoder.encode(pictures).latent_dist.mean
+        before = autoencoder.decode(autoencoder.encode(images).latent_dist.mean).sample
+        standardize(autoencoder, images)
+        latents = autoencoder.encode(images).latent_dist.mean
         after = autoencoder.decode(latents).sample
     assert torch.allclose(latents.mean((0, 2, 3)), torch.zeros(8), atol=1e-3)
     assert torch.allclose(latents.std((0, 2, 3)), torch.ones(8), atol=1e-2)
@@ -82,38 +82,38 @@ def test_standardized_latents_give_the_same_pictures() -> None:
 
 
 @pytest.fixture
-def precision_kept() -> Iterator[None]:
-    """What training sets for the whole process is as before for the tests that follow."""
+def restored_precision() -> Iterator[None]:
+    """Restore the process-wide settings that training changes."""
     before, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     yield
     torch.set_float32_matmul_precision(before)
     torch.backends.cudnn.benchmark = benchmark
 
 
-@pytest.mark.usefixtures("precision_kept")
+@pytest.mark.usefixtures("restored_precision")
 @pytest.mark.slow
-def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
-    """With two pictures a batch, a few steps: enough to walk every line.
+def test_the_command_trains_stops_and_resumes(tmp_path: Path) -> None:
+    """Run a few steps with batches of two images.
 
-    In a process apart: torch counts devices at the first gradient of a process, and tests fork virtual ones from this.
+    In a child process: torch counts devices at the first gradient, and tests fork virtual devices from this process.
     """
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     small = (load_judge().glyphs * 255).round().astype(np.uint8)
     np.savez(data / "glyphs.npz", glyphs=np.pad(small, ((0, 0), (40, 40), (40, 40), (0, 0))))
     (data / "tokenizer").symlink_to(find_embedded_model() / "tokenizer")
-    words = ["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "2", "--workers", "0"]
-    words += ["--autoencoder-minutes", "0.01", "--denoiser-minutes", "0.01"]
-    assert call_in_fork(lambda: main([*words, "--stop-after-minutes", "0.0001"])) == 1
+    arguments = ["train", "--data", str(data), "--out", str(out), "--device", "cpu", "--batch", "2", "--workers", "0"]
+    arguments += ["--autoencoder-minutes", "0.01", "--denoiser-minutes", "0.01"]
+    assert call_in_fork(lambda: main([*arguments, "--stop-after-minutes", "0.0001"])) == 1
     assert (out / "autoencoder.pt").is_file()
     assert not (out / "model").exists()
-    assert call_in_fork(lambda: main(words)) == 0
+    assert call_in_fork(lambda: main(arguments)) == 0
     pipe = diffusers.DiffusionPipeline.from_pretrained(out / "model")
     assert type(pipe) is diffusers.StableDiffusionPipeline
     stages = [json.loads(line)["stage"] for line in (out / "log.jsonl").read_text().splitlines()]
     assert set(stages) == {"autoencoder", "denoiser"}
 
 
-def test_the_composer_needs_whole_glyphs() -> None:
+def test_the_composer_has_three_levels_of_detail() -> None:
     assert Composer(np.zeros((2, 128, 128, 4), np.uint8), torch.device("cpu")).levels.shape == (3, 2, 4, 128, 128)
     assert len(load_things()) == len(load_judge().names)

@@ -48,11 +48,11 @@ def find_unmet(sheet: Sheet, machine: Machine) -> list[Requirement]:
 
 
 def check_availability(
-    sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
+    sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str, origin: str = BUILT_IN, name: str = ""
 ) -> Device:
-    """Return the availability of a device; `seen` is the names that its software reports, or an error message."""
-    problem = _find_problem(sheet, machine, seen)
-    names = () if problem or isinstance(seen, str) else seen
+    """Return the availability of a device; `reported` holds the names from its software, or an error message."""
+    problem = _find_problem(sheet, machine, reported)
+    names = () if problem or isinstance(reported, str) else reported
     if problem:
         reason, hint = problem
     else:
@@ -98,7 +98,7 @@ def make_broken_device(plugin: BrokenPlugin) -> Device:
     )
 
 
-def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -> tuple[str, str] | None:
+def _find_problem(sheet: Sheet, machine: Machine, reported: tuple[str, ...] | str) -> tuple[str, str] | None:
     """Return why a device is not available, and a hint; None if it is available."""
     unmet = find_unmet(sheet, machine)
     if unmet:
@@ -106,10 +106,10 @@ def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -
         hints = "; ".join(requirement.hint for requirement in unmet)
         return f"{reasons}{_format_hardware(sheet, machine)}", hints
     # A vendor package that is installed but broken, for example for another torch version.
-    if isinstance(seen, str):
-        return f"its software is installed but fails: {seen}", f"see {sheet.documentation}"
+    if isinstance(reported, str):
+        return f"its software is installed but fails: {reported}", f"see {sheet.documentation}"
     # The requirements are met, so the usual cause is a visibility variable or a driver problem.
-    if not seen:
+    if not reported:
         hidden = f"check that {sheet.visible_devices} does not hide it; " if sheet.visible_devices else ""
         reason = f"its software is installed but finds no device{_format_hardware(sheet, machine)}"
         return reason, f"{hidden}see {sheet.documentation}"
@@ -117,8 +117,8 @@ def _find_problem(sheet: Sheet, machine: Machine, seen: tuple[str, ...] | str) -
 
 
 def _format_hardware(sheet: Sheet, machine: Machine) -> str:
-    """Return whether the hardware itself is present, if Linux has device files for it."""
-    # Device files exist without the vendor's user-space software, so they separate the two cases.
+    """Return a note on whether the hardware itself is present, if Linux has device files for it."""
+    # Device files exist without the vendor's user-space software, so they tell missing hardware from missing packages.
     if machine.system != "Linux" or not sheet.device_files:
         return ""
     present = [pattern for pattern in sheet.device_files if machine.device_files.get(pattern)]

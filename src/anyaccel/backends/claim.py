@@ -35,7 +35,7 @@ __all__ = [
 # What a limit does: raise, return wrong results silently, narrow the dtype silently, cost time.
 Effect: TypeAlias = Literal["error", "wrong", "narrowed", "slow"]
 
-# How a claim is known: observed on the device, documented, or inferred from other facts.
+# The basis of a claim: observed on the device, documented, or inferred from other facts.
 Evidence: TypeAlias = Literal["hardware", "documented", "inferred"]
 
 

@@ -40,6 +40,8 @@ __all__ = [
 
 _DEVICE_VARIABLE = "ANYACCEL_DEVICE"
 VIRTUAL_VARIABLE = "ANYACCEL_VIRTUAL"
+# The virtual devices of this process by name: sheet and count. The emulator registers them: it imports this
+# package, so this package cannot import the emulator.
 _VIRTUAL: dict[str, tuple[Sheet, int]] = {}
 # A larger device count is treated as a driver error.
 _MAX_DEVICES = 1024
@@ -148,6 +150,7 @@ def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
         best = _find_best()
         return _open_at(best, _driver(best).current_index())
     indices = _list_indices(spec)
+    # torch's current device may not be the requested product.
     current = _driver(spec.name).current_index() if len(indices) > 1 else indices[0]
     return _open_at(spec.name, current if current in indices else indices[0])
 
@@ -155,6 +158,7 @@ def open_device(device: str | torch.device | DeviceSpec = AUTO) -> OpenDevice:
 def _find_best() -> str:
     """Return the name of the available device with the highest preference."""
     registry = load_registry()
+    # A name that several plugins claim raises when it is opened, and must not break `auto`.
     names = [name for name in registry.backends if name not in registry.conflicts]
     available = [name for name in names if is_available(name)]
     if not available:
@@ -169,11 +173,11 @@ def _list_indices(spec: DeviceSpec) -> Sequence[int]:
     if spec.virtual and name not in _VIRTUAL:
         raise DeviceUnavailableError(
             f"{spec} was not started in this process{spec.given_by}",
-            hint=f'with anyaccel.virtual("{name}"): ..., or {VIRTUAL_VARIABLE}={name} before the program starts',
+            hint=f'use `with anyaccel.virtual("{name}"):`, or set {VIRTUAL_VARIABLE}={name} before the program starts',
         )
     if spec.memory is not None and not spec.virtual:
         raise UsageError(
-            f"{spec} gives a memory size, which cannot be used to open a device{spec.given_by}",
+            f"{spec} has a memory size, which cannot be used to open a device{spec.given_by}",
             hint=f"use {name}",
         )
     count = _count(name)
@@ -203,6 +207,7 @@ def _filter_by_product(spec: DeviceSpec, count: int) -> Sequence[int]:
 @functools.cache
 def _open_at(name: str, index: int) -> OpenDevice:
     """Open one available device; conditions of its sheet are resolved by product, by version, then by probing."""
+    # Probing comes last: it runs on the device, so it covers only what product and versions leave open.
     make_driver = load_registry().backend(name).driver
     if name in _VIRTUAL:
         virtual_sheet = _VIRTUAL[name][0]

@@ -47,9 +47,10 @@ def adjust_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.
     name = dtype_name(dtype)
     device_sheet = open_device(device).sheet if str(device) == "auto" else sheet(device)
     answer = device_sheet.dtype(name)
-    doubted = isinstance(answer, DtypeLimit) and (answer.conditional or answer.contradicted_by)
-    if doubted and is_available(device_sheet.name):
-        device_sheet = open_device(device).sheet  # opening probes the device
+    uncertain = isinstance(answer, DtypeLimit) and (answer.conditional or answer.contradicted_by)
+    # Opening probes the device. It also initializes it, so it is avoided if the sheet is certain.
+    if uncertain and is_available(device_sheet.name):
+        device_sheet = open_device(device).sheet
     return dtype_of(device_sheet.adjusted_dtype(name))
 
 
@@ -93,6 +94,7 @@ def device_count(device: str | torch.device = "auto") -> int:
     """Return the number of devices of that kind that this process can use; 0 if there are none."""
     if str(device) == "auto":
         return open_device().driver.count()
+    # 0 for a known device that is not available, like torch.cuda.device_count().
     name = sheet(device).name
     return open_device(name).driver.count() if is_available(name) else 0
 
@@ -140,6 +142,7 @@ def _draw(size: tuple[int, ...], generator: torch.Generator | None, device: torc
 
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    # SupportsIndex accepts NumPy integers and rejects floats.
     is_list = isinstance(shape, Sequence) and not isinstance(shape, str)
     valid = is_list and all(isinstance(n, SupportsIndex) and not isinstance(n, bool) and index(n) >= 0 for n in shape)
     if not valid:
@@ -155,7 +158,7 @@ def _check_generators(size: tuple[int, ...], generators: Sequence[torch.Generato
     # As in diffusers' randn_tensor, the first dimension is the batch.
     if not size or len(generators) != size[0]:
         raise UsageError(
-            f"{len(generators)} generators were given for the shape {size}",
+            f"got {len(generators)} generators for the shape {size}",
             hint="pass one generator, or a list with one per image of the batch",
         )
 

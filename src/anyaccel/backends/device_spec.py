@@ -46,7 +46,7 @@ class DeviceSpec:
 
     @classmethod
     def parse(cls, device: object, registry: Registry, given_by: str = "") -> DeviceSpec:
-        """Read a device string or a `torch.device`; names, products and aliases are those of the registry's sheets."""
+        """Parse a device string or a `torch.device`; names, products and aliases are those of the registry's sheets."""
         if isinstance(device, DeviceSpec):
             return device
         text = str(device).strip()
@@ -102,7 +102,7 @@ class DeviceSpec:
         return count
 
     def count_hint(self) -> str:
-        """Return a hint how to write a count of virtual devices; version 0.1 had it in place of the index."""
+        """Return a hint on the count of virtual devices, which version 0.1 wrote after the colon."""
         count = self.index or 2
         return (
             f"use {VIRTUAL_PREFIX}{self.name},count={count} for {count} devices, "
@@ -122,7 +122,7 @@ def _read_suffix(spec: DeviceSpec, suffix: str, text: str) -> DeviceSpec:
     word = spec.product or spec.name
     if _NUMBER.fullmatch(suffix):  # mps:1.5, or an index that is too long
         raise _invalid(text, spec.given_by, f"{suffix!r} is not an index", f"did you mean {spec.name}:{suffix}GiB?")
-    # Only validated here. The size is kept as written, so the spec prints like the input.
+    # Only validated here. The spec stores the text, so it prints like the input.
     try:
         parse_size(suffix)
     except UsageError:
@@ -148,8 +148,8 @@ def _read_options(spec: DeviceSpec, options: list[str], text: str, registry: Reg
         key, equals, value = option.strip().partition("=")
         key = key.lower()
         if key not in _OPTIONS or bool(equals) != ("=" in _OPTIONS[key]):
-            known = ", ".join(_OPTIONS.values())
-            raise _invalid(text, spec.given_by, f"unknown option {option!r}", f"options: {known}")
+            hint = f"options: {', '.join(_OPTIONS.values())}"
+            raise _invalid(text, spec.given_by, f"unknown option {option!r}", hint)
         if key in seen:
             raise _invalid(text, spec.given_by, f"duplicate option {key}")
         seen.add(key)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Memory", "Recorder"]
 
-# Captures one run of a function; returns its result and a function that replays the graph into the same tensors.
+# Captures one run of a function. Returns its result, and a function that replays the graph into the same tensors.
 Record: TypeAlias = "Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]"
 # torch caches pinned memory until the process exits, so large tensors such as videos are not pinned.
 _MAX_PINNED_BYTES = 64 * 2**20
@@ -47,12 +47,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Captures work of a device as a graph for replay."""
+    """Captures device work as a graph for replay."""
 
     record: Record
     warmup_runs: int = 2
     """Warm-up runs per shape before the capture, in which libraries select kernels and allocate workspaces."""
-    off: float = 2e-2
+    tolerance: float = 2e-2
     """The largest accepted relative error of the first replay against the eager result."""
     read_settings: Callable[[], Any] = lambda: None
     """Returns the global settings that are fixed at capture, such as TF32."""
@@ -190,7 +190,7 @@ class Driver:
         return replace(self.sheet, dtypes=replace(dtypes, **changes)) if changes else self.sheet
 
     def _find_function(self, name: str, accelerator_name: str | None = None) -> Any:
-        """Return the function that reads a memory figure: of the device module, or of `torch.accelerator`."""
+        """Return a memory function of the device module, or else of `torch.accelerator`."""
         import torch
 
         own = getattr(self.module(), name, None)
@@ -201,7 +201,7 @@ class Driver:
         if shared is not None and current is not None and current.type == self.sheet.torch_name:
             return shared
         raise NotMeasurableError(
-            f"{self.sheet.title} ({self.sheet.name}) does not report this figure: "
+            f"{self.sheet.title} ({self.sheet.name}) does not report this value: "
             f"neither torch.{self.sheet.torch_name} nor torch.accelerator of torch {torch.__version__} has {name}",
             hint="update torch: torch.accelerator has memory statistics from 2.9 on",
         )

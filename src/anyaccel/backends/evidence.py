@@ -35,7 +35,7 @@ FOLDER = "src/anyaccel/backends/verified"
 _PACKAGED = Path(__file__).parent / "verified"
 _WRITE_AGAIN = "write a new one with anyaccel devices NAME --verify"
 
-# The result against the sheet; `new` if the sheet has no answer.
+# The result compared with the sheet; `new` if the sheet has no answer.
 Verdict: TypeAlias = Literal["agrees", "contradicts", "new", "not tried"]
 
 

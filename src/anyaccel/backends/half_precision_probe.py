@@ -12,7 +12,7 @@ __all__ = ["measure_half_precision"]
 
 _SIZE = 256
 _ROUNDS = 3
-# A dtype that takes longer than this for one round is not repeated: it is far too slow.
+# A dtype that takes longer than this for one round is far too slow, and is not measured again.
 _TIMEOUT_S = 0.25
 
 
@@ -41,7 +41,7 @@ def _time(dtype: str) -> float:
     image, kernel = torch.ones(1, 32, 32, 32, dtype=torch_dtype), torch.ones(32, 32, 3, 3, dtype=torch_dtype)
     best = float("inf")
     with torch.no_grad():
-        for _ in range(_ROUNDS + 1):  # the first one is the warm-up, and counts only if it is the only one
+        for _ in range(_ROUNDS + 1):  # one more for the warm-up, which is slower and drops out of the minimum
             start = time.perf_counter()
             left @ left
             torch.nn.functional.conv2d(image, kernel)

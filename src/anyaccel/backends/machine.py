@@ -78,6 +78,7 @@ def _read_versions() -> dict[str, str]:
     macos = platform.mac_ver()[0]
     if macos:
         versions["macos"] = macos
+    # From package metadata: reading torch.__version__ would import torch.
     for package in REPORTED_PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

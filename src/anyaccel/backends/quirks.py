@@ -14,7 +14,7 @@ __all__ = [
     "UNINITIALISED_MEMORY_IS_NAN",
 ]
 
-# Evidence files contain these strings: changing one would disconnect existing evidence.
+# Evidence files contain these strings: renaming a quirk would orphan existing evidence.
 CONVOLUTIONS_REORDER: Final = "convolutions_reorder"
 FLOAT32_ATTENTION: Final = "float32_attention"
 HALF_KERNELS_MISSING: Final = "half_kernels_missing"

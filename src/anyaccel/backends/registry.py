@@ -152,9 +152,14 @@ def build_registry(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Reg
             broken.append(loaded)
         else:
             plugins.setdefault(loaded.name, []).append(loaded)
-    conflicts = {name: tuple(rival.origin for rival in rivals) for name, rivals in plugins.items() if len(rivals) > 1}
+    conflicts = {
+        name: tuple(backend.origin for backend in claimants)
+        for name, claimants in plugins.items()
+        if len(claimants) > 1
+    }
     # A conflict is an error only if the name is used, so one bad plugin does not block other devices.
-    backends |= {name: rivals[0] for name, rivals in plugins.items()}
+    backends |= {name: claimants[0] for name, claimants in plugins.items()}
+    # The order of `anyaccel devices`: preferred devices first.
     backends = dict(sorted(backends.items(), key=lambda item: (-item[1].sheet.preference, item[0])))
     return Registry(backends=backends, broken=tuple(broken), conflicts=conflicts)
 

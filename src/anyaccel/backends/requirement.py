@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ArchitectureIs", "BuiltFor", "ModuleFound", "Requirement", "SystemIs", "VersionIs"]
 
+# platform.system() returns the kernel name of macOS.
 _SYSTEM_NAMES = {"Darwin": "macOS"}
+# torch.version uses the toolkit name: `hip` for ROCm.
 _BUILD_NAMES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
 
 

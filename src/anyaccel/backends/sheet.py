@@ -1,4 +1,4 @@
-"""Capability sheets: all that anyaccel knows about one accelerator, as frozen data.
+"""Capability sheets: everything anyaccel knows about one accelerator, as frozen data.
 
 Code queries capabilities (`sheet.rng_on_device`), never device names. Missing knowledge is an explicit `Unknown`
 (docs/decisions/0001-answers.md).
@@ -45,6 +45,7 @@ class DtypeOrder(Claim):
 class Dtypes:
     """Whether the device supports each dtype."""
 
+    # No defaults: a new sheet must answer for every dtype, if only with Unknown.
     float64: Answer
     int64: Answer
     float32: Answer
@@ -188,7 +189,7 @@ class Sheet:
     is_host: bool = False
     """Whether the device is the CPU of this machine."""
     unified_memory: bool = False
-    """Whether device and CPU share one memory, so offloading to the CPU frees nothing."""
+    """Whether the device shares memory with the CPU, so offloading to the CPU frees nothing."""
 
     dtypes: Dtypes
     default_dtypes: DtypeOrder
@@ -246,6 +247,7 @@ class Sheet:
     @property
     def rng_on_device(self) -> bool:
         """Whether a source confirms random numbers on the device; otherwise they are drawn on the CPU."""
+        # Unknown counts as no: drawing on the CPU is always correct.
         return isinstance(self.random_numbers, Yes)
 
     @property
@@ -256,6 +258,7 @@ class Sheet:
     @property
     def reliable_batches(self) -> bool:
         """Whether no problem with several images per call is known."""
+        # Unknown counts as reliable: one image per call would slow down every device without a report.
         return not _lacks(self.batches)
 
     @property
@@ -290,6 +293,7 @@ class Sheet:
 
     def product(self, name: str) -> Product:
         """Return the product of that name: `gaudi2`."""
+        # Products of plugins may have upper-case names.
         for product in self.products:
             if product.name.lower() == str(name).lower():
                 return product
@@ -320,7 +324,7 @@ class Sheet:
         Yes(…)
         """
         if product is not None:
-            product = self.product(product).name
+            product = self.product(product).name  # conditions compare the exact spelling of the sheet
         changes = {field.name: _resolve(getattr(self, field.name), product, versions or {}) for field in fields(self)}
         return replace(self, **changes)
 
@@ -331,6 +335,7 @@ def _lacks(answer: Answer) -> bool:
 
 
 def _walk(path: str, value: object) -> Iterator[tuple[str, Claim | Unknown]]:
+    # Claims are dataclasses too, so they are checked first: their own fields are not claims.
     if isinstance(value, Claim | Unknown):
         yield path, value
     elif isinstance(value, tuple):

@@ -34,6 +34,7 @@ from anyaccel.backends.sheet import (
 
 __all__ = ["SheetRow", "SheetSection", "describe_sheet", "sheet_as_json"]
 
+# Section titles by field of the sheet. A new field with claims needs an entry.
 _SECTIONS = {
     "dtypes": "Dtypes",
     "default_dtypes": "Dtypes",
@@ -59,7 +60,7 @@ _SECTIONS = {
 }
 
 _OBSERVED = {"yes": "it works", "wrong": "silently wrong", "error": "an error", "narrowed": "silently narrowed"}
-# Fields with names that users type, so underscores are kept.
+# Their entries are identifiers, so underscores are not replaced by spaces.
 _IDENTIFIER_FIELDS = ("dtypes", "variables", "operations", "quirks")
 
 

@@ -1,4 +1,4 @@
-"""Tests of device types."""
+"""Checks of device types."""
 
 from __future__ import annotations
 

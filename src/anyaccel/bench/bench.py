@@ -72,9 +72,10 @@ def run_together(
     concurrent_warmup: bool = True,
     on_progress: ProgressCallback = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per case. Variants are measured one after another, also if they warm up concurrently.
+    """Yield one row per case.
 
-    The result of a failed variant has `error`, `hint` and `details`; if all variants failed, so has the row.
+    With `concurrent_warmup` all variants warm up at the same time; they are always measured one after another. The
+    result of a failed variant has `error`, `hint` and `details`; if all variants failed, so has the row.
     """
     unknown = [name for case in cases for name in case.variants if name not in VARIANTS]
     if unknown or rounds < 1 or not all(case.variants for case in cases):

@@ -1,4 +1,4 @@
-"""`anyaccel batch INPUT.jsonl --out DIR`: one image per row, on all devices, resumable."""
+"""`anyaccel batch INPUT.jsonl --out DIR`: a resumable run over all devices, one image per row."""
 
 from __future__ import annotations
 
@@ -49,19 +49,24 @@ def generate_batch(
     dtype: Dtype = None,
     speed: Speed = "exact",
     rows_per_call: RowsPerCall = None,
+    # Name of --rows-per-call in version 0.1.
+    rows_a_call: Annotated[int | None, typer.Option("--rows-a-call", min=1, max=256, hidden=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Generate an image for every row of a JSONL file.
 
     A row looks like {"prompt": "a red apple", "seed": 7, "num_inference_steps": 8}. Run the same command again to
-    resume an interrupted batch. The exit status is 0 if every row has its image and 1 if rows failed.
+    resume an interrupted batch. The exit status is 1 if a row failed.
     """
     from anyaccel.cluster.batch.image_worker import WorkerSettings
     from anyaccel.cluster.batch.start import BatchJob, run_batch
     from anyaccel.cluster.ray_cluster import leave
 
-    settings = WorkerSettings(model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call)
+    settings = WorkerSettings(
+        model=model, device=device, dtype=dtype, speed=speed, rows_per_call=rows_per_call or rows_a_call
+    )
     display = Display()
+    # Shown before the first event: starting the workers takes seconds.
     display.start_phase("Starting")
     try:
         # Ray prints the output of its workers to stdout, which is reserved for the summary.

@@ -1,4 +1,4 @@
-"""`anyaccel bench`: the speed of a model in stock diffusers and in anyaccel, measured side by side."""
+"""`anyaccel bench`: speed of stock diffusers and anyaccel on the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_models"]
 
-# The stock variants to measure for each value of `--against`.
+# Stock variants to measure for each value of `--against`.
 _BASELINES = {"stock": ("stock eager", "stock compiled"), "eager": ("stock eager",), "nothing": ()}
 
 Models = Annotated[
@@ -30,9 +30,7 @@ Against = Annotated[
 ]
 Images = Annotated[
     int,
-    typer.Option(
-        "--images", help="Number of images that anyaccel plans for (expected_images); it decides whether to compile."
-    ),
+    typer.Option("--images", help="Number of images to plan for (expected_images); decides whether anyaccel compiles."),
 ]
 
 
@@ -51,8 +49,8 @@ def bench_models(
     """Compare the speed of anyaccel with stock diffusers.
 
     Generates the same image with stock diffusers, compiled stock diffusers and anyaccel in turn, each in its own
-    process. The first images, which include compilation, are not part of the medians. The exit status is 1 if an
-    anyaccel variant failed; the error of a stock variant is shown in the table.
+    process. Warm-up images, which include compilation, are excluded from the medians. The exit status is 1 if an
+    anyaccel variant fails; a failure of a stock variant only appears in the table.
     """
     if against not in _BASELINES:
         raise UsageError(
@@ -62,7 +60,7 @@ def bench_models(
         raise UsageError("--rounds and --images must be at least 1", hint="omit them to use the defaults")
     if steps is not None:
         check_steps(steps, hint="for example --steps 20; omit the option to use the default of the pipeline")
-    # torch and diffusers are imported after the options are checked, so mistakes are reported immediately.
+    # Imports torch, which takes seconds, so check the options first.
     from anyaccel.backends.device import open_device
     from anyaccel.bench.bench import run_together
     from anyaccel.bench.text import format_bench
@@ -77,9 +75,11 @@ def bench_models(
     with cleanup_on_exit() as display:
         # One model at a time: concurrent processes would compete for the device and distort the timings.
         for case in cases:
-            complete = replace(case, variants=(*_BASELINES[against], *ours))
+            case_with_variants = replace(case, variants=(*_BASELINES[against], *ours))
             rows.extend(
-                run_together([complete], rounds=rounds, concurrent_warmup=False, on_progress=display.start_phase)
+                run_together(
+                    [case_with_variants], rounds=rounds, concurrent_warmup=False, on_progress=display.start_phase
+                )
             )
     if as_json:
         print(json.dumps({"device": opened.driver.device_name(opened.index), "rows": rows}, indent=2))
@@ -92,13 +92,14 @@ def bench_models(
 def _make_cases(
     models: list[str] | None, device: str, dtype: str, call: dict[str, Any], images: int
 ) -> list[BenchCase]:
-    """Return one benchmark case per model; raise before anything runs if a model does not exist."""
+    """Return one benchmark case per model."""
     from anyaccel.backends.device_functions import dtype_name
     from anyaccel.bench.case import BenchCase
     from anyaccel.embedded.model import CALL_DEFAULTS, NAME
     from anyaccel.generation.model_name import resolve_model
 
     options, full_dtype = {"expected_images": images}, dtype_name(dtype)
+    # All names are resolved first: a mistake in the last one must not surface after the others have run.
     resolved = {name: resolve_model(name) for name in models or [NAME]}
     return [
         BenchCase(

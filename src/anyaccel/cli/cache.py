@@ -15,7 +15,7 @@ __all__ = ["cache_app", "check_cache_writable"]
 
 cache_app = typer.Typer(
     no_args_is_help=True,
-    help="Manage the compile cache.\n\nThe variable ANYACCEL_CACHE sets its folder. Default: ~/.cache/anyaccel.",
+    help="Manage the compile cache.\n\nSet ANYACCEL_CACHE to change its folder. Default: ~/.cache/anyaccel.",
 )
 
 
@@ -28,6 +28,7 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.
     from anyaccel.units import readable
 
     entries, installed, compiler_bytes = list_entries(), find_versions(), measure_graphs()
+    # The versions are part of the key, so an entry of other versions is never loaded.
     states = {
         entry.name: _entry_state(not entry.fault, {name: entry.key.get(name, "") for name in installed} == installed)
         for entry in entries
@@ -49,6 +50,7 @@ def list_cache(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.
         return
     for entry in entries:
         size = readable(entry.payload_bytes)
+        # A damaged header: only the file name and size are known.
         if not entry.key:
             print(f"{entry.name[:12]}  unreadable entry; {size}: damaged")
             continue
@@ -73,15 +75,15 @@ def _entry_state(readable: bool, current: bool) -> str:
 def export_cache(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, for example graphs.tar.gz.")],
 ) -> None:
-    """Export the cache to a file for other machines of the same kind."""
+    """Export the cache for machines with the same device."""
     from anyaccel.runtime.speed.compile_cache import export_entries, list_entries
 
     if file.is_dir():
-        raise UsageError(f"{file} is a folder", hint=f"give the name of a file: {file / 'graphs.tar.gz'}")
+        raise UsageError(f"{file} is a folder", hint=f"give a file name, for example {file / 'graphs.tar.gz'}")
     entries = [entry for entry in list_entries() if not entry.fault]
     if not entries:
         raise UsageError(
-            "the cache is empty, there is nothing to export", hint="fill it with anyaccel warm MODEL --size 512x512"
+            "the cache is empty, there is nothing to export", hint="fill it with `anyaccel warm MODEL --size 512x512`"
         )
     if not file.parent.is_dir():
         raise UsageError(f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}")
@@ -94,13 +96,14 @@ def import_cache(
 ) -> None:
     """Import graphs that were compiled on another machine.
 
-    The file contains code that anyaccel runs later. Import only files from machines that you trust.
+    The file contains code that anyaccel executes later. Import only files that you trust.
     """
     from anyaccel.runtime.speed.compile_cache import find_entries_dir, import_entries
 
     if not file.is_file():
         raise UsageError(f"the file {file} does not exist", hint="give a file written by `anyaccel cache export`")
     check_cache_writable(find_entries_dir())
+    # A bad entry does not stop the import: the others are usable on their own.
     imported, existing, rejected = import_entries(file)
     for reason in rejected:
         print(f"skipped: {reason}")
@@ -128,23 +131,24 @@ def check_cache_writable(folder: Path) -> None:
 def prune_cache(
     older: Annotated[
         float | None,
-        typer.Option("--older", metavar="DAYS", help="Also remove entries older than this. Default: no age limit."),
+        typer.Option("--older", metavar="DAYS", help="Also remove entries older than DAYS. Default: no age limit."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Remove all entries and the compilers' own caches.")
     ] = False,
 ) -> None:
-    """Remove damaged entries and entries of other versions."""
+    """Remove damaged entries and entries of other package versions."""
     from anyaccel.runtime.speed.compile_cache import prune_entries, remove_graphs
     from anyaccel.runtime.speed.compile_cache_key import find_versions
     from anyaccel.units import readable
 
     if older is not None and not older >= 0:  # `older < 0` would accept NaN
-        raise UsageError(f"--older must be a number of days of at least 0, not {older:g}", hint="--older 30")
+        raise UsageError(f"--older must be at least 0 days, not {older:g}", hint="--older 30")
     removed, freed_bytes, foreign = (
         prune_entries() if everything else prune_entries(older_than_days=older, versions=find_versions())
     )
     compiler_bytes, foreign_graphs = remove_graphs() if everything else (0, [])
+    # ANYACCEL_CACHE can point to a folder that other programs use too.
     for path in (*foreign, *foreign_graphs):
         print(f"not removed, not written by anyaccel: {path}")
     print(f"removed {_count_entries(removed)}, {readable(freed_bytes)}")

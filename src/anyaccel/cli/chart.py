@@ -1,4 +1,4 @@
-"""`anyaccel chart`: results of every tiny pipeline on every virtual device, as a table, a page or JSON."""
+"""`anyaccel chart`: every tiny pipeline on every virtual device, as a table, HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -56,16 +56,17 @@ def show_chart(
 ) -> None:
     """Run every tiny pipeline on every virtual device.
 
-    Each pipeline runs in plain diffusers and placed by anyaccel. All of them take about 15 minutes. The exit status is
-    1 if a placed pipeline fails for an unknown reason.
+    Each pipeline runs twice: in plain diffusers and placed by anyaccel. A full run takes about 15 minutes. The exit
+    status is 1 if a placed pipeline fails for an unknown reason.
     """
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, not {jobs}", hint="for example --jobs 2")
+    # Checked first: a missing folder must not discard the results of a long run.
     for path in (html, markdown, checkpoint):
         if path and not path.absolute().parent.is_dir():
             folder = path.absolute().parent
             raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
-    # Each process runs on its own core. torch reads the variable at import, so set it before the imports below.
+    # One process per core: more threads would only compete. torch reads the variable when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.chart.chart import find_families
     from anyaccel.checking.check import find_devices
@@ -84,10 +85,7 @@ def show_chart(
 
 
 def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jobs: int, display: Display) -> Chart:
-    """Return the chart of the selected recipes, from the checkpoint and from new runs.
-
-    Rows of other recipes stay in the checkpoint.
-    """
+    """Return the chart of the selected recipes; rows in the checkpoint are reused and not run again."""
     from anyaccel.checking.chart.chart import Chart, make_chart
     from anyaccel.checking.chart.chart_file import write_chart
 
@@ -110,6 +108,7 @@ def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jo
             for row in new_rows:
                 rows[row.recipe] = row
                 if checkpoint:
+                    # All rows, not only the selected ones: a run with --family must not drop the others.
                     write_chart(collect(recipes()), checkpoint)
     except (KeyboardInterrupt, TerminatedError):
         if checkpoint:
@@ -121,13 +120,13 @@ def _run(selected: list[Recipe], devices: list[str], checkpoint: Path | None, jo
 def _read_checkpoint(
     checkpoint: Path | None, environment: dict[str, Any], devices: list[str]
 ) -> tuple[tuple[ChartRow, ...], float]:
-    """Return the saved rows and the seconds that they took."""
+    """Return the saved rows and their total run time in seconds."""
     from anyaccel.checking.chart.chart_file import read_chart
 
     if checkpoint is None or not checkpoint.exists():
         return (), 0.0
     saved = read_chart(checkpoint)
-    # Results of different versions are not comparable, so they must not be mixed in one chart.
+    # A chart has one list of versions and devices, so rows of other versions cannot be added to it.
     if saved.environment.get("versions") != environment["versions"] or saved.devices != tuple(devices):
         raise UsageError(
             f"{checkpoint} was saved with other package versions or devices",
@@ -140,16 +139,17 @@ def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
     """Prevent another process from writing the same checkpoint during the block."""
     if checkpoint is None:
         return nullcontext()
-    # Never remove the lock file: a process that has just opened it would then lock a file without a name.
+    # The lock file is never removed: a process that has just opened it would lock an unlinked file, and a third
+    # process would create and lock a new one.
     return lock_file(
         checkpoint.with_name(f".{checkpoint.name}.lock"),
         f"another chart is being saved to {checkpoint}",
-        "wait until it has finished, or give another file to --keep",
+        "wait until it finishes, or give another file to --keep",
     )
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the date, system and package versions that a page reports."""
+    """Return the date, system and package versions for a report."""
     import anyaccel
     from anyaccel.backends.device import this_machine
 

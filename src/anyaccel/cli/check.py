@@ -1,4 +1,4 @@
-"""`anyaccel check`: whether a pipeline is portable, and which source lines prevent it."""
+"""`anyaccel check`: portability of a pipeline, and the source lines that limit it."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ Baseline = Annotated[
 ]
 OnHardware = Annotated[
     bool,
-    typer.Option(
-        "--real", help="Run the model with its weights on the device of this machine and compare with the CPU."
-    ),
+    typer.Option("--real", help="Run the model with its weights on a device of this machine and compare with the CPU."),
 ]
 HardwareDtype = Annotated[
     str | None,
@@ -87,9 +85,10 @@ def check_pipeline(
     """Check whether a pipeline is portable to other devices.
 
     Runs the pipeline on virtual devices, compares the image with the CPU, and lists the source lines to fix. Virtual
-    devices enforce documented limits; they do not replace a test on hardware. --real checks the device of this machine
+    devices enforce documented limits; they do not replace a test on hardware. --real checks a device of this machine
     instead, per component and per step. The exit status is 1 if the pipeline fails on a device.
     """
+    # Options of the virtual check are rejected with --real; ignoring them would suggest that they took effect.
     if real:
         others: dict[str, Any] = {"--all": all_devices, "--strict": strict, "--plain": plain, "--compile": compiled}
         others |= {"--baseline": baseline, "--html": html, "--format": output_format != "text"}
@@ -107,6 +106,7 @@ def check_pipeline(
         raise UsageError(f"the folder {folder} does not exist", hint=f"mkdir -p {folder}")
     modes = {"plain": plain, "strict": strict, "compile": compiled}
     report = _check_virtual(target, device or ["all"], baseline, modes, _read_call(steps, size))
+    # Printed before the page is written: a full disk must not hide the result.
     print(_format_report(report, output_format))
     if html:
         from anyaccel.checking.chart.report_page import write_report_page
@@ -119,16 +119,18 @@ def check_pipeline(
 def _check_virtual(
     target: str, devices: list[str], baseline: str | None, modes: dict[str, bool], call: dict[str, Any]
 ) -> Report:
-    # Each device has its own process on one core. torch reads the variable at import, so set it before the imports.
+    # Virtual devices run in forked processes, and the threads of torch do not survive a fork. torch reads the variable
+    # when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from anyaccel.checking.baseline import drop_known_failures, read_baseline
     from anyaccel.checking.check import check, find_devices
 
-    # Read first: a missing baseline file is reported before minutes are spent on the check.
+    # Read before the check, which takes minutes: the file may be missing.
     known_failures = read_baseline(baseline) if baseline else None
     names = find_devices(devices)
     done = 0
 
+    # `display` is bound by the with statement below; the callback runs only inside of it.
     def show_progress(device_report: DeviceReport) -> None:
         nonlocal done
         done += 1

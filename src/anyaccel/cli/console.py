@@ -1,4 +1,4 @@
-"""Console for tables."""
+"""Console output with colors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ __all__ = ["color_verdict", "make_console"]
 
 
 def make_console() -> Console:
-    """Return a console that does not wrap lines.
-
-    A terminal wraps long lines itself, and links can then be copied as a whole.
-    """
-    # Off a terminal rich assumes 80 columns, even with soft_wrap.
+    """Return a console that does not wrap lines, so a link can be copied whole."""
+    # Without a terminal, rich assumes 80 columns, even with soft_wrap.
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 10_000)
 
 

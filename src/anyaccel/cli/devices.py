@@ -1,4 +1,4 @@
-"""`anyaccel devices`: available and unavailable devices; the capability sheet of one device."""
+"""`anyaccel devices`: the list of devices, and the capability sheet of one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_devices(
     signed_off_by: Annotated[
         str,
         typer.Option(
-            "--signed-off-by", metavar="NAME", help="With --verify: name of the person who vouches for the evidence."
+            "--signed-off-by", metavar="NAME", help="With --verify: name of the person who signs off the evidence."
         ),
     ] = "",
     pipelines: Annotated[
@@ -54,7 +54,7 @@ def show_devices(
 
     Devices that are not available are listed with the reason.
 
-    With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline gives a wrong image.
+    With --verify, the exit status is 1 if the device contradicts its sheet or a pipeline produces a wrong image.
     """
     if report and (name or as_json):
         raise UsageError("--report cannot be combined with NAME or --json", hint="anyaccel devices --report")
@@ -63,6 +63,7 @@ def show_devices(
 
         options = VerifyOptions(pipelines=pipelines, quick=quick, jobs=jobs, signed_off_by=signed_off_by)
         verify_device(name, options, output, force=force, as_json=as_json)
+    # Without --verify these options have no effect; reject them instead of ignoring them.
     elif output or signed_off_by or pipelines != "few" or quick or jobs is not None or force:
         raise UsageError(
             "--output, --signed-off-by, --pipelines, --quick, --jobs and --force require --verify",
@@ -97,6 +98,7 @@ def _device_as_json(device: Device) -> dict[str, Any]:
 
 
 def _print_json(document: object) -> None:
+    # ASCII only: other characters would become `?` on a terminal that cannot encode them.
     print(json.dumps(document, indent=2, ensure_ascii=True))
 
 
@@ -132,6 +134,7 @@ def _print_sheet(sheet: Sheet, device: Device) -> None:
     console.print(f"{'available' if device.available else 'not available'}: {escape(device.reason)}")
     if device.hint:
         console.print(f"hint: {escape(device.hint)}")
+    # Texts are escaped: rich would interpret the brackets of `pip install package[extra]` as markup.
     for section in describe_sheet(sheet):
         console.print(f"\n[bold]{section.title}[/bold]")
         for row in section.rows:
@@ -157,6 +160,7 @@ def _report(machine: Machine, devices: list[Device]) -> str:
     lines += [
         f"{device.name}: {'available' if device.available else 'not available'}: {device.reason}" for device in devices
     ]
+    # Error texts of vendor modules can contain paths, line breaks and a fence that would end the block early.
     home = os.path.expanduser("~")
     safe = [" ".join(line.split()).replace(home, "~").replace("```", "'''") for line in lines[1:]]
     return "\n".join([lines[0], *safe, "```"])

@@ -13,7 +13,7 @@ _INTERRUPTED = 130
 def main() -> NoReturn:
     """Run the command line."""
     try:
-        # Imported here: Ctrl-C during the imports must not print a traceback.
+        # Imported in the try block: Ctrl-C during the imports must not print a traceback.
         from anyaccel.cli.main import main as run
 
         run()

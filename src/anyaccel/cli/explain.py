@@ -1,4 +1,4 @@
-"""`anyaccel explain`: whether a model fits on a device, and how it would run, without its weights."""
+"""`anyaccel explain`: memory forecast and placement plan of a model, without its weights."""
 
 from __future__ import annotations
 
@@ -57,21 +57,22 @@ def explain_model(
 ) -> None:
     """Report whether a model fits on a device and how it would run.
 
-    Reads config files only: neither the weights nor the device are needed. For a hub model only the config files are
-    downloaded. The exit status is 1 if the model cannot fit.
+    Reads only config files: neither the weights nor the device is required. The config files of a hub model are
+    downloaded. The exit status is 1 if the model does not fit.
     """
     width, height = (None, None) if size is None else parse_image_size(size)
     check_batch(batch, hint="--batch 1")
     display = Display()
     display.start_phase(f"Explaining {model}")
     try:
-        # Garbage collection would take a fifth of the time of these imports.
+        # Otherwise garbage collection takes a fifth of the import time.
         with gc_paused():
             from anyaccel.explanation.explain import explain
             from anyaccel.explanation.model_configs import find_model
 
             options = {"dtype": dtype, "smallest_dtype": smallest_dtype, "memory": memory, "parallel": parallel}
             plan = explain(model, device, width=width, height=height, batch=batch, revision=revision, **options)
+            # Only plans of placed pipelines have no forecast.
             assert plan.forecast is not None
             download_bytes = find_model(model, revision).missing_bytes(name for name, _ in plan.forecast.components)
     finally:
@@ -80,7 +81,7 @@ def explain_model(
         print(json.dumps({"model": model, **plan.to_dict(), "download_bytes": download_bytes}, indent=2))
     else:
         _print_explanation(plan, model, download_bytes)
-    ignore_existing_objects()  # otherwise the interpreter runs one more collection before it exits
+    ignore_existing_objects()  # skips the last garbage collection, at exit
     if not plan.forecast.fits:
         raise typer.Exit(1)
 

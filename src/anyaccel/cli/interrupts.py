@@ -15,13 +15,13 @@ from anyaccel.processes.signals import TerminatedError, handling_signals, raisin
 
 __all__ = ["INTERRUPTED", "TERMINATED", "Interruption", "cleanup_on_exit"]
 
-# Exit statuses after Ctrl-C and after SIGTERM, by the convention of shells.
+# Exit statuses after Ctrl-C and SIGTERM, by shell convention.
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 @contextmanager
 def cleanup_on_exit() -> Iterator[Display]:
-    """Provide a display for the block. SIGTERM unwinds the block as Ctrl-C does, so processes and files are removed."""
+    """Provide a display for the block. SIGTERM unwinds the block like Ctrl-C, so it can clean up."""
     display = Display()
     try:
         with raising_on_sigterm():
@@ -36,9 +36,9 @@ def cleanup_on_exit() -> Iterator[Display]:
 class Interruption:
     """Signal handling that stops the work at a safe point.
 
-    An exception in the middle of a step could leave torch or a vendor library in an undefined state. The first Ctrl-C
-    therefore waits for the next step. A second Ctrl-C and SIGTERM end the process immediately, except that they wait
-    for a file that is being written.
+    An exception in the middle of a step could leave torch or a vendor library in an undefined state, so the first
+    Ctrl-C takes effect at the next step. A second Ctrl-C, or SIGTERM, ends the process immediately, but never in the
+    middle of writing a file.
     """
 
     def __init__(self, *, on_wait: Callable[[], None], on_end: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """The `anyaccel` command: its subcommands and its error handling.
 
 Results go to stdout; progress, logs and errors go to stderr. Exit statuses: 0 success, 1 negative result, 2 usage
-error, 3 failure, 130 interrupted.
+error, 3 failure, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Plain help without panels, which can be piped and searched.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -64,14 +65,14 @@ def _root(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Any diffusion pipeline, any accelerator, the same image."""
-    # `anyaccel run` runs the user's own script, which decides about its warnings itself.
+    """Any diffusion pipeline, any accelerator, the same picture."""
+    # `anyaccel run` must not hide warnings from the user's own script.
     if context.invoked_subcommand != "run":
         context.with_resource(quiet_libraries())
 
 
 def main() -> NoReturn:
-    """Run the command line; turn every error into a message and an exit status."""
+    """Run the command line and convert every error to a message and an exit status."""
     _prepare_output()
     try:
         app()
@@ -101,12 +102,13 @@ def main() -> NoReturn:
 
 
 def _was_interrupted(end: SystemExit) -> bool:
-    """Whether typer turned Ctrl-C into a silent exit; commands that handle Ctrl-C print their own message."""
+    """Whether typer converted Ctrl-C to a silent exit; commands that handle Ctrl-C print their own message."""
+    # typer raises Exit(130) from the KeyboardInterrupt, and SystemExit while it handles that (typer 0.29, core.py).
     return isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt)
 
 
 def _prepare_output() -> None:
-    """Replace characters that the terminal cannot encode by `?`, and a closed stream by the null device."""
+    """Print `?` for characters that the terminal cannot encode, and replace closed streams with the null device."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Python sets a stream to None if its file descriptor is closed, as after `>&-` in a shell.

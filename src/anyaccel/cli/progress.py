@@ -1,4 +1,4 @@
-"""Progress display on stderr: a bar on a terminal, otherwise a line for every tenth of the work."""
+"""Progress display on stderr: a bar on a terminal, otherwise a line per 10% of the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Display"]
 
 
 class Display(ProgressListener):
-    """Shows the progress of a command."""
+    """Progress display of a command."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -45,7 +45,7 @@ class Display(ProgressListener):
         self.print_line(text)
 
     def on_warning(self, text: str) -> None:
-        """Print a line that begins with `warning:`."""
+        """Print a line that starts with `warning:`."""
         self.print_line(f"warning: {text}")
 
     def on_start(self, done: int, total: int) -> None:
@@ -67,24 +67,22 @@ class Display(ProgressListener):
         self._update_bar(self._phase, done, total, unit="step ")
 
     def update_count(self, done: int, total: int, text: str, *, prefix: str = "last: ") -> None:
-        """Show the number of finished items; without a bar, print a line after every tenth of the work."""
+        """Show the number of finished items; without a bar, print a line per 10% of the work."""
         if not self.live and done * 10 // total > self._tenths:
             self._tenths = done * 10 // total
             print(f"{done} of {total} done, {prefix}{text}", file=sys.stderr, flush=True)
         self._update_bar(f"{self._phase}: {text}", done, total)
 
     def show_stopping(self) -> None:
-        """Announce that the work stops after this step.
-
-        Called from a signal handler, where printing could re-enter a stream that is being written.
-        """
+        """Show that the work stops after this step."""
+        # Runs in a signal handler. Printing could re-enter a stream that is being written; the bar redraws in a thread.
         if self._bar is not None:
             self._bar.update(self._task, description="Stopping after this step; press Ctrl-C again to stop immediately")
 
     def restore_cursor(self) -> None:
-        """Make the cursor visible again before the process ends without cleanup."""
+        """Show the cursor again before the process exits without cleanup."""
         if self._bar is not None:
-            # os.write is safe in a signal handler, and the escape sequence shows the cursor that rich has hidden.
+            # rich hides the cursor while a bar is shown. os.write is safe in a signal handler, print is not.
             os.write(sys.stderr.fileno(), b"\x1b[?25h\n")
 
     def clear(self) -> None:
@@ -102,10 +100,11 @@ class Display(ProgressListener):
         self._bar.update(self._task, description=text, completed=done, total=total, count=count)
 
     def _start_bar(self) -> None:
-        # Imported here to keep the start of commands without a bar fast.
+        # Imported here: commands without a bar start faster.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        # No markup: brackets in model names and paths are literal.
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),

@@ -10,7 +10,7 @@ from anyaccel.errors import UsageError
 
 __all__ = ["CONTEXT", "run_program"]
 
-# Leaves the options after the script to the script.
+# Options after SCRIPT belong to the script.
 CONTEXT = {"allow_interspersed_args": False}
 _OPTION = "--device"
 
@@ -26,10 +26,10 @@ def run_program(
         bool, typer.Option("--verbose", "-v", help="List the mapped CUDA calls with their line numbers.")
     ] = False,
 ) -> None:
-    """Run a CUDA script unmodified on the device of this machine.
+    """Run a CUDA script unmodified on a device of this machine.
 
-    --device is also recognized after the arguments of the script. If the script has an option of that name, put
-    anyaccel's --device before the script, or put the script's --device after --.
+    --device may also follow the arguments of the script. If the script has its own --device option, put anyaccel's
+    --device before the script, or put the script's --device after --.
     """
     script_arguments = list(arguments or [])
     if device is None:
@@ -40,10 +40,7 @@ def run_program(
 
 
 def split_device(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Remove anyaccel's `--device` from the arguments of a script; return the device and the other arguments.
-
-    Only arguments before a `--` are searched.
-    """
+    """Return the device of a `--device` option before `--`, and the remaining arguments of the script."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     searched, after_separator = arguments[:end], arguments[end + 1 :]
     device, others = None, []

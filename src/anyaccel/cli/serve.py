@@ -38,12 +38,12 @@ Replicas = Annotated[
 ]
 Sizes = Annotated[
     Text,
-    typer.Option("--sizes", metavar="WxH,…", help="Image sizes to prepare at startup. Default: set by the model."),
+    typer.Option("--sizes", metavar="WxH,…", help="Image sizes to warm up at startup. Default: set by the model."),
 ]
 
 
 def _parse_data_folder(text: str) -> Path:
-    if not text:  # for example --data "$UNSET_VARIABLE", which would otherwise mean the current folder
+    if not text:  # for example --data "$UNSET"; Path("") is the current folder
         raise typer.BadParameter("the value is empty; give a folder or omit the option")
     return Path(text)
 
@@ -116,9 +116,10 @@ def serve_models(
 ) -> None:
     """Serve models over an OpenAI-compatible HTTP API.
 
-    The server has a job queue that survives a crash and a web page to try the models. It batches requests of
-    different clients step by step; every client gets the same image as without batching.
+    Includes a job queue that survives restarts and a web page to try the models. Requests of different clients are
+    batched per denoising step; every client gets the same image as without batching.
     """
+    # The server has optional dependencies, which a plain `pip install anyaccel` does not install.
     try:
         from anyaccel.server.run_server import check_address
     except ImportError as error:
@@ -126,7 +127,9 @@ def serve_models(
     devices = _check_devices(device, ray, replicas)
     from anyaccel.server.settings import ServerSettings, read_limits, read_lora, read_served_names
 
+    # Both sources count: a key on the command line is visible in the process list, the variable is not.
     keys = tuple(key.strip() for key in (*(api_key or ()), *os.environ.get(_KEYS, "").split(",")) if key.strip())
+    # Before anything is loaded: a public address requires a key.
     check_address(host, keys, without_key=no_key)
     settings = ServerSettings(
         models=read_served_names(models or ["embedded"]),
@@ -161,7 +164,7 @@ def _serve(settings: ServerSettings, ray: str | None, devices: tuple[str, ...], 
         # Scripts wait for this line to learn the port, so its format must not change.
         _print_line(f"ready: {address}")
 
-    # Ray is imported only if it is used: it is an optional dependency.
+    # Ray is an optional dependency, so it is imported only if it is used.
     if ray is None:
         from anyaccel.server.run_server import serve
 

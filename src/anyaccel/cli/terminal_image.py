@@ -1,4 +1,4 @@
-"""Images in the terminal: by the terminal's graphics protocol, or as colored half blocks."""
+"""Images in the terminal, by its graphics protocol or as colored half blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 # Values of `--show`.
 PROTOCOLS = ("auto", "kitty", "iterm2", "sixel", "blocks", "never")
-# Maximum payload of one escape sequence (https://sw.kovidgoyal.net/kitty/graphics-protocol/).
+# Maximum payload in bytes of one kitty escape sequence (https://sw.kovidgoyal.net/kitty/graphics-protocol/).
 _CHUNK = 4096
 _MAX_COLUMNS, _MAX_ROWS = 64, 32
 _MIN_COLUMNS = 8
@@ -40,7 +40,7 @@ _SIXEL_PIXELS = 384
 _QUERY_TIMEOUT_S = 0.2
 _KITTY = ("kitty", "ghostty", "wezterm", "konsole")
 _ITERM2 = ("iterm.app", "iterm2", "mintty")
-# Levels of red, green and blue in the 6 x 6 x 6 cube of the 256-color palette.
+# Levels of red, green and blue in the 6x6x6 cube of the 256-color palette.
 _CUBE_LEVELS = (0, 95, 135, 175, 215, 255)
 
 
@@ -51,7 +51,7 @@ def check_protocol(protocol: str) -> None:
 
 
 def show_image(image: Image.Image, stream: TextIO, protocol: str = "auto") -> None:
-    """Show an image on a terminal; do nothing if the stream is not a terminal or cannot show images."""
+    """Show an image if the stream is a terminal that can show images."""
     if not stream.isatty():
         return
     if protocol == "auto":
@@ -61,7 +61,7 @@ def show_image(image: Image.Image, stream: TextIO, protocol: str = "auto") -> No
     if protocol == "never" or columns < _MIN_COLUMNS:
         return
     columns, rows = min(columns, _MAX_COLUMNS), max(4, min(lines - 3, _MAX_ROWS))
-    # A character cell is about twice as high as wide, so a square image of n rows takes 2n columns.
+    # A character cell is about twice as high as it is wide, so a square image of n rows takes 2n columns.
     if protocol == "kitty":
         text = encode_kitty(_encode_png(image), min(rows, columns // 2))
     elif protocol == "iterm2":
@@ -75,9 +75,9 @@ def show_image(image: Image.Image, stream: TextIO, protocol: str = "auto") -> No
 
 
 def choose_protocol(environment: Mapping[str, str], supports_sixel: Callable[[], bool], encoding: str) -> str:
-    """Return the protocol for a terminal, by its environment variables.
+    """Return the protocol for a terminal with these environment variables.
 
-    `supports_sixel` queries the terminal; it is called only if the variables do not decide.
+    `supports_sixel` queries the terminal; it is called only if the variables are inconclusive.
     """
     terminal = environment.get("TERM", "")
     if environment.get("NO_COLOR") or terminal in ("", "dumb", "linux"):
@@ -107,7 +107,7 @@ def _has_true_color(environment: Mapping[str, str]) -> bool:
 
 
 def query_sixel() -> bool:
-    """Ask the terminal whether it supports sixel, and wait briefly for the reply.
+    """Return whether the terminal reports sixel support.
 
     The query is the Primary Device Attributes sequence; terminals with sixel report attribute 4.
     """

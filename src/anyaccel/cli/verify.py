@@ -1,4 +1,4 @@
-"""`anyaccel devices NAME --verify`: compare a device with its sheet; print a table and write an evidence file."""
+"""`anyaccel devices NAME --verify`: comparison of a device with its sheet, as a table and an evidence file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["VerifyOptions", "verify_device"]
 
 _COLORS = {"agrees": "green", "contradicts": "red", "new": "cyan", "not tried": "dim"}
-# With more pipelines than this, only failing ones are listed.
+# If there are more pipelines, only those that fail are listed.
 _MAX_PIPELINE_LINES = 12
 
 
@@ -42,14 +42,15 @@ class VerifyOptions:
 
 
 def verify_device(name: str | None, options: VerifyOptions, output: Path | None, *, force: bool, as_json: bool) -> None:
-    """Verify one device, print the result and write the file; exit with status 1 if a claim does not hold."""
+    """Verify a device, print the result and write the evidence file; exit with status 1 if a claim does not hold."""
     if name is None:
         raise UsageError("--verify requires the name of a device", hint="anyaccel devices cuda --verify")
     if read_device(name).virtual:
-        # A virtual device runs in a forked process, and torch's threads do not survive a fork.
+        # A virtual device runs in a forked process, and the threads of torch do not survive a fork.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     file = _choose_file(name, output, force)
     verification = _verify(name, options)
+    # Written before it is printed: a closed pipe must not lose the results.
     atomic_write(file, verification.to_json())
     if as_json:
         print(verification.to_json(), end="")
@@ -77,7 +78,7 @@ def _verify(name: str, options: VerifyOptions) -> Verification:
 
 
 def _choose_file(name: str, output: Path | None, force: bool) -> Path:
-    """Return the path of the evidence file; raise if it cannot be written, before minutes are spent on it."""
+    """Return the path of the evidence file; raise if it cannot be written."""
     file = output or Path(_default_file_name(name))
     if file.exists() and not force:
         raise UsageError(f"{file} already exists", hint="give another file with --output, or add --force")
@@ -86,7 +87,7 @@ def _choose_file(name: str, output: Path | None, force: bool) -> Path:
         raise UsageError(
             f"the folder {file.parent} does not exist", hint=f"mkdir -p {file.parent}, or give another file to --output"
         )
-    # Permission bits do not tell whether a folder is writable (ACLs, read-only mounts): create a file to find out.
+    # Permission bits are not reliable (ACLs, read-only mounts, root), so create a file to find out.
     with tempfile.TemporaryFile(dir=folder):
         return file
 
@@ -114,6 +115,7 @@ def _print_verification(verification: Verification) -> None:
 
 def _format_finding(finding: Finding, width: int) -> str:
     color = _COLORS[finding.verdict]
+    # Padded before it is colored: markup would count as width.
     seen = f"{finding.seen or '-':10}"
     return (
         f"  [bold]{finding.claim:{width}}[/bold]  {finding.expected:10}  "
@@ -148,7 +150,7 @@ def _summarize(verification: Verification, file: Path) -> list[str]:
     lines = ["", ", ".join(f"{verdict}: {count}" for verdict, count in counts.items())]
     lines.append(f"written: {file}")
     if verification.virtual:
-        return [*lines, "virtual device: the file shows what the emulator enforces; it is never accepted as evidence"]
+        return [*lines, "virtual device: the file records what the emulator enforces; it is never accepted as evidence"]
     if not verification.signed_off_by:
-        return [*lines, "not signed off: add --signed-off-by NAME if you want to contribute the file"]
+        return [*lines, "not signed off: add --signed-off-by NAME to contribute the file"]
     return [*lines, f"to contribute the file, open a pull request that adds it to {FOLDER}/ (see CONTRIBUTING.md)"]

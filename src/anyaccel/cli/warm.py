@@ -1,4 +1,4 @@
-"""`anyaccel warm`: compile a model ahead of time, so the first image takes no longer than later ones."""
+"""`anyaccel warm`: ahead-of-time compilation, so the first image is as fast as later ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["warm_model"]
 
 
 class _LoadingProgress(ProgressListener):
-    """Shows which component is loading."""
+    """Progress display while a model loads."""
 
     def __init__(self, display: Display, model: str) -> None:
         self.display, self.model = display, model
 
     def on_component(self, done: int, total: int, name: str) -> None:
-        """Show the component that is loading."""
+        """Show which component is being loaded."""
         self.display.start_phase(
             f"Loading {self.model}: {name}, component {done + 1} of {total}" if name else f"Placing {self.model}"
         )
@@ -40,7 +40,7 @@ Sizes = Annotated[
     ),
 ]
 ExpectedImages = Annotated[
-    int, typer.Option("--expected-images", help="Number of images to plan for; it affects how much is compiled.")
+    int, typer.Option("--expected-images", help="Number of images to plan for; affects how much is compiled.")
 ]
 
 
@@ -48,7 +48,7 @@ def warm_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder or `embedded`.")],
     sizes: Sizes = None,
     device: Annotated[
-        str, typer.Option("--device", "-d", help="Device to compile for, which must be available.")
+        str, typer.Option("--device", "-d", help="Device to compile for; it must be available.")
     ] = "auto",
     images: Annotated[int, typer.Option("--images", "-n", help="Number of images per call.")] = 1,
     dtype: Dtype = None,
@@ -61,10 +61,11 @@ def warm_model(
     if images < 1 or expected_images < 1:
         raise UsageError("--images and --expected-images must be at least 1", hint="omit them to use the defaults")
     shapes = list(dict.fromkeys(parse_image_size(size) for size in sizes or []))
-    # Checked first: compiling can take many minutes.
+    # Checked first: compiling can take many minutes, and its result would be lost.
     check_cache_writable(find_entries_dir())
     with cleanup_on_exit() as display:
         display.start_phase(f"Loading {model}")
+        # Imported after the phase is shown, because diffusers takes seconds to import.
         from anyaccel.errors import NotMeasurableError
         from anyaccel.generation.model_name import resolve_model
         from anyaccel.generation.progress import counting_components
@@ -83,6 +84,7 @@ def warm_model(
             )
         calls = [{"width": width, "height": height} for width, height in shapes] or [{}]
         start = time.perf_counter()
+        # One warmup call per size, so the display can show the remaining time.
         for index, call in enumerate(calls):
             seconds_left = policy.value.compile_s * (len(calls) - index)
             size = f"{call['width']} × {call['height']}" if call else "the model's size"

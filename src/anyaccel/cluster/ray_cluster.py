@@ -1,6 +1,6 @@
 """Connection to a Ray cluster, and the devices that the cluster has.
 
-Ray is imported only when a cluster is joined, so that it stays an optional dependency.
+Ray is imported only when a cluster is joined, since it is an optional dependency.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def check_slots(sheet: Sheet, virtual: bool, requested: int) -> None:
     device = f"virtual {sheet.name}" if virtual else sheet.name
     hint = f"declare the devices of a node: ray start --resources='{{\"{resource}\": 8}}'"
     raise UsageError(
-        f"{requested} workers on {device} requested, but the cluster has room for {available}; "
+        f"{requested} workers on {device} requested, but the cluster has {available} slots; "
         f"Ray counts them as {resource}",
         hint=f"request {available} or fewer" if available else hint,
     )

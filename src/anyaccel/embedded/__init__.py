@@ -1,1 +1,1 @@
-"""The small text-to-image model that ships with anyaccel: it draws a thousand objects offline."""
+"""The small text-to-image model that ships with anyaccel; it draws about a thousand objects."""

@@ -1,15 +1,13 @@
-"""Recognition of objects in images of the embedded model, by comparison with the glyphs it was trained on.
+"""Object recognition for images of the embedded model, by comparison with the glyphs of its training data.
 
-The steps are:
-
-1. The median color of the border is the background; it gets the name of the nearest training color.
-2. Pixels that differ from the background are cropped and scaled to a small square, the descriptor.
-3. The nearest descriptor of a known glyph, drawn on the same background and cropped in the same way, is the result.
+1. The median color of the border is the background color, rounded to the nearest training color.
+2. The pixels that differ from the background are cropped and scaled to a small square, the descriptor.
+3. The result is the training glyph with the nearest descriptor on the same background.
 
 Glyphs that this method cannot distinguish share a group. The groups were fixed before training.
 
-Known limitations: it recognizes only objects from the training data. It does not see an object that has the color of
-the background. It separates two objects by the halves of the image.
+Known limitations: only objects from the training data are recognized, and none in the color of the background. Two
+objects are separated by splitting the image in the middle.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = ["BACKGROUNDS", "Judge", "Verdict", "load_judge"]
 
 Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
-# RGB values of the background colors, by name.
+# RGB values of the background colors in the training data.
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (255, 255, 255),
     "black": (16, 16, 16),
@@ -51,14 +49,14 @@ _TILE = 48  # pixels of a glyph in glyphs.webp
 _SIDE = 24  # pixels of a descriptor
 _MIN_DIFFERENCE = 0.11  # of a pixel from the background, in units of the value range
 _SHIFTS = (-0.03, 0.0, 0.03)
-# Generated objects are slightly displaced and scaled, so each image is compared at several offsets (x, y, zoom).
+# Generated objects are slightly shifted and scaled, so each image is compared at several offsets (x, y, zoom).
 _JITTER = tuple((dx, dy, zoom) for dx in _SHIFTS for dy in _SHIFTS for zoom in (0.95, 1.0, 1.06))
 _NO_JITTER = ((0.0, 0.0, 1.0),)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Objects recognized in an image or in one half of it."""
+    """Objects recognized in an image or in a half of it."""
 
     names: tuple[str, ...]
     """Nearest objects, best first: `("red apple", "tomato", …)`; empty if the image shows nothing."""
@@ -114,7 +112,7 @@ class Judge:
     def _describe_glyph(glyph: Array, color: Array) -> Array:
         """Return the descriptor of a glyph drawn on a color."""
         alpha = glyph[..., 3:]
-        # The margin of 8 pixels keeps a glyph that fills its tile from touching the border.
+        # A margin of 8 pixels, because some glyphs touch the border of their tile.
         drawn = np.pad(glyph[..., :3] * alpha + color * (1 - alpha), ((8, 8), (8, 8), (0, 0)), constant_values=-1)
         drawn = np.where(drawn < 0, color, drawn).astype(np.float32)
         box = _find_box(drawn, color) or (8, 8, 8 + _TILE, 8 + _TILE)
@@ -146,7 +144,7 @@ def _border_color(pixels: Array) -> Array:
 
 
 def _find_box(pixels: Array, background: Array) -> tuple[float, float, float, float] | None:
-    """Return top, left, bottom and right of the pixels that differ from the background; None if there are none."""
+    """Return top, left, bottom and right of the pixels that differ from the background, or None."""
     difference = np.abs(pixels - background).max(2)
     padded = np.pad(difference, 1, mode="edge")
     height, width = difference.shape

@@ -9,11 +9,11 @@ from anyaccel.errors import ModelError
 
 __all__ = ["CALL_DEFAULTS", "NAME", "find_embedded_model"]
 
-# Name of the model for `--model` and in image metadata.
+# Model name for `--model` and in image metadata.
 NAME = "embedded"
 
-# The defaults of StableDiffusionPipeline (50 steps, guidance 7.5) are meant for models a hundred times larger.
-# Arguments that its published quality was measured with.
+# Arguments of the published quality measurements. The defaults of StableDiffusionPipeline (50 steps, guidance 7.5) are
+# meant for models a hundred times larger.
 CALL_DEFAULTS = MappingProxyType({"num_inference_steps": 8, "guidance_scale": 2.0})
 
 _FOLDER = Path(__file__).parent / "weights"

@@ -1,4 +1,4 @@
-"""Vocabulary of the embedded model, to warn about words in a prompt that it does not know."""
+"""Vocabulary of the embedded model, to warn about unknown words in a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyaccel.embedded.judge import BACKGROUNDS
 __all__ = ["find_unknown_words"]
 
 _THINGS = Path(__file__).parent / "things.json"
-# Words of the caption templates, and words of prompts that need no training because they describe no object.
+# Words of the caption templates, and common words in prompts that do not name an object.
 _FUNCTION_WORDS = """
 a an the and with on in of to at next beside left right background white gray two three some several few one single
 small tiny little large big huge cute beautiful nice pretty lovely simple colorful happy cool
@@ -30,7 +30,7 @@ def find_unknown_words(prompt: str) -> list[str]:
 def _is_known(word: str) -> bool:
     if word in _vocabulary():
         return True
-    # things.json lists singulars.
+    # things.json contains only singular forms.
     return any(
         word.endswith(ending) and word.removesuffix(ending) + singular in _vocabulary()
         for ending, singular in _PLURAL_ENDINGS

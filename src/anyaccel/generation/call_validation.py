@@ -1,4 +1,4 @@
-"""Validation of pipeline calls: whether a pipeline generates images from a prompt and accepts the arguments."""
+"""Validation of text-to-image calls against the signature and outputs of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from anyaccel.runtime.introspection import plain_class
 
 __all__ = ["check_image_call", "find_default", "find_missing_image", "list_parameters", "pick_images"]
 
-# Names of the image field in pipeline outputs.
+# Names that pipeline outputs use for their images.
 _OUTPUT_FIELDS = ("images", "image")
-# Names of arguments for an input image.
+# Names that pipeline calls use for an input image.
 _INPUT_IMAGES = ("image", "control_image", "mask_image")
 _USE_PYTHON = "load the pipeline with anyaccel.DiffusionPipeline.from_pretrained, place it with to() and call it"
 
 
 def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raise if the pipeline generates no images from a prompt or does not accept the arguments.
+    """Raise if the pipeline does not generate images from a prompt, or does not accept the arguments.
 
-    Call it before the first step: later, a mistake costs a whole call.
+    Call it before the pipeline: a wrong kind of output would otherwise surface only after the last step.
     """
     parameters = _named_parameters(pipe)
     pipeline = plain_class(pipe).__name__
@@ -34,7 +34,7 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
     if fields and not fields & set(_OUTPUT_FIELDS):
         raise UsageError(f"{pipeline} generates {', '.join(sorted(fields))}, not images", hint=_USE_PYTHON)
     if "prompt" not in parameters:
-        raise UsageError(f"{pipeline} accepts no prompt", hint="use a text-to-image model")
+        raise UsageError(f"{pipeline} does not accept a prompt", hint="use a text-to-image model")
     for name in call:
         if name not in parameters:
             raise UsageError(f"{pipeline} accepts no argument {name}", hint=f"omit it; {nearest(name, parameters)}")
@@ -49,10 +49,8 @@ def check_image_call(pipe: Any, call: Mapping[str, Any]) -> None:
 
 
 def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of a pipeline's call.
-
-    `**kwargs` are excluded: pipelines that have them ignore unknown names silently.
-    """
+    """Return the named parameters of a pipeline's call."""
+    # Without **kwargs: pipelines that have them silently ignore unknown names.
     signature = inspect.signature(plain_class(pipe).__call__)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -63,10 +61,8 @@ def _named_parameters(pipe: Any) -> dict[str, inspect.Parameter]:
 
 
 def _list_output_fields(pipe: Any) -> set[str]:
-    """Return the fields of the output classes in the module of a pipeline's call, such as `{"frames"}`.
-
-    The return annotation is not enough: many pipelines of diffusers have none.
-    """
+    """Return the fields of the output classes in the module of a pipeline, such as `{"frames"}`."""
+    # Not the return annotation: many pipelines of diffusers have none.
     module = inspect.getmodule(inspect.unwrap(plain_class(pipe).__call__))
     if module is None:  # for example a class that was created with exec()
         return set()
@@ -76,11 +72,9 @@ def _list_output_fields(pipe: Any) -> set[str]:
 
 
 def _check_size(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raise if a side is not a multiple of the VAE scale factor.
-
-    Some pipelines round such a side and only log a warning; the image would not have the requested size.
-    """
-    # Seen with FluxPipeline: https://github.com/huggingface/diffusers/issues/9904
+    """Raise if a side is not a multiple of the VAE scale factor."""
+    # Some pipelines round such a side and only log a warning, for example FluxPipeline
+    # (https://github.com/huggingface/diffusers/issues/9904).
     processor = getattr(pipe, "image_processor", None)
     multiple = getattr(getattr(processor, "config", None), "vae_scale_factor", None)
     for name in SIDES:
@@ -96,7 +90,7 @@ def find_default(pipe: Any, name: str) -> Any:
 
 
 def find_missing_image(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Return the name of an input image that the pipeline accepts and the call lacks; None if there is none."""
+    """Return the name of an input image that the pipeline accepts and the call does not set, or None."""
     parameters = _named_parameters(pipe)
     return next((name for name in _INPUT_IMAGES if name in parameters and call.get(name) is None), None)
 
@@ -112,5 +106,5 @@ def pick_images(pipe: Any, output: Any, expected: int = 1) -> list[Image.Image]:
     if isinstance(images, list) and len(images) == expected and all(isinstance(item, Image.Image) for item in images):
         return images
     returned = f"a list of {len(images)}" if isinstance(images, list) else type(images).__name__
-    wanted = "one image" if expected == 1 else f"{expected} images"
-    raise UsageError(f"{plain_class(pipe).__name__} returned {returned} instead of {wanted}", hint=_USE_PYTHON)
+    requested = "one image" if expected == 1 else f"{expected} images"
+    raise UsageError(f"{plain_class(pipe).__name__} returned {returned} instead of {requested}", hint=_USE_PYTHON)

@@ -1,4 +1,4 @@
-"""Contact sheets: several images arranged in one."""
+"""Contact sheets: several images in a grid."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from PIL import Image
 __all__ = ["make_contact_sheet"]
 
 _BACKGROUND = (24, 24, 27)
-# The gap is the longer side of the largest image divided by this.
+# The gap between images is the longer side of the largest image divided by this.
 _GAP_DIVISOR = 32
 
 
 def make_contact_sheet(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Arrange images row by row; without `columns`, as close to a square as possible."""
+    """Return a sheet of images, row by row; without `columns`, as close to a square as possible."""
     # Images of one call have the same size; images regenerated from several files may not.
     width = max(image.width for image in images)
     height = max(image.height for image in images)

@@ -31,7 +31,7 @@ class Timings:
     """Durations in seconds."""
 
     load_s: float
-    """Loading and placing the model; 0 if the model of the previous call was reused."""
+    """Loading and placing the model; 0 if the model was cached."""
     generate_s: tuple[float, ...]
     """Generating each image."""
 
@@ -42,7 +42,7 @@ class Result:
 
     images: list[Image.Image]
     seeds: tuple[int, ...]
-    """Seed of each image; generating with it alone reproduces the image."""
+    """Seed of each image, which reproduces it on its own."""
     plan: Plan
     timings: Timings
     metadata: tuple[ImageMetadata, ...] = ()
@@ -51,21 +51,22 @@ class Result:
     def save(self, path: str | os.PathLike[str] = "./", *, force: bool = False) -> list[Path]:
         """Save each image with its metadata and return the paths.
 
-        `path` is a file, which gets a number if there are several images, or a folder/. The suffix selects the format:
-        png, jpg or webp. Existing files are overwritten only with `force`.
+        `path` is a folder/ or a file; several images get a number in the file name. The suffix selects the format: png,
+        jpg or webp. Existing files are overwritten only with `force`.
         """
+        # Raises before the first file is written if one of the names is taken.
         destination = read_destination(path, images=len(self.images), sheet=False, force=force)
         written = []
         for index, (image, metadata) in enumerate(zip(self.images, self.metadata, strict=True)):
             file = destination.path_of(index, metadata.prompt, metadata.seed)
             try:
                 written.append(destination.write(file, encode_image(image, destination.suffix, [metadata])))
-            except FileExistsError as error:
+            except FileExistsError as error:  # another process created it after the check
                 raise file_exists_error(file) from error
         return written
 
     def contact_sheet(self) -> Image.Image:
-        """Return all images in one; a single image is returned as it is."""
+        """Return all images on one sheet; a single image is returned unchanged."""
         return self.images[0] if len(self.images) == 1 else make_contact_sheet(self.images)
 
     def __iter__(self) -> Iterator[Image.Image]:
@@ -90,6 +91,7 @@ class Result:
     def _repr_html_(self) -> str:
         data = base64.b64encode(self._repr_png_()).decode()
         prompts = dict.fromkeys(metadata.prompt for metadata in self.metadata)
+        # Escaped, because a prompt may contain HTML.
         caption = html.escape(f"{'; '.join(prompts)}: {self!r}")
         return f'<img src="data:image/png;base64,{data}" alt="{caption}"><div><small>{caption}</small></div>'
 
@@ -112,9 +114,9 @@ def generate(
     keywords are passed to the pipeline call under their diffusers names: `num_inference_steps`, `guidance_scale`,
     `negative_prompt`, `height`, `width`, `num_images_per_prompt`.
 
-    An integer `seed` is the seed of the first image of every prompt; further images of the prompt use the integers
-    after it. A list gives one seed per image. Without a seed a random one is drawn and returned in `Result.seeds`.
-    Images are generated one by one, so each is bitwise identical to the same image generated alone.
+    An integer `seed` is the seed of the first image of every prompt; further images of a prompt use consecutive seeds.
+    A list gives one seed per image. Without `seed`, a random one is drawn and returned in `Result.seeds`. Images are
+    generated one by one, so each is bitwise identical to the same image generated alone.
     """
     request = make_request(prompt, model, device, seed, dtype=dtype, speed=speed, revision=revision, **call)
     # One call at a time: a second thread could otherwise replace the cached model during this call.

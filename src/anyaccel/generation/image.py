@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedImage", "expected_metadata", "generate_image", "generate_images"]
 
-# Packages with versions that can change an image.
+# Packages that can change an image from one version to the next.
 _PACKAGES = ("anyaccel", "diffusers", "torch", "transformers")
 
 
@@ -45,7 +45,7 @@ def generate_image(
     loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any], listener: ProgressListener | None = None
 ) -> GeneratedImage:
     """Generate one image in one pipeline call."""
-    # Not batched: kernels for another batch size round differently, so the image would depend on the batch
+    # Not batched: kernels round differently for other batch sizes, so an image would depend on the others in its batch
     # (https://github.com/huggingface/diffusers/issues/2659).
     return generate_images(loaded, [prompt], [seed], call, listener)[0]
 
@@ -57,7 +57,7 @@ def generate_images(
     call: Mapping[str, Any],
     listener: ProgressListener | None = None,
 ) -> list[GeneratedImage]:
-    """Generate one image per prompt in one pipeline call; each equals the image generated alone, up to rounding."""
+    """Generate one image per prompt in one pipeline call. Batching changes images only by rounding."""
     pipe, count = loaded.pipe, len(prompts)
     check_image_call(pipe, call)
     arguments = {"prompt": prompts[0], "seed": seeds[0], **call}
@@ -78,7 +78,7 @@ def generate_images(
 
 
 def expected_metadata(loaded: LoadedModel, prompt: str, seed: int, call: Mapping[str, Any]) -> ImageMetadata:
-    """Return the metadata of an image before it is generated; width and height are 0."""
+    """Return the metadata of an image that is not generated yet; width and height are 0."""
     pipe, plan = loaded.pipe, loaded.pipe.plan
     scheduler, scheduler_config = _read_scheduler(pipe)
     recorded, unrecorded = record_call(call)
@@ -120,13 +120,13 @@ def _read_scheduler(pipe: Any) -> tuple[str | None, dict[str, Any]]:
     )
     if scheduler is None:
         return None, {}
-    # A config may contain infinity, which is not valid JSON: read it as a string.
+    # Some configs contain infinity, which is not valid JSON; store it as a string.
     return type(scheduler).__name__, json.loads(scheduler.to_json_string(), parse_constant=str)
 
 
 @contextmanager
 def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
-    """Raise known failures of a pipeline as errors with a hint."""
+    """Convert known failures of a pipeline to errors with a hint."""
     try:
         yield
     except AnyaccelError:
@@ -139,7 +139,7 @@ def _translate_errors(pipe: Any, call: Mapping[str, Any]) -> Iterator[None]:
             hint="use a smaller image size or a 16-bit dtype",
         ) from error
     except (TypeError, ValueError, AttributeError) as error:
-        # An image-to-image pipeline fails somewhere inside if its input image is None.
+        # Image-to-image pipelines accept None as an input image and fail later, with an unrelated message.
         missing = find_missing_image(pipe, call)
         if missing is not None:
             name = plain_class(pipe).__name__

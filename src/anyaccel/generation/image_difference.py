@@ -1,4 +1,4 @@
-"""Similarity of two images."""
+"""Metrics for the difference of two images."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def measure_psnr(actual: Any, expected: Any, data_range: float = 1.0) -> float |
 
 
 def measure_difference(actual: Any, expected: Any) -> float | None:
-    """Return the largest absolute difference of two arrays, relative to the largest expected value if that exceeds 1.
+    """Return the largest absolute difference, relative to the largest expected value if that exceeds 1.
 
-    Images have values from 0 to 1. Embeddings of a prior can reach 45,000, where rounding alone is 0.5. None if the
-    shapes differ.
+    Return None if the shapes differ.
     """
+    # Images have values from 0 to 1. Embeddings of a prior can reach 45,000, where a rounding error is 0.5.
     if actual.shape != expected.shape:
         return None
     return float(abs(actual - expected).max()) / max(1.0, float(abs(expected).max()))

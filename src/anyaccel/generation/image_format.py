@@ -19,9 +19,9 @@ __all__ = ["SUFFIXES", "encode_image", "read_metadata"]
 # Pillow's format for each file suffix.
 SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
-# Keywords of the PNG text chunks. Image tools such as stable-diffusion-webui read the second one.
+# Keywords of the PNG text chunks. Other tools, such as stable-diffusion-webui, read `parameters`.
 _DOCUMENT_KEY, _PARAMETERS_KEY = "anyaccel", "parameters"
-# EXIF tags.
+# Tag numbers of EXIF.
 _EXIF_IFD, _USER_COMMENT, _XP_COMMENT, _SOFTWARE = 0x8769, 0x9286, 0x9C9C, 0x0131
 # Character code that the EXIF standard requires at the start of a UserComment.
 _ASCII = b"ASCII\0\0\0"
@@ -30,9 +30,9 @@ _MAX_FILE_BYTES = 2**30
 
 
 def encode_image(image: Image.Image, suffix: str, metadata: Sequence[ImageMetadata], quality: int = _QUALITY) -> bytes:
-    """Return the content of an image file with the metadata of each image on it.
+    """Return the content of an image file; a contact sheet has the metadata of several images.
 
-    Equal inputs give equal bytes. `quality`, from 0 to 100, applies to JPEG and WebP; PNG is lossless.
+    The output is deterministic. `quality`, from 0 to 100, applies to JPEG and WebP; PNG is lossless.
     """
     file_format = SUFFIXES[suffix.lower()]
     options = (
@@ -78,9 +78,8 @@ def _exif_options(metadata: Sequence[ImageMetadata], file_format: str) -> dict[s
 
     exif = Exif()
     exif[_SOFTWARE] = _software(metadata)
-    exif[_XP_COMMENT] = _format_parameters(metadata).encode(
-        "utf-16-le"
-    )  # the only text tag that is not limited to ASCII
+    # XPComment is UTF-16; the other text tags of EXIF are limited to ASCII.
+    exif[_XP_COMMENT] = _format_parameters(metadata).encode("utf-16-le")
     exif[_EXIF_IFD] = {_USER_COMMENT: _ASCII + write_document(metadata).encode("ascii")}
     return {"exif": exif} | ({"subsampling": 0} if file_format == "JPEG" else {})
 
@@ -91,7 +90,7 @@ def read_metadata(path: str | os.PathLike[str]) -> tuple[ImageMetadata, ...]:
     if text is None:
         raise UsageError(
             f"{path} contains no generation metadata",
-            hint="give an image that anyaccel wrote; image editors and messengers often remove the metadata",
+            hint="use an image that anyaccel wrote; editors and messengers often remove the metadata",
         )
     try:
         return read_document(text)
@@ -108,8 +107,8 @@ def _read_document_text(path: Path) -> str | None:
 
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise UsageError(f"{path} is too large for an image", hint="give an image that anyaccel wrote")
-        # Limited to the formats that anyaccel writes: Pillow's other decoders are not needed on untrusted files.
+            raise UsageError(f"{path} is too large for an image", hint="use an image that anyaccel wrote")
+        # Only the formats that anyaccel writes: the file is untrusted, and Pillow has dozens of other decoders.
         with Image.open(path, formats=sorted(set(SUFFIXES.values()))) as image:
             if image.format == "PNG":
                 record = image.info.get(_DOCUMENT_KEY)
@@ -117,12 +116,12 @@ def _read_document_text(path: Path) -> str | None:
                 record = image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
     except UnidentifiedImageError as error:
         raise UsageError(
-            f"{path} is not a complete PNG, JPEG or WebP file", hint="give an image that anyaccel wrote"
+            f"{path} is not a complete PNG, JPEG or WebP file", hint="use an image that anyaccel wrote"
         ) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot read {path}: {reason}", hint="check the path") from error
-    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow raises them for damaged files
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:  # raised by Pillow for damaged files
         raise UsageError(f"{path} is damaged: {error}", hint="use the original file") from error
     if isinstance(record, bytes):
         return record.removeprefix(_ASCII).rstrip(b"\0").decode("ascii", "replace") if _ASCII in record[:8] else None

@@ -1,4 +1,4 @@
-"""Generation metadata: everything that is needed to generate an image again, as stored in its file."""
+"""Generation metadata: everything that is required to regenerate an image, as stored in its file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
     "write_document",
 ]
 
-# Newest document format that this version reads. Increase it when an older version could not read, or would misread,
-# new documents. Format 1 lists the images of a contact sheet under `pictures`, format 2 under `images`. The document
-# of a single image is the same in both; it is written as format 1, which version 0.1 can read.
+# Newest document format that this version reads. Increase it if older versions could not read new documents.
+# Format 1 lists the images of a contact sheet under `pictures`, format 2 under `images`. The document of a single image
+# is the same in both; it is written as format 1, which version 0.1 can read.
 FORMAT = 2
 _SINGLE_IMAGE_FORMAT = 1
 
-# Key of the JSON object that represents a tuple.
+# Key of the JSON object that stands for a tuple: JSON has only lists.
 _TUPLE = "tuple of"
-# Call arguments that have their own field.
+# Call arguments with their own field in `ImageMetadata`.
 _OWN_FIELDS = ("num_inference_steps", "guidance_scale", "negative_prompt")
 
 
@@ -48,12 +48,12 @@ class ImageMetadata:
     seed: int
     width: int
     height: int
-    """Size of the image; a requested size is also in `call`."""
+    """Actual size of the image; a requested size is also in `call`."""
     dtype: str
     device: str
     """Device with its index, such as `neuron:0`."""
     virtual: bool
-    """Whether the device was a virtual accelerator and not hardware."""
+    """Whether the device was a virtual accelerator."""
     speed: str = "exact"
     """Speed level: `exact`, `fast` or `draft`."""
     negative_prompt: str | None = None
@@ -104,7 +104,7 @@ class ImageMetadata:
 
 
 def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the call arguments to store without a field of their own, and the names of those that JSON cannot hold."""
+    """Return the call arguments without their own field, and the names of arguments that JSON cannot represent."""
     recorded: dict[str, Any] = {}
     unrecorded: list[str] = []
     for name, value in call.items():
@@ -121,7 +121,8 @@ def record_call(call: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
 
 
 def _pack(value: Any) -> Any:
-    """Convert tuples to JSON objects; lists would not do, because some pipelines concatenate tuples."""
+    """Convert tuples to JSON objects."""
+    # Not to lists: some pipelines concatenate tuples, which fails with a list.
     if isinstance(value, tuple):
         return {_TUPLE: [_pack(item) for item in value]}
     return [_pack(item) for item in value] if isinstance(value, list) else value
@@ -134,11 +135,12 @@ def _unpack(value: Any) -> Any:
 
 
 def write_document(metadata: Sequence[ImageMetadata]) -> str:
-    """Return the document of one image or of a contact sheet as ASCII JSON, with shared values stored once."""
+    """Return the document of one image or of a contact sheet, as ASCII JSON."""
     documents = [asdict(item) for item in metadata]
     if len(documents) == 1:
         return json.dumps({"format": _SINGLE_IMAGE_FORMAT, **documents[0]})
-    # Without sharing, the scheduler config alone would exceed the 64 KiB of a JPEG after a few dozen images.
+    # Values that all images share are stored once: with a few dozen images, the scheduler configs would exceed the
+    # 64 KiB of EXIF data in a JPEG.
     shared = {
         name: value for name, value in documents[0].items() if all(document[name] == value for document in documents)
     }
@@ -147,20 +149,21 @@ def write_document(metadata: Sequence[ImageMetadata]) -> str:
 
 
 def read_document(text: str) -> tuple[ImageMetadata, ...]:
-    """Return the metadata of each image in a document; raise ValueError with the reason if it is not valid."""
+    """Return the metadata of each image in a document; raise ValueError if it is not valid."""
     document = json.loads(text)
     if not isinstance(document, dict) or not isinstance(document.get("format"), int):
         raise ValueError("not a metadata document of anyaccel")
     if document["format"] > FORMAT:
         raise ValueError(f"format {document['format']} is newer than the supported format {FORMAT}")
-    # Version 0.1 wrote `pictures`.
-    pictures = document.pop("pictures", [{}])
-    images = document.pop("images", pictures)
+    # Version 0.1 wrote `pictures`. A single image has neither key.
+    images_v1 = document.pop("pictures", [{}])
+    images = document.pop("images", images_v1)
     if not isinstance(images, list) or not images or not all(isinstance(image, dict) for image in images):
         raise ValueError("the list of images is empty or not valid")
     return tuple(_read_image_metadata({**document, **image}) for image in images)
 
 
+# JSON types for each annotation in `ImageMetadata`, which `from __future__ import annotations` turns into strings.
 _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
     "str | None": (str, type(None)),
@@ -175,13 +178,13 @@ _FIELD_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
-    """Return the metadata of one image; check the type of each field and ignore fields of later versions."""
+    """Return the metadata of one image after checking each field; unknown fields of later versions are ignored."""
     values: dict[str, Any] = {}
     for attribute in fields(ImageMetadata):
         if attribute.name not in document:
             raise ValueError(f"{attribute.name} is missing")
         value = document[attribute.name]
-        # bool is a subclass of int, but not a valid integer here.
+        # bool is a subclass of int, so isinstance alone would accept `"seed": true`.
         is_misplaced_bool = isinstance(value, bool) and attribute.type != "bool"
         if is_misplaced_bool or not isinstance(value, _FIELD_TYPES[str(attribute.type)]):
             raise ValueError(f"invalid {attribute.name} {value!r:.60}")
@@ -193,7 +196,7 @@ def _read_image_metadata(document: Mapping[str, Any]) -> ImageMetadata:
 
 
 def describe_metadata(metadata: ImageMetadata) -> str:
-    """Return the metadata as text, in the format that stable-diffusion-webui writes and reads under `parameters`."""
+    """Return the metadata as text in the `parameters` format of stable-diffusion-webui."""
     values = {
         "Steps": metadata.steps,
         "Sampler": metadata.scheduler,
@@ -214,7 +217,7 @@ def describe_metadata(metadata: ImageMetadata) -> str:
 
 
 def find_differences(recorded: ImageMetadata, current: ImageMetadata) -> list[str]:
-    """Return what changed since an image was generated, as text; each change can alter the image."""
+    """Return a line per change since an image was generated that can alter the image."""
     differences = []
     for package in sorted({*recorded.versions, *current.versions}):
         before, after = recorded.versions.get(package, "none"), current.versions.get(package, "none")

@@ -1,4 +1,4 @@
-"""Loading a model onto a device, and a cache of the last one."""
+"""Model loading, with a cache for the last model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOCK", "LoadedModel", "load_model", "load_uncached", "release_model"]
 
-# Slowdown relative to float32 above which a virtual device does not use its preferred half precision.
+# Slowdown relative to float32 above which a virtual device uses float32 instead of half precision.
 _SLOWDOWN_LIMIT = 4
 # Held while the cached model is replaced or generates images.
 LOCK = threading.RLock()
@@ -41,19 +41,19 @@ class LoadedModel:
     """Seconds to load and place the model; 0 if it came from the cache."""
 
 
-# At most one entry: two models would often not fit into memory together.
+# At most one entry: two models may not fit into memory together.
 _CACHE: dict[tuple[object, ...], LoadedModel] = {}
 
 
 def load_model(request: GenerationRequest, listener: ProgressListener | None = None) -> LoadedModel:
-    """Return the model of a request on its device, from the cache if possible; another cached model is released."""
+    """Return the model of a request on its device, from the cache if possible; releases another cached model."""
     model = request.model
     with LOCK:
-        # First: an unavailable device is reported before the import of diffusers, which takes seconds.
+        # First, because an unavailable device must be reported before diffusers is imported, which takes seconds.
         opened = resolve_device(request.device, PlacementOptions(dtype=request.dtype))
         fallback = _choose_virtual_dtype(opened, request.dtype)
         placement_options = PlacementOptions(dtype=fallback.value if fallback else request.dtype, speed=request.speed)
-        # A folder may have changed since the last call. The commit of a hub model is not known before it is loaded.
+        # A folder may have changed since the last call. The commit of a hub model is known only after loading.
         digest = None if model.kind == "hub" else find_revision(model)
         key = (model, digest, opened.sheet.name, opened.index, placement_options)
         cached = _CACHE.get(key)
@@ -89,9 +89,9 @@ def release_model() -> None:
 
 
 def _choose_virtual_dtype(opened: OpenDevice, dtype: str | None) -> Decision[str] | None:
-    """Return float32 for a virtual device if the CPU is far slower in the device's preferred half precision.
+    """Return float32 for a virtual device if this CPU is much slower in the preferred half precision of the device.
 
-    None if the default choice applies: a dtype was requested, the device is real, or the CPU is fast enough.
+    Return None if a dtype was requested, the device is real, or the CPU is fast enough.
     """
     if dtype is not None or not find_device(opened.sheet.name).virtual:
         return None
@@ -109,9 +109,10 @@ def _load_pipeline(
     fallback: Decision[str] | None,
     listener: ProgressListener | None,
 ) -> Any:
-    """Return a placed pipeline; weights are loaded in the dtype that it runs in, to save memory."""
+    """Return a placed pipeline."""
     chosen = fallback or choose_dtype(opened.sheet, PipelineFacts(pipeline=""), placement_options)
     options: dict[str, Any] = {} if model.revision is None else {"revision": model.revision}
+    # Loading in the final dtype avoids a float32 copy of the weights in host memory.
     if placement_options.dtype is not None or chosen.value in HALF_PRECISIONS:
         options["dtype"] = chosen.value
     with gc_paused():
@@ -123,6 +124,6 @@ def _load_pipeline(
     store_options(pipe, placement_options)
     decided = chosen if fallback or chosen.value in HALF_PRECISIONS else None
     pipe.place_with_plan(opened, {}, decided)
-    # For tqdm, disable=None means: show a bar on a terminal and in a notebook, but not in a log file.
+    # disable=None lets tqdm show a bar on a terminal and in a notebook, but not in a log file.
     pipe.set_progress_bar_config(disable=None)
     return pipe

@@ -28,7 +28,7 @@ class ResolvedModel:
 
     kind: Literal["embedded", "folder", "hub"]
     name: str
-    """Name in image metadata; accepted as a model name again."""
+    """Name in image metadata, which `resolve_model` accepts again."""
     source: str
     """Argument for `from_pretrained`."""
     revision: str | None = None
@@ -36,7 +36,7 @@ class ResolvedModel:
 
 
 def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> ResolvedModel:
-    """Resolve a model name. Checks the files of a folder; downloads and loads nothing."""
+    """Return the model for a name; checks the files of a folder, but downloads and loads nothing."""
     if not isinstance(model, str | os.PathLike | None):
         raise UsageError(f"{model!r} is not a valid model", hint="give a hub id, a folder, or None (embedded model)")
     text = NAME if model is None else os.fspath(model)
@@ -58,7 +58,8 @@ def resolve_model(model: str | os.PathLike[str] | None = None, revision: str | N
 
 
 def _abbreviate_home(path: Path) -> str:
-    """Return the absolute path with `~` for the home folder: shared images must not reveal the user name."""
+    """Return the absolute path with `~` for the home folder."""
+    # The path is stored in image files, which must not reveal the user name.
     absolute = path.absolute()
     home = Path(os.path.expanduser("~"))
     return f"~/{absolute.relative_to(home).as_posix()}" if absolute.is_relative_to(home) else str(absolute)
@@ -83,8 +84,8 @@ def _digest_embedded() -> str:
 def digest_folder(folder: Path, *, whole: bool = False) -> str:
     """Return a digest of the names, sizes and contents of a pipeline's files.
 
-    For files over 1 MiB only the first, middle and last 64 KiB are read, unless `whole` is set. This detects different
-    weights quickly, but is not a protection against forged files.
+    Unless `whole` is set, only the first, middle and last 64 KiB of files over 1 MiB are read. This detects other
+    weights in little time; it does not protect against manipulated files.
     """
     digest = hashlib.sha256()
     for file in _list_model_files(folder):
@@ -101,7 +102,7 @@ def _list_model_files(folder: Path) -> list[Path]:
     if not (folder / _INDEX).is_file():
         return [folder] if folder.is_file() else []  # a single-file checkpoint
     index = json.loads((folder / _INDEX).read_text())
-    # A component is a list of library and class; other entries are settings of the pipeline.
+    # A component is a list [library, class]; other values are settings of the pipeline.
     names = [name for name, value in index.items() if isinstance(value, list)]
     files = [file for name in names for file in (folder / name).rglob("*")]
     return [folder / _INDEX, *sorted(file for file in files if file.is_file() and not file.name.startswith("."))]

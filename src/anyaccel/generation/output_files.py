@@ -1,4 +1,4 @@
-"""Output files of images: their names, and atomic writes.
+"""Names and atomic writes of image files.
 
 Concurrent processes never overwrite each other's files; see `anyaccel.storage.atomic_write`.
 """
@@ -25,7 +25,7 @@ _MAX_ALTERNATIVES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where images are written: to a requested file name, or to names derived from the prompts."""
+    """A folder for images, with a requested file name or names derived from the prompts."""
 
     folder: Path
     stem: str | None = None
@@ -37,7 +37,7 @@ class Destination:
     """Whether existing files are overwritten."""
 
     def path_of(self, index: int, prompt: str, seed: int) -> Path:
-        """Return the path of the image with this index, which starts at 0. A derived name may already exist."""
+        """Return the path of an image by its index, which starts at 0. A derived name may already exist."""
         if self.stem is None:
             return self.folder / f"{make_stem(prompt)}-{seed}{self.suffix}"
         number = f"-{index + 1:0{len(str(self.images))}}" if self.images > 1 else ""
@@ -48,7 +48,7 @@ class Destination:
         return self.folder / f"{self.stem or f'{make_stem(prompt)}-{seed}'}-grid{self.suffix}"
 
     def write(self, path: Path, content: bytes) -> Path:
-        """Write a file and return its path; a derived name that exists is replaced by the next free one."""
+        """Write a file and return its path; if a derived name exists, the next free one is used."""
         _make_folder(self.folder)
         if self.stem is None and not self.force:
             return write_unique(path, content)
@@ -72,11 +72,11 @@ def make_stem(prompt: str) -> str:
 def read_destination(output: str | os.PathLike[str] | None, *, images: int, sheet: bool, force: bool) -> Destination:
     """Return the destination for `-o`: a file, or a folder if it ends with / or exists; raise if it is not writable.
 
-    Call this before loading a model. The state of the files can change until the images are written, so writing checks
-    again.
+    Call this before loading a model. Writing checks again, because files can appear in the meantime.
     """
     text = "./" if output is None else os.fspath(output)
     path = Path(text).expanduser()
+    # An empty path is the current folder. os.altsep is "/" on Windows and None elsewhere.
     ends_as_folder = not text or text.endswith(tuple(filter(None, ("/", os.sep, os.altsep))))
     if _find_kind(path) == "folder" or ends_as_folder:
         _check_folder(path, create=True)
@@ -98,6 +98,7 @@ def read_destination(output: str | os.PathLike[str] | None, *, images: int, shee
 def _find_kind(path: Path) -> str | None:
     """Return `folder`, `file`, or None if the path does not exist. A broken link counts as a file."""
     try:
+        # Not exists(), which is false for a broken link; writing there would replace the link.
         os.lstat(path)
     except FileNotFoundError:
         return None
@@ -121,7 +122,7 @@ def file_exists_error(path: Path) -> UsageError:
 
 
 def _check_folder(folder: Path, *, create: bool) -> None:
-    """Raise if the folder, or with `create` its closest existing parent, is not writable."""
+    """Raise if the folder is not writable; with `create`, if its closest existing parent is not."""
     kind = _find_kind(folder)
     if kind == "file":
         raise UsageError(f"{folder} is a file, not a folder", hint="give another name to -o")
@@ -158,6 +159,7 @@ def write_output_file(path: Path, content: bytes, *, force: bool = False) -> Non
 def write_unique(path: Path, content: bytes) -> Path:
     """Write a file under this name or, if it exists, under the next free one such as `apple-2.png`; return the path."""
     for candidate in _alternatives(path):
+        # Saves writing a temporary file per taken name; the write below is the check that counts.
         if not os.path.lexists(candidate):
             try:
                 write_output_file(candidate, content)

@@ -1,4 +1,4 @@
-"""Progress events of loading a model and of denoising steps, taken from the progress bars of diffusers."""
+"""Progress events for loaded components and denoising steps, taken from the progress bars of diffusers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ __all__ = ["counting_components", "counting_steps"]
 
 
 class _StepBar(tqdm):  # type: ignore[misc]
-    """A progress bar for a pipeline that shows nothing and notifies a listener.
-
-    It subclasses tqdm because pipelines use its whole interface.
-    """
+    """An invisible progress bar that notifies a listener. A subclass of tqdm, because pipelines use all of its API."""
 
     def __init__(self, listener: ProgressListener, iterable: Any = None, total: int | None = None) -> None:
         super().__init__(iterable, total=total, disable=True)
-        # A disabled bar of tqdm does not count, so the steps are counted here.
+        # tqdm does not count while it is disabled, so count here.
         self.listener, self.done = listener, 0
         self.step_count = total if total is not None else len(iterable) if hasattr(iterable, "__len__") else None
         listener.on_step(0, self.step_count)
@@ -43,7 +40,7 @@ class _StepBar(tqdm):  # type: ignore[misc]
 
 @contextmanager
 def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[None]:
-    """Send the steps of a pipeline to a listener during the block, instead of showing its bar."""
+    """Notify a listener of the steps of a pipeline during the block, instead of showing a bar."""
     if listener is None:
         yield
         return
@@ -52,8 +49,8 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
     def make_bar(iterable: Any = None, total: int | None = None) -> _StepBar:
         return _StepBar(step_listener, iterable, total)
 
-    # Every pipeline counts its steps with `progress_bar`; not all of them have a step callback.
-    # A pipeline such as Kandinsky's combined one runs other pipelines, which have their own bars.
+    # Not `callback_on_step_end`: every pipeline has a `progress_bar`, but not all have a callback.
+    # Combined pipelines such as Kandinsky's run other pipelines, which have their own bars.
     pipes = [pipe, *(value for value in vars(pipe).values() if isinstance(value, diffusers.DiffusionPipeline))]
     for pipeline in pipes:
         vars(pipeline)["progress_bar"] = make_bar
@@ -66,7 +63,7 @@ def counting_steps(pipe: Any, listener: ProgressListener | None) -> Iterator[Non
 
 @contextmanager
 def counting_components(listener: ProgressListener | None) -> Iterator[None]:
-    """Send the loaded components to a listener during the block, instead of showing the bars of diffusers."""
+    """Notify a listener of loaded components during the block, instead of showing the bars of diffusers."""
     if listener is None:
         yield
         return
@@ -74,7 +71,7 @@ def counting_components(listener: ProgressListener | None) -> Iterator[None]:
 
     def make_bar(*args: Any, **options: Any) -> Any:
         if args and str(options.get("desc")).startswith(COMPONENTS_BAR):
-            # Downloads are finished now. Earlier, this would also hide the download bars of the hub.
+            # Only now, after the downloads: earlier, this would also hide the download bars of the hub.
             stack.enter_context(no_transformers_bars())
             return _count_components(component_listener, list(args[0]))
         return diffusers_logging.EmptyTqdm(*args, **options)

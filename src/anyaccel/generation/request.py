@@ -1,4 +1,4 @@
-"""Generation requests: the images to generate, each with its prompt and seed, and how to generate them."""
+"""Generation requests: prompts, seeds, model, device and call arguments."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["GenerationRequest", "make_request"]
 
 _PER_PROMPT = "num_images_per_prompt"
-# Arguments of pipelines that `generate` sets itself, with a hint.
+# Pipeline arguments that `generate` sets itself, each with a hint.
 _UNSUPPORTED = {
     "generator": "use seed= with an integer, which is stored with the image",
     "output_type": "the result contains PIL images; call the pipeline directly for other types",
     "return_dict": "omit it: the result is always an object",
 }
-# Bits of a random seed: short enough to type.
+# Bits of a random seed. torch accepts 64, but a shorter seed is easier to type.
 _RANDOM_BITS = 32
 
 
@@ -58,9 +58,9 @@ def make_request(
     revision: str | None = None,
     **call: Any,
 ) -> GenerationRequest:
-    """Return a checked request; mistakes raise before a model is loaded.
+    """Return a validated request. Raises before a model is loaded.
 
-    An integer seed is the seed of the first image of every prompt; its further images use the integers after it.
+    An integer seed is the seed of the first image of every prompt; further images of a prompt use consecutive seeds.
     """
     call = {name: _check_value(name, _to_python_scalar(value)) for name, value in call.items()}
     for name, hint in _UNSUPPORTED.items():
@@ -75,20 +75,20 @@ def make_request(
         )
     _check_text("negative_prompt", negative)
     resolved = resolve_model(model, revision)
-    # The defaults of its pipeline class are meant for much larger models.
+    # The defaults of StableDiffusionPipeline are meant for much larger models.
     if resolved.kind == "embedded":
         call = {**CALL_DEFAULTS, **call}
     seeds = _choose_seeds(seed, len(prompts), per_prompt)
     repeated = [text for text in prompts for _ in range(per_prompt)]
     images = tuple(zip(repeated, seeds, strict=True))
-    # Last, because it imports torch, which takes seconds.
+    # Last, because it imports torch, which takes seconds; other mistakes are reported before.
     full_dtype = None if dtype is None else _read_dtype(dtype)
     check_speed(speed)
     return GenerationRequest(model=resolved, images=images, call=call, device=device, dtype=full_dtype, speed=speed)
 
 
 def _to_python_scalar(value: Any) -> Any:
-    """Convert a NumPy or torch scalar to a Python scalar, which JSON can hold."""
+    """Convert a NumPy or torch scalar to a Python scalar, which JSON can represent."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
@@ -113,7 +113,7 @@ def _read_prompts(prompt: Any) -> list[str]:
 def _check_text(name: str, text: str) -> str:
     """Return the text; raise if it is not valid Unicode."""
     try:
-        # Python decodes invalid bytes on the command line to lone surrogates, which no file can hold.
+        # Python decodes invalid bytes on the command line to lone surrogates, which UTF-8 files cannot contain.
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"{name} is not valid Unicode: {text!r:.60}", hint="use UTF-8") from error
@@ -129,7 +129,7 @@ def _read_count(count: Any) -> int:
 
 
 def _choose_seeds(seed: Any, prompts: int, per_prompt: int) -> tuple[int, ...]:
-    """Return one seed per image; a list gives the seeds of all images, or those of one prompt."""
+    """Return one seed per image. A list contains the seeds of all images, or of the images of each prompt."""
     if seed is None:
         seed = secrets.randbits(_RANDOM_BITS)
     if isinstance(seed, Sequence) and not isinstance(seed, str) and len(seed) == prompts * per_prompt:

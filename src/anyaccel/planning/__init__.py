@@ -1,6 +1,6 @@
 """Planning: turn a device sheet, facts about a pipeline and the user's options into a plan.
 
-Nothing here imports torch or opens a device, so plans can be made for hardware that is not installed.
+Nothing here imports torch or opens a device, so plans can be created for hardware that is not installed.
 """
 
 from anyaccel.planning.decision import Decision

@@ -13,7 +13,7 @@ from anyaccel.planning.options import PlacementOptions
 
 __all__ = ["UNCHANGED_ATTENTION", "AttentionRule", "choose_attention"]
 
-# Safety factor below a size limit: reports give the size at which corruption starts only roughly.
+# Safety factor: bug reports give only a rough size at which corruption starts.
 MARGIN = 2
 
 
@@ -26,7 +26,7 @@ class AttentionRule:
     heads: str | int | None = None
     """Heads per slice regardless of size: an integer, `auto` for half of them, `max` for one head."""
     contiguous: bool = False
-    """Whether query, key and value are made contiguous first."""
+    """Whether to call `.contiguous()` on query, key and value first."""
 
     def slices(self, query: tuple[int, ...], keys: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
         """Return the query shape, the key shape and the value width of one slice; None if the call is not sliced."""
@@ -71,4 +71,4 @@ def choose_attention(sheet: Sheet, options: PlacementOptions, element_bytes: int
         reasons.insert(0, "Slicing was requested.")
     if rule.contiguous:
         reasons += [quirk.says for quirk in sheet.quirks if quirk.name == NON_CONTIGUOUS_ATTENTION]
-    return Decision(rule, " ".join(reasons) or "no limit on the size of attention is known for this device")
+    return Decision(rule, " ".join(reasons) or "no limit on attention size is known for this device")

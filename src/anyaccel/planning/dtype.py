@@ -31,7 +31,7 @@ def choose_dtype(
     """
     if options.dtype is not None:
         return _with_replacement(sheet, options.dtype, f"{options.dtype} was requested")
-    # Somebody chose a loaded half precision; float32 is just the default of from_pretrained.
+    # The user chose a half precision at load time; float32 is only the default of from_pretrained.
     loaded_half = facts.denoiser_dtypes & set(HALF_PRECISIONS)
     if len(loaded_half) == 1 and not half_precision_cost:
         loaded = next(iter(loaded_half))
@@ -57,7 +57,7 @@ def _choose_by_measurement(cost: Mapping[str, float]) -> Decision[str]:
     figures = ", ".join(f"{name} takes {share:.2g} times as long as float32" for name, share in sorted(cost.items()))
     if cost[best] <= WORTH_HALF:
         return Decision(best, f"measured on this CPU: {figures}")
-    return Decision("float32", f"measured on this CPU: {figures}; half precision saves no time")
+    return Decision("float32", f"measured on this CPU: {figures}; half precision saves too little")
 
 
 def _is_rejected(sheet: Sheet, name: str) -> bool:
@@ -81,10 +81,10 @@ def _fails(limit: OperationLimit) -> bool:
 def choose_component_dtypes(
     facts: PipelineFacts, chosen: str, requested: str | None
 ) -> Decision[tuple[tuple[str, str], ...]]:
-    """Return the components that keep another dtype than the pipeline's.
+    """Return the components that keep a dtype other than the pipeline's.
 
-    Quantized weights are never cast. A component in float32 next to a denoiser in half precision was loaded like that
-    on purpose, and keeps float32.
+    Quantized weights are never cast. A float32 component next to a half-precision denoiser was loaded that way on
+    purpose, and keeps float32.
     """
     quantized = {component.name: component.dtype for component in facts.components if component.quantized}
     wide = {
@@ -112,11 +112,13 @@ def choose_replacements(sheet: Sheet) -> Decision[tuple[tuple[str, str], ...]]:
         elif name.startswith("complex") and answer.effect != "narrowed":
             replaced.append((name, "pairs"))
     # Partial support, such as complex64 without indexing, still breaks rotary embeddings.
-    patchy = [limit for limit in sheet.limits(OperationLimit).values() if _fails(limit) and "complex64" in limit.dtypes]
-    if patchy and ("complex64", "pairs") not in replaced:
+    partial = [
+        limit for limit in sheet.limits(OperationLimit).values() if _fails(limit) and "complex64" in limit.dtypes
+    ]
+    if partial and ("complex64", "pairs") not in replaced:
         replaced.append(("complex64", "pairs"))
     if any(pair == ("complex64", "pairs") for pair in replaced):
         # complex128 must not become complex64 if that one is replaced too.
         replaced = [pair for pair in replaced if pair[0] != "complex128"] + [("complex128", "pairs")]
-    reasons = [sheet.dtype(name).says for name, _ in replaced] + [limit.says for limit in patchy]
+    reasons = [sheet.dtype(name).says for name, _ in replaced] + [limit.says for limit in partial]
     return Decision(tuple(replaced), " ".join(dict.fromkeys(reasons)) or "the device supports all dtypes")

@@ -21,8 +21,8 @@ class ComponentFacts:
     denoises: bool = False
     """Whether its forward takes a timestep, so it runs at every step."""
     blocks: int = 0
-    """The number of repeated blocks, which are compiled once for all; 0 if none are known."""
-    # Compared with `blocks` to decide whether compiling only the blocks pays off.
+    """The number of repeated blocks, which share one compilation; 0 if none are known."""
+    # Compared with `blocks` to decide whether to compile only the blocks.
     convolutions: int = 0
     """The number of 2D and 3D convolutions."""
     quantized: bool = False

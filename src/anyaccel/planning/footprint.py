@@ -42,6 +42,7 @@ class ModelCall:
 
     component: str
     phase: Phase
+    # Weights are counted separately: the same trace serves every residence (see `predict`).
     held_bytes: int
     """Peak bytes of activations and of the tensors that the pipeline holds; without weights."""
 
@@ -78,5 +79,5 @@ class Footprint:
         return next(model for model in self.models if model.name == name)
 
 
-# Returns the footprint of a call with these savings and this many images.
+# Returns the footprint of a call with the given savings and number of images.
 Measure: TypeAlias = Callable[[MemorySavings, int], Footprint]

@@ -20,7 +20,7 @@ _SCALARS_BYTES = 8192
 _CHANNELS = 8
 # Fused attention accumulates heads wider than this in an extra float32 buffer.
 _WIDEST_HEAD = 256
-# Bytes. A tensor of at least the first size gets its own segments; a remainder up to the second size is not reused.
+# torch's caching allocator: tensors from 10 MiB on get their own segments, remainders up to 1 MiB are not reused.
 _LARGE, _REMAINDER = 10 * 2**20, 2**20
 
 Shape = tuple[int, ...]
@@ -79,7 +79,7 @@ def _count_padded(shape: Shape) -> int:
 
 
 def read_workspace(sheet: Sheet, *, virtual: bool = False) -> Workspace:
-    """Return the workspace rules of a sheet; attention counts as unfused if the sheet does not know."""
+    """Return the workspace rules of a sheet; attention counts as unfused unless the sheet confirms it."""
     terms = sheet.memory if isinstance(sheet.memory, MemoryTerms) else None
     return Workspace(
         fused_attention=isinstance(sheet.fused_attention, Yes),

@@ -12,7 +12,7 @@ __all__ = ["LimitHit", "TraceFacts", "find_limit_hits"]
 
 @dataclass
 class TraceFacts:
-    """What the models of a pipeline did while they were traced."""
+    """Observations from tracing the models of a pipeline."""
 
     dtypes: set[str] = field(default_factory=set)
     """The dtypes of all tensors that were created."""
@@ -40,52 +40,52 @@ class LimitHit:
 
 
 def find_limit_hits(
-    sheet: Sheet, seen: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
+    sheet: Sheet, trace: TraceFacts, images: int, *, product: str | None = None, mode: str = ""
 ) -> tuple[LimitHit, ...]:
     """Return the limits of a sheet that certainly apply and that this model runs into at this size."""
     hits = []
     for name, limit in sheet.limits(Limit).items():
-        # An open condition is not reported: a false alarm costs more trust than a miss.
+        # A limit with an open condition is not reported: it may not apply to this device.
         applies = not limit.conditional and (product, mode) not in limit.not_in
-        trigger = _find_trigger(name, limit, seen, images) if applies else None
+        trigger = _find_trigger(name, limit, trace, images) if applies else None
         if trigger:
             hits.append(LimitHit(name, limit.says, limit.effect, trigger))
     return tuple(hits)
 
 
-def _find_trigger(name: str, limit: Limit, seen: TraceFacts, images: int) -> str | None:
+def _find_trigger(name: str, limit: Limit, trace: TraceFacts, images: int) -> str | None:
     if isinstance(limit, DtypeLimit):
         dtype = name.removeprefix("dtypes.")
-        return dtype if dtype in seen.dtypes else None
+        return dtype if dtype in trace.dtypes else None
     if isinstance(limit, SizeLimit):
-        return _find_large_tensor(limit, seen)
+        return _find_large_tensor(limit, trace)
     if isinstance(limit, OperationLimit):
-        return _find_operation(limit, seen)
+        return _find_operation(limit, trace)
     triggers = {
         "random_numbers": "the initial noise",
         "batches": f"{images} images in one call" if images > 1 else None,
-        "data_dependent_shapes": "nonzero" if "nonzero" in seen.operations else None,
-        "host_round_trip": "a value read back inside a model" if "_local_scalar_dense" in seen.operations else None,
-        "fused_attention": f"attention over {seen.max_scores:,} scores" if seen.max_scores else None,
+        "data_dependent_shapes": "nonzero" if "nonzero" in trace.operations else None,
+        "host_round_trip": "a value read back inside a model" if "_local_scalar_dense" in trace.operations else None,
+        "fused_attention": f"attention over {trace.max_scores:,} scores" if trace.max_scores else None,
     }
     return triggers.get(name)
 
 
-def _find_large_tensor(limit: SizeLimit, seen: TraceFacts) -> str | None:
+def _find_large_tensor(limit: SizeLimit, trace: TraceFacts) -> str | None:
     # Attention counts for limits of any tensor too: unfused kernels materialize the scores as one tensor.
-    scores = seen.score_bytes if limit.unit == "bytes" else seen.max_scores
+    scores = trace.score_bytes if limit.unit == "bytes" else trace.max_scores
     if scores > limit.amount:
-        return f"attention over {seen.max_scores:,} scores"
-    tensor = seen.most_bytes if limit.unit == "bytes" else seen.most_elements
+        return f"attention over {trace.max_scores:,} scores"
+    tensor = trace.most_bytes if limit.unit == "bytes" else trace.most_elements
     if limit.of == "tensor" and tensor > limit.amount:
-        return f"a tensor of {seen.most_elements:,} elements"
+        return f"a tensor of {trace.most_elements:,} elements"
     return None
 
 
-def _find_operation(limit: OperationLimit, seen: TraceFacts) -> str | None:
+def _find_operation(limit: OperationLimit, trace: TraceFacts) -> str | None:
     for operation in limit.operations:
         # Traces record overload packets: `repeat_interleave`, not `repeat_interleave.Tensor`.
-        dtypes = seen.operations.get(operation) or seen.operations.get(operation.partition(".")[0]) or {}
+        dtypes = trace.operations.get(operation) or trace.operations.get(operation.partition(".")[0]) or {}
         for dtype, elements in dtypes.items():
             large = limit.past_elements is None or elements > limit.past_elements
             if large and (not limit.dtypes or dtype in limit.dtypes) and not limit.reads_ignored_input:

@@ -1,4 +1,4 @@
-"""Memory planning: whether a call fits on the device, and the fastest rule with which it does.
+"""Memory planning: whether a call fits on the device, and the fastest memory rule that makes it fit.
 
 See docs/decisions/0006-memory.md.
 """
@@ -43,7 +43,8 @@ PLAIN = MemorySavings()
 # Larger batches are extrapolated from a batch of this size.
 _SAMPLE = 4
 _MOST_IMAGES = 4096
-# If a call needs this many times the capacity, the smallest rule is tried next to skip the ones between.
+# If the first rule needs this many times the capacity, the smallest rule is tried next. If it fails too, the others are
+# skipped.
 _FAR_TOO_LARGE = 8
 
 
@@ -226,12 +227,12 @@ def choose_memory(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]]:
     """Return the first rule that fits, or None, and the peaks of that rule (of the smallest one for None)."""
-    listed = list(rules)
+    candidates = list(rules)
     tried: list[tuple[int, MemoryRule, dict[str, int]]] = []
-    for rule in listed:
-        # Each rule is traced, and a far too large image would fail all of them.
+    for rule in candidates:
+        # Every rule costs a trace, and a far too large image would fail all of them.
         if tried and tried[0][0] > _FAR_TOO_LARGE * capacity_bytes and len(tried) == 1:
-            too_large = _reject_early(measure, images, capacity_bytes, listed[-1])
+            too_large = _reject_early(measure, images, capacity_bytes, candidates[-1])
             if too_large is not None:
                 return too_large
         peaks = predict(measure(rule.savings, min(rule.images_per_call or images, images)), rule.residence)
@@ -247,7 +248,7 @@ def choose_memory(
 def _reject_early(
     measure: Measure, images: int, capacity_bytes: int, smallest: MemoryRule
 ) -> tuple[Decision[MemoryRule | None], dict[str, int]] | None:
-    """Return the negative answer if denoising does not fit even with the smallest rule, else None."""
+    """Return a rejection if denoising does not fit even with the smallest rule, else None."""
     # Without tiling: a far too large image has thousands of VAE tiles, and tracing them would be slow.
     savings = replace(smallest.savings, vae_in_parts=False)
     peaks = predict(measure(savings, min(smallest.images_per_call or images, images)), smallest.residence)
@@ -279,7 +280,7 @@ def find_largest_batch(measure: Measure, rule: MemoryRule, capacity_bytes: int) 
     def fit(images: int) -> bool:
         return max(predict(measure(rule.savings, images), rule.residence).values()) <= capacity_bytes
 
-    # Each measurement traces the pipeline. Larger batches are extrapolated linearly, which is on the safe side.
+    # Each measurement traces the pipeline. Larger batches are extrapolated linearly, which errs on the safe side.
     looks_full = _extrapolate(measure(rule.savings, 1), rule, _SAMPLE) > capacity_bytes
     if (looks_full or not fit(_SAMPLE)) and not all(fit(images) for images in range(1, _SAMPLE)):
         return next(images for images in range(_SAMPLE) if not fit(images + 1))
@@ -312,11 +313,11 @@ def make_forecast(
     measure: Measure, images: int, capacity_bytes: int, rules: Iterable[MemoryRule]
 ) -> tuple[Decision[MemoryRule | None], Forecast]:
     """Return the memory decision for one call and its forecast."""
-    listed = list(rules)
-    decision, peaks = choose_memory(measure, images, capacity_bytes, listed)
+    candidates = list(rules)
+    decision, peaks = choose_memory(measure, images, capacity_bytes, candidates)
     rule = decision.value
-    footprint = measure((rule or listed[0]).savings, min(images, (rule or listed[0]).images_per_call or images))
-    residence = (rule or listed[0]).residence
+    footprint = measure((rule or candidates[0]).savings, min(images, (rule or candidates[0]).images_per_call or images))
+    residence = (rule or candidates[0]).residence
     recorded = predict(footprint, residence, recorded=True)
     forecast = Forecast(
         fits=rule is not None,

@@ -1,4 +1,4 @@
-"""Options of `anyaccel.place`; the default of each one lets the plan decide."""
+"""Options of `anyaccel.place`; by default, the plan decides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlacementOptions:
     """Keyword arguments of `anyaccel.place` and `pipe.to`, apart from the device."""
 
     dtype: str | None = None
-    """The dtype to run in, such as `bfloat16`; None for the best one of the device."""
+    """The dtype to run in, such as `bfloat16`; None for the best dtype of the device."""
     smallest_dtype: str | None = None
     """The dtype to fall back to if a call does not fit otherwise, such as `bfloat16`; None for no fallback."""
     attention_slicing: str | int | None = None
@@ -102,7 +102,7 @@ def check_speed(speed: str) -> None:
 
 
 def read_parallel(text: str) -> tuple[str, int | None]:
-    """Return `("context", 4)` for `context:4`; None instead of the number means all running processes."""
+    """Parse `context:4` into `("context", 4)`; without a number, the second value is None (all running processes)."""
     match = _PARALLEL.fullmatch(text) if isinstance(text, str) else None
     ranks = match["ranks"] if match else None
     # One rank is not a split: parallel=None means one device.

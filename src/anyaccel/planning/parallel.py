@@ -18,8 +18,8 @@ __all__ = [
     "Split",
     "SplitStrategy",
     "choose_parallel",
-    "command_line",
     "count_rank_parameters",
+    "torchrun_command",
 ]
 
 # What is split: the sequence, the weights, or the two branches of classifier-free guidance.
@@ -38,7 +38,7 @@ _KNOWN_FAILURES: dict[tuple[SplitStrategy, str], str] = {
         "Flux2KleinKVPipeline",
     ): "its model appends reference tokens internally, which diffusers 0.42 does not split",
 }
-# The reason for decisions that are turned off with several ranks.
+# Reason shown for decisions that are disabled with several ranks.
 RANKS_MUST_AGREE = (
     "not with parallel: ranks must run the same operations, and timing or capture may differ between them"
 )
@@ -79,7 +79,7 @@ def choose_parallel(
     strategy, requested = read_parallel(options.parallel)
     # "auto" works in any number of processes, so the same script can run with and without torchrun.
     if strategy == "auto" and ranks.count == 1:
-        return Decision(None, f"only one process is running; start several with {command_line(_CFG_RANKS)}")
+        return Decision(None, f"only one process is running; start several with {torchrun_command(_CFG_RANKS)}")
     _reject_rank_local_options(options)
     if strategy == "auto":
         return _choose_split(sheet, facts, ranks)
@@ -89,7 +89,7 @@ def choose_parallel(
         raise UsageError(
             f"parallel={options.parallel!r} requires {count} processes, one per device, but "
             f"{'only one is' if ranks.count == 1 else f'{ranks.count} are'} running",
-            hint=f"start the program with {command_line(count)}",
+            hint=f"start the program with {torchrun_command(count)}",
         )
     split = Split(_as_strategy(strategy), count)
     problem = _find_problem(split, sheet, facts, ranks)
@@ -99,7 +99,7 @@ def choose_parallel(
     return Decision(split, f"requested; {_format_gain(split, facts)}")
 
 
-def command_line(count: int) -> str:
+def torchrun_command(count: int) -> str:
     """Return the command that starts a program in several processes: `torchrun --nproc-per-node 2 program.py`."""
     return f"torchrun --nproc-per-node {count} program.py"
 
@@ -148,7 +148,7 @@ def _find_problem(split: Split, sheet: Sheet, facts: PipelineFacts, ranks: Ranks
             return f"{name} does not support {split.strategy}: {reason}", "omit parallel, or use parallel='auto'"
     if split.strategy == "cfg":
         reason = f"guidance has two branches, but {split.ranks} processes are running"
-        return None if split.ranks == _CFG_RANKS else (reason, f"start the program with {command_line(_CFG_RANKS)}")
+        return None if split.ranks == _CFG_RANKS else (reason, f"start the program with {torchrun_command(_CFG_RANKS)}")
     if split.strategy == "tensor" and sheet.torch_name not in ranks.tensor_types:
         supported = ", ".join(ranks.tensor_types) or "no device"
         reason = f"diffusers supports tensor parallelism on {supported}, not on {sheet.torch_name}"

@@ -34,6 +34,7 @@ from anyaccel.planning.workarounds import choose_workarounds
 
 __all__ = ["NO_MEMORY", "Plan", "make_plan", "without_rank_local_choices"]
 
+# Placing replaces it: the rule depends on the memory of the device.
 NO_MEMORY = Decision(MemoryRule(), "no image size has been planned yet")
 
 
@@ -49,6 +50,7 @@ class Plan:
     virtual: bool
     """Whether the device is virtual, so the plan says nothing about real hardware."""
 
+    # `print(plan)` and the JSON output list decisions in this order.
     mode: Decision[str]
     dtype: Decision[str]
     component_dtypes: Decision[tuple[tuple[str, str], ...]]
@@ -73,7 +75,7 @@ class Plan:
     """The predicted memory of a call, if it was computed."""
     # Outside of equality and hash, so a plan stays comparable while its report changes.
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
-    """What happened since the plan was made; the only mutable part."""
+    """Outcomes since the plan was created; the only mutable part."""
 
     @property
     def memory_in_use(self) -> Decision[MemoryRule]:
@@ -122,7 +124,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a pipeline on one device, or on one rank of several.
 
-    `dtype` overrides the dtype decision, for callers that had to make it earlier in order to load weights.
+    `dtype` overrides the dtype decision, for callers that made it earlier in order to load weights.
     """
     # Attention limits in bytes depend on the dtype, and workarounds on both: keep this order.
     dtype = dtype or choose_dtype(sheet, facts, options, half_precision_cost)
@@ -158,8 +160,8 @@ def make_plan(
 
 
 def without_rank_local_choices(plan: Plan) -> Plan:
-    """Return the plan of a rank without decisions that depend on its own timing."""
-    # A rank that compiles earlier than others, or replays a graph, would run other collectives than they do.
+    """Return the plan of a rank without decisions that depend on the timing of that rank."""
+    # A rank that compiles earlier than the others, or replays a graph, would run different collectives and deadlock.
     return replace(
         plan,
         compile_policy=Decision(CompilePolicy("never"), RANKS_MUST_AGREE),
@@ -179,6 +181,6 @@ def _choose_bf16_attention(sheet: Sheet, options: PlacementOptions, dtype: str) 
 
 
 def _find_quirk(sheet: Sheet, name: str) -> Quirk | None:
-    """Return the quirk of that name, if it certainly applies."""
+    """Return the quirk of that name if it certainly applies, else None."""
     # A quirk with an open condition may not apply to this device.
     return next((quirk for quirk in sheet.quirks if quirk.name == name and not quirk.conditional), None)

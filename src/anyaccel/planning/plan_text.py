@@ -33,7 +33,7 @@ _INFORMATION = {"compiler"}
 def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
     """Return the lines of `print(plan)`: first the decisions that differ from the defaults, then the others.
 
-    The width is that of the terminal unless it is given.
+    `width` defaults to the width of the terminal.
     """
     width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
     changed, unchanged = split_by_default(plan)
@@ -42,8 +42,8 @@ def describe_plan(plan: Plan, width: int | None = None) -> list[str]:
         lines += ["", "decided for this pipeline and device:", *describe_decisions(changed, width)]
     if unchanged:
         lines += ["", "defaults:", *describe_decisions(unchanged, width, compact=True)]
-    if happened := list(plan.report.entries()):
-        lines += ["", "so far:", *describe_decisions(happened, width)]
+    if outcomes := list(plan.report.entries()):
+        lines += ["", "so far:", *describe_decisions(outcomes, width)]
     return lines
 
 
@@ -53,7 +53,7 @@ def split_by_default(plan: Plan) -> tuple[list[tuple[str, Decision[Any]]], list[
     unchanged: list[tuple[str, Decision[Any]]] = []
     for name, decision in plan.decisions():
         is_default = (
-            # Noise is always drawn on the CPU; it is a decision for this device where the device cannot draw it.
+            # Noise is always drawn on the CPU. It is listed as a decision only if the device cannot draw it.
             not (name == "noise" and "noise" in plan.workarounds.value)
         ) and (
             name in _INFORMATION
@@ -85,5 +85,5 @@ def describe_decisions(
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    # A URL stays on one line, so that it can be clicked and copied.
+    # URLs stay on one line, so they can be clicked and copied.
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -16,7 +16,7 @@ __all__ = ["SMALLEST_WEIGHT", "StepSkipping", "choose_quantization", "choose_ste
 
 QUALITY = "benchmarks/results/quality_cpu.json"
 # On one H200, 1280 x 1280 is slower in float8 (19 µs instead of 17), 1280 x 10240 is faster (50 instead of 84).
-# The number of elements from which a weight matrix is faster in float8; below, casting costs more than it saves.
+# The number of elements from which a weight matrix is faster in float8. Below, casting costs more than it saves.
 SMALLEST_WEIGHT = 3_000_000
 
 
@@ -51,8 +51,8 @@ class StepSkipping:
 
 
 _LEVELS = {
-    "fast": StepSkipping(2, 0.25, 4, "PSNR to exact 40 dB at 8 steps, 32 dB at 4; the judge finds every prompt"),
-    "draft": StepSkipping(3, 0.0, 4, "PSNR to exact 32 dB at 8 steps; the judge finds every prompt"),
+    "fast": StepSkipping(2, 0.25, 4, "PSNR to exact 40 dB at 8 steps, 32 dB at 4; the judge recognizes every prompt"),
+    "draft": StepSkipping(3, 0.0, 4, "PSNR to exact 32 dB at 8 steps; the judge recognizes every prompt"),
 }
 
 

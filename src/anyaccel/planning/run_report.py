@@ -1,4 +1,4 @@
-"""Run reports: what happened to a placed pipeline. The plan itself is never edited."""
+"""Run reports: outcomes of a placed pipeline. The decisions of its plan never change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunReport:
     compiled_models: Decision[tuple[str, ...]] | None = None
     """Models that run compiled code."""
     compiled_sizes: Decision[tuple[str, ...]] | None = None
-    """Sizes that ran since models were compiled."""
+    """Sizes that ran since the models were compiled."""
     not_compiled: Decision[tuple[str, ...]] | None = None
     """Models that could not be compiled, or stopped running compiled code; they run eagerly."""
     capture: Decision[bool] | None = None
@@ -49,7 +49,7 @@ class RunReport:
             return
         reasons = "; ".join(text for text in (before.reason, f"{model}: {reason}") if text)
         self.not_compiled = Decision((*before.value, model), reasons)
-        # A model is in one of the two lists only.
+        # A model is in only one of the two lists.
         if self.compiled_models is not None:
             names = tuple(name for name in self.compiled_models.value if name != model)
             self.compiled_models = Decision(names, self.compiled_models.reason)

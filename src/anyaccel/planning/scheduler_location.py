@@ -19,4 +19,4 @@ def choose_scheduler_location(sheet: Sheet, options: PlacementOptions) -> Decisi
         return Decision("cpu", sheet.data_dependent_shapes.says)
     if isinstance(sheet.host_round_trip, Limit):
         return Decision("cpu", sheet.host_round_trip.says)
-    return Decision("device", "no cost of looking up a timestep on this device is known")
+    return Decision("device", "no cost of a timestep lookup is known for this device")

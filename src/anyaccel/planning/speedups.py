@@ -1,4 +1,4 @@
-"""Speedups that keep the image up to rounding, and the decision when to compile.
+"""Speedups that change the image only by rounding, and the decision when to compile.
 
 See docs/decisions/0007-speed.md.
 """
@@ -71,7 +71,7 @@ def choose_compile_policy(
         return Decision(CompilePolicy("never"), "not known to be faster on this device; use compile=True to try")
     many = options.expected_images is not None and options.expected_images >= _MANY_IMAGES
     blocks = [component.blocks for component in facts.components if component.denoises]
-    only_blocks = bool(blocks) and all(_is_mostly_blocks(part) for part in facts.components if part.denoises)
+    only_blocks = bool(blocks) and all(_is_mostly_blocks(model) for model in facts.components if model.denoises)
     region: Region = "blocks" if only_blocks and not many and not workarounds else "whole"
     count = sum(blocks) or _PLAIN_BLOCKS
     takes = _START_S + (_BLOCK_S * count if region == "whole" else 0.0)

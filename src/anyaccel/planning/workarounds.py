@@ -36,7 +36,7 @@ def choose_workarounds(
         "attention": attention != AttentionRule(),
         # https://github.com/pytorch/pytorch/issues/187117 (torch 2.12 and 2.13 on mps)
         "clone_scalars": sheet.has_quirk(HOST_NUMBER_OFFSET_IGNORED),
-        # Both: https://github.com/huggingface/diffusers/issues/14438 (mps)
+        # https://github.com/huggingface/diffusers/issues/14438 (mps), also for ignore_beta_zero
         "zero_empty": sheet.has_quirk(UNINITIALISED_MEMORY_IS_NAN),
         "ignore_beta_zero": any(limit.reads_ignored_input for limit in sheet.limits(OperationLimit).values()),
     }

@@ -1,4 +1,4 @@
-"""A function call in a fork of this process, and threads that each wait for such a call."""
+"""Function calls in forked child processes, and a thread pool that waits for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ __all__ = ["call_in_fork", "forking_threads"]
 
 T = TypeVar("T")
 
-# How long to wait for a child that closed its pipe to exit by itself.
+# Seconds to wait for a child that closed its pipe to exit on its own.
 _END_S = 10.0
 # Held while a child is started, from the creation of its pipe until only the child can write to it: a child that
 # another thread forks in between would have a copy of the writing end, and keep it open when the first child dies.
-# Also held while a child is killed and waited for: `multiprocessing` waits for other children when it starts one, and
-# `warnings.catch_warnings` is not safe in two threads.
+# Also held while a child is joined: starting another one polls all children, and one of two waits misses the status.
 _fork_lock = threading.Lock()
 # `children` is the `_Children` of the pool that a thread belongs to.
 _thread = threading.local()
@@ -72,16 +71,16 @@ def call_in_fork(function: Callable[[], T], *, name: str = "the function", timeo
     """
     children: _Children = getattr(_thread, "children", None) or _Children()
     child, receiver = _start(function, children)
-    message, patience_s = None, 0.0
+    message, grace_s = None, 0.0
     try:
         if not receiver.poll(timeout_s):
             raise TimeoutError(f"{name} did not return within {timeout_s:.0f} s")
         try:
             message = receiver.recv_bytes()
         except (EOFError, OSError):  # OSError: the child was killed while it wrote its result
-            patience_s = _END_S
+            grace_s = _END_S
     finally:
-        wait([child.sentinel], patience_s)
+        wait([child.sentinel], grace_s)
         with _fork_lock:
             children.end(child)
         receiver.close()
@@ -129,8 +128,8 @@ def _start(function: Callable[[], Any], children: _Children) -> tuple[BaseProces
         child = context.Process(target=_run, args=arguments, daemon=True)
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns about a fork in a process with threads. torch starts its threads only at the first
-                # large operation.
+                # Python 3.12 warns about forks in a process with threads (https://github.com/python/cpython/issues/100228).
+                # torch starts its threads only at the first large operation. catch_warnings is safe under the lock.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.start(child)
         except BaseException:

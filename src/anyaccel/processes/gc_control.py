@@ -1,7 +1,7 @@
-"""The garbage collector: the only module that calls `gc`.
+"""Control of the garbage collector. No other module calls `gc`.
 
 Reference counting frees almost everything. The collector frees objects in reference cycles, and to find them it
-traverses all objects. With torch and diffusers imported these are millions, and one collection takes 0.1 s or more.
+traverses all objects. With torch and diffusers imported there are millions, and one collection takes 0.1 s or more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["gc_paused", "ignore_existing_objects", "release_unreachable"]
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the collector in a block that creates many objects and drops few, such as imports and compilation.
+    """Pause the collector in a block that creates many objects and frees few, such as imports and compilation.
 
     Without it, collections take a fifth of the time of such a block.
     """

@@ -69,6 +69,7 @@ class JsonLineWorker:
 
         Raise EOFError if the process exits first. A process that does not answer in time is killed.
         """
+        # readline() has no timeout. Killing the process makes it return.
         timer = threading.Timer(timeout_s, self._process.kill)
         timer.start()
         try:
@@ -81,6 +82,7 @@ class JsonLineWorker:
 
     def close(self, timeout_s: float = _END_S) -> int:
         """Wait for the process to exit, kill it after `timeout_s`, and return its exit status."""
+        # Closing its stdin ends the child's iterator over messages.
         for pipe in (self._requests, self._answers):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()

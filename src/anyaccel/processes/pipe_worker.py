@@ -38,7 +38,7 @@ class PipeWorker:
         """Start the process."""
         with _environment(self._env):
             self._process.start()
-        self._child_end.close()
+        self._child_end.close()  # with a copy open in this process, `receive` would not notice that the child exited
         atexit.register(self.kill)  # at exit, multiprocessing would wait for children that are still running
         threading.Thread(target=self._send_all, name=f"{self._process.name}-sender", daemon=True).start()
 

@@ -43,9 +43,9 @@ def raising_on_sigterm() -> AbstractContextManager[None]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process when the thread that started it ends; `parent` is the process ID of that thread.
+    """Kill this process when the thread that started it ends; `parent` is the ID of its process.
 
-    Known limitation: this works only on Linux and does nothing elsewhere.
+    Known limitation: on systems other than Linux, this does nothing.
     """
     if sys.platform == "linux":
         import ctypes

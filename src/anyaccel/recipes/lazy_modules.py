@@ -1,4 +1,4 @@
-"""Heavy libraries that are imported on first use."""
+"""Proxies for heavy libraries, which are imported on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LazyModule:
         return getattr(importlib.import_module(self._name), name)
 
 
-# Typed as Any: the constructors of the models are untyped, or typed by decorators that hide their arguments.
+# Typed as Any: the constructors of models are untyped, or decorators hide their arguments.
 diffusers: Any = LazyModule("diffusers")
 numpy: Any = LazyModule("numpy")
 torch: Any = LazyModule("torch")

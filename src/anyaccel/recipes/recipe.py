@@ -1,4 +1,4 @@
-"""A recipe: how to build a tiny pipeline, how to call it, and how to read its output."""
+"""Recipes: how to build a tiny pipeline, how to call it, and how to read its output."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SEED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One pipeline class at a tiny size, with call arguments."""
+    """A pipeline class at a tiny size, with call arguments."""
 
     name: str
-    """Unique, in kebab-case: `stable-diffusion`."""
+    """Unique name in kebab-case: `stable-diffusion`."""
     pipeline: str
-    """The name of the diffusers class: `StableDiffusionPipeline`."""
+    """Name of the diffusers class: `StableDiffusionPipeline`."""
     family: str
-    """The model family: `stable-diffusion`, `flux`, `video`, `audio`."""
+    """Model family: `stable-diffusion`, `flux`, `video`, `audio`."""
     make: Callable[[], DiffusionPipeline]
     """Returns a new float32 pipeline in eval mode, with the same weights every time."""
     call: Callable[[], dict[str, Any]]
@@ -46,7 +46,7 @@ def make_recipe(
     call: Callable[[], dict[str, Any]],
     finish: Callable[[Any], None] | None = None,
 ) -> Recipe:
-    """Return a recipe whose pipeline is built from components and further constructor arguments."""
+    """Return a recipe for a pipeline class, with its components and further constructor arguments in `parts`."""
     make = functools.partial(assemble, pipeline, parts, finish)
     return Recipe(name=name, pipeline=pipeline, family=family, make=make, call=call)
 
@@ -54,7 +54,7 @@ def make_recipe(
 def assemble(
     pipeline: str, parts: Callable[[], dict[str, Any]], finish: Callable[[Any], None] | None = None
 ) -> DiffusionPipeline:
-    """Build the components and the pipeline, apply `finish` (for example to load an adapter) and draw the weights.
+    """Build a pipeline from its components, apply `finish` (for example to load an adapter) and draw the weights.
 
     Seeds are fixed, and the global random state is restored.
     """
@@ -65,7 +65,8 @@ def assemble(
             finish(pipe)
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
-            # Seeded with the name of the component, so no two encoders have the same weights.
+            # The seed depends on the name, so two encoders of one class have different weights. crc32, because hash()
+            # of a string differs between processes.
             draw_weights(component.eval(), seed=SEED + zlib.crc32(name.encode()))
     pipe.set_progress_bar_config(disable=True)
     return pipe  # type: ignore[no-any-return]
@@ -73,13 +74,12 @@ def assemble(
 
 def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
     """Call the pipeline with the arguments of the recipe and return its main output as a finite float32 array."""
-    # Some pipelines ignore the given generator and draw from the global one, for example CogView 4 with control.
+    # Some pipelines ignore `generator` and draw from the global one, for example CogView 4 with control.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
-        output = pipe(**_place(recipe.call(), pipe.device))  # type: ignore[operator,attr-defined]
-    values = (
-        output.to_tuple() if hasattr(output, "to_tuple") else (output,)
-    )  # a modular pipeline returns a single value
+        output = pipe(**_move_tensors(recipe.call(), pipe.device))  # type: ignore[operator,attr-defined]
+    # A modular pipeline returns a plain value instead of an output object.
+    values = output.to_tuple() if hasattr(output, "to_tuple") else (output,)
     array: npt.NDArray[Any] = _as_array(next(value for value in values if value is not None))
     if not numpy.isfinite(array).all():
         raise AnyaccelError(
@@ -90,7 +90,7 @@ def run(recipe: Recipe, pipe: DiffusionPipeline) -> npt.NDArray[Any]:
     return array
 
 
-def _place(arguments: dict[str, Any], device: Any) -> dict[str, Any]:
+def _move_tensors(arguments: dict[str, Any], device: Any) -> dict[str, Any]:
     """Return the arguments with their tensors on the device of the pipeline."""
     import torch
 

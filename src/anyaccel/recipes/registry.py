@@ -1,4 +1,4 @@
-"""The registry of recipes: all modules of `recipes/families/`."""
+"""Registry of recipes: scans the modules of `recipes/families/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["recipes"]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return every recipe by name, in the order of the modules and of their lists."""
+    """Return every recipe by name, sorted by module and in the order of each module."""
     package = importlib.import_module(f"{__package__}.families")
     by_name: dict[str, Recipe] = {}
     for module_name in sorted(module.name for module in pkgutil.iter_modules(package.__path__)):

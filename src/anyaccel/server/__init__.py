@@ -1,1 +1,1 @@
-"""The service: requests of many clients on one pipeline, joined step by step."""
+"""The HTTP service. It batches the denoising steps of concurrent requests on one pipeline."""

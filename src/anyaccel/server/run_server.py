@@ -1,4 +1,4 @@
-"""Run the service until it receives SIGTERM or Ctrl-C."""
+"""Run the service with uvicorn, and shut it down gracefully on SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
 __all__ = ["check_address", "serve"]
 
 _POLL_S = 0.1
+# The service also needs file descriptors for the database, images, the worker's pipe and libraries.
 _MAX_CONNECTIONS, _OTHER_FILES = 1024, 128
-# Seconds to send the last responses, after the running jobs have ended or were given up.
+# Seconds to send the last responses after the drain has ended.
 _LAST_RESPONSES_S = 5
 
 
@@ -44,12 +45,13 @@ def serve(
     on_ready: Callable[[str], None],
     make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and finish the running jobs before returning."""
+    """Serve until SIGTERM or Ctrl-C, and give accepted jobs time to finish before returning."""
     bound = _bind(settings)
     service = Service(settings, make_transport)
     server = _Server(settings, service)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{host}:{bound.getsockname()[1]}"
+    # In a thread, because `server.run` blocks the main thread, where uvicorn must install its signal handlers.
     threading.Thread(target=_report_start, args=(server, on_progress, on_ready, address), daemon=True).start()
     try:
         server.run(sockets=[bound])
@@ -62,9 +64,10 @@ def serve(
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
-    """Bind the address before the models load, so an address in use is reported immediately."""
+    """Bind the address before the models load: an address in use must fail immediately, not after minutes."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
+    # Allows a restart while connections of the previous process are in TIME_WAIT.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((settings.host, settings.port))
@@ -79,7 +82,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
 
 
 def _count_connections() -> int:
-    """Return the connection limit, after raising the limit of open files as far as needed and allowed."""
+    """Raise the limit on open files if necessary and permitted, and return the connection limit that it allows."""
     try:
         import resource
     except ImportError:  # Windows
@@ -102,6 +105,7 @@ class _Server(uvicorn.Server):
             make_app(service),
             http=make_protocol(limits.body_s, limits.send_s),
             ws="none",
+            # The middleware writes the request log; uvicorn's own would contain tokens in query strings.
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -120,17 +124,18 @@ class _Server(uvicorn.Server):
                 os._exit(130)
             return
         self.service.draining = True
-        # Not here: a signal handler runs in the main thread and would block the event loop.
+        # In a thread, because a signal handler runs in the main thread and would block the event loop.
         threading.Thread(target=self._drain, args=(sig, frame), daemon=True).start()
 
     def _drain(self, sig: int, frame: Any) -> None:
         busy = self.service.jobs.count("queued") + self.service.jobs.count("running")
+        # Without a ready worker, jobs make no progress and there is nothing to wait for.
         if busy and self.service.dispatcher.start_state.state == "ready":
             print(f"shutting down: waiting for {busy} jobs", file=sys.stderr)
             if not self.service.dispatcher.wait_idle(self.service.settings.limits.drain_s):
                 print("shutting down: unfinished jobs continue at the next start", file=sys.stderr)
         self.service.ended = True
-        self.service.bus.wake_all()
+        self.service.bus.wake_all()  # waiting requests return an error now instead of blocking the shutdown
         self.should_exit = True
 
 
@@ -149,6 +154,6 @@ def _report_start(
             was_ready = True
             on_ready(address)
         elif start.message != reported and start.state == "starting":
-            reported, was_ready = start.message, False
+            reported, was_ready = start.message, False  # the worker restarts: report when it is ready again
             on_progress(reported)
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Settings of a service: models, address, limits."""
+"""Settings of a service (models, address, limits), and parsers for their command-line options."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ServedName:
 # The field names are the names that `--limit NAME=NUMBER` accepts.
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """Limits per request and for the queue."""
+    """Limits on requests, clients, the worker and stored results."""
 
     max_queue: int = 64
-    """Queued jobs; a request beyond it is answered with 429."""
+    """Queued jobs; further requests are answered with 429."""
     max_pixels: int = 2048 * 2048
     """Pixels of one generated or uploaded image."""
     max_steps: int = 150
@@ -54,11 +54,11 @@ class ServerLimits:
     body_s: float = 20.0
     """Seconds that a client may take to send a request."""
     send_s: float = 60.0
-    """Seconds that a client may take to read a chunk of a response."""
+    """Seconds within which a client must read some of the response."""
     hang_s: float = 300.0
-    """A worker that sends no message for this time, or has jobs and completes no step, is replaced."""
+    """Seconds after which a worker that sends no message, or has jobs and completes no step, is replaced."""
     drain_s: float = 60.0
-    """Seconds that running jobs may take after the shutdown has started."""
+    """Seconds that the shutdown waits for queued and running jobs."""
     keep_s: float = 7 * 24 * 3600.0
     """Seconds that results are stored."""
     keep_bytes: int = 4 * 2**30
@@ -79,9 +79,9 @@ class ServerSettings:
     keys: tuple[str, ...] = ()
     """Accepted API keys; if empty, no key is required."""
     max_batch: int = 8
-    """Images generated concurrently."""
+    """Maximum number of images in one batch."""
     max_models: int | None = None
-    """Models in memory; None for as many as fit."""
+    """Maximum number of models in memory; None for as many as fit."""
     sizes: tuple[tuple[int, int], ...] = ()
     """Widths and heights to warm up; if empty, the model's default size."""
     loras: tuple[ServedName, ...] = ()
@@ -98,7 +98,7 @@ class ServerSettings:
 def compute_max_in_flight(max_concurrent: int) -> int:
     """Return how many calls may run if `max_concurrent` of them share a batch.
 
-    A quarter more than a batch: while a call is at its decoder, another one fills its row.
+    A quarter more than a batch: while one call runs its decoder, another one fills its slot in the batch.
     """
     return max_concurrent + max_concurrent // 4
 
@@ -143,10 +143,11 @@ def read_limits(texts: Iterable[str], max_queue: int) -> ServerLimits:
             # Annotations are strings here because of `from __future__ import annotations`.
             value = int(number) if types[name] == "int" else float(number)
         except ValueError:
-            value = -1
+            value = -1  # rejected below, with the same message
+        # NaN and infinity are valid floats but not valid limits; NaN fails every comparison.
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} must be a number >= 0, not {number!r:.40}", hint=f"--limit {name}=10")
-        values[name] = value
+        values[name] = value  # overrides `--max-queue` if the name is max_queue
     return ServerLimits(**values)
 
 
@@ -154,6 +155,7 @@ def is_loopback(host: str) -> bool:
     """Return whether an address is reachable only from this machine."""
     if host == "localhost":
         return True
+    # Other names are not resolved: the result could change, and a DNS lookup could block.
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -161,5 +163,5 @@ def is_loopback(host: str) -> bool:
 
 
 def hash_key(key: str) -> str:
-    """Return the digest of an API key, which identifies the owner in the database and the log."""
+    """Return the digest of an API key, which identifies the owner in the job store and the log."""
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

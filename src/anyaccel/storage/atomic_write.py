@@ -1,7 +1,7 @@
-"""Atomic file writes: readers, also after a crash, see the old content or the new content, never a partial file.
+"""Atomic file writes: readers see the old or the new content, never a partial file, even after a crash.
 
 The content goes to a temporary file in the same directory, which is flushed to disk and then renamed. A process that
-is killed before the rename leaves its temporary file; `atomic_write` removes those older than a day.
+is killed before the rename leaves its temporary file behind; later writes remove such files after a day.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def atomic_writer(path: Path, *, overwrite: bool = True, mode: int = 0o666) -> I
     """
     _remove_stale_files(path.parent, int(time.time() // _DAY_S))
     temporary = path.with_name(f".anyaccel-{secrets.token_hex(8)}.tmp")
-    kept_mode = _read_permissions(path) if overwrite else None
-    opened_mode = mode if kept_mode is None else kept_mode
+    existing_mode = _read_permissions(path) if overwrite else None
+    creation_mode = mode if existing_mode is None else existing_mode
     try:
-        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, opened_mode), "wb") as file:
+        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, creation_mode), "wb") as file:
             yield file
             file.flush()
             # Before the rename: after a power failure, the new name could otherwise point to an empty file.
             os.fsync(file.fileno())
-        if kept_mode is not None:
-            temporary.chmod(kept_mode)  # os.open applied the umask, which must not change existing permissions
+        if existing_mode is not None:
+            temporary.chmod(existing_mode)  # os.open applied the umask, which must not change existing permissions
         if overwrite:
             os.replace(temporary, path)
         else:
@@ -67,13 +67,13 @@ def is_temporary_file(path: Path) -> bool:
 
 def remove_temporary_files(directory: Path, *, older_than_s: float = _DAY_S) -> None:
     """Remove the temporary files of killed processes. An age of 0 is safe only if no other process is writing."""
-    latest = time.time() - older_than_s
+    cutoff = time.time() - older_than_s
     paths: list[Path] = []
     with suppress(OSError):  # the directory cannot be listed
         paths += filter(is_temporary_file, directory.iterdir())
     for path in paths:
         with suppress(OSError):  # another process removed or renamed it
-            if path.lstat().st_mtime <= latest:
+            if path.lstat().st_mtime <= cutoff:
                 path.unlink(missing_ok=True)
 
 

@@ -23,7 +23,7 @@ __all__ = [
 
 CACHE_VARIABLE = "ANYACCEL_CACHE"
 _LOG = logging.getLogger("anyaccel")
-# Cache directories with a logged warning.
+# The cache directories that a warning was logged for.
 _WARNED: set[Path] = set()
 
 
@@ -45,11 +45,11 @@ def find_write_error(folder: Path) -> str:
     """Create a directory if necessary; return why it cannot be written, or an empty string."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Creating a file is the only reliable check: os.access knows nothing of quotas and network mounts.
+        # Creating a file is the only reliable check: os.access does not consider quotas and network mounts.
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:
-        # A file in the place of a parent folder gives a misleading "not a directory" or "file exists".
+        # If a parent is a file, the error message is a misleading "not a directory" or "file exists".
         existing = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
         if not os.path.isdir(existing):
             return f"{existing} is not a folder"
@@ -74,7 +74,7 @@ def store_fact(file: str, key: str, fact: Any) -> None:
     path = find_cache_folder() / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Two processes can lose one of their measurements here; it is then measured again.
+        # Of two concurrent writes one can be lost; the value is then measured again.
         atomic_write(path, json.dumps({**_read(path), key: fact}, indent=1) + "\n")
     except OSError:
         return

@@ -13,7 +13,7 @@ if sys.platform != "win32":
 
 __all__ = ["LOCKS_ARE_SUPPORTED", "lock_file", "try_lock_file"]
 
-# Whether locks work. If not, every attempt to lock a file succeeds.
+# Windows has no fcntl. There, every attempt to lock a file succeeds.
 LOCKS_ARE_SUPPORTED = sys.platform != "win32"
 
 

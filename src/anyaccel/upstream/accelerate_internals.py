@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["HOOK_ATTRIBUTES", "find_hook", "has_hook"]
 
-# The attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
+# Attributes that `add_hook_to_module` sets on a module in addition to `forward` (hooks.py).
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward")
 
 
@@ -18,5 +18,5 @@ def find_hook(module: Any) -> Any:
 
 def has_hook(attributes: Mapping[str, Any]) -> bool:
     """Return whether a module with this `__dict__` has a hook (hooks.py)."""
-    # Not `hasattr`: `nn.Module.__getattr__` makes it slow for missing attributes, and this runs for every layer.
+    # Not `hasattr`, which is slow for missing attributes (`nn.Module.__getattr__`): this runs for every layer.
     return "_hf_hook" in attributes

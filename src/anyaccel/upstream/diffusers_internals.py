@@ -45,17 +45,17 @@ __all__ = [
     "use_progress_bars",
 ]
 
-# The attribute of a module with its `HookRegistry` (hooks/hooks.py).
+# Attribute of a module that contains its `HookRegistry` (hooks/hooks.py).
 HOOK_ATTRIBUTE = "_diffusers_hook"
-# The name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).
+# Name of the group-offloading hook; its group has `offload_()` (hooks/group_offloading.py).
 GROUP_OFFLOADING = "group_offloading"
-# The hooks that record the order of layers in the first forward, for prefetching (hooks/group_offloading.py).
+# Hooks that record the order of layers in the first forward, for prefetching (hooks/group_offloading.py).
 PREFETCH_HOOKS = ("layer_execution_tracker", "lazy_prefetch_group_offloading")
-# The start of the warning about layers that the first forward did not run; these are loaded on demand.
+# Start of the warning about layers that the first forward did not run; they are loaded on demand.
 SKIPPED_LAYERS = "It seems like some layers were not executed"
-# The attribute of a pipeline with its offloading hooks (pipelines/pipeline_utils.py).
+# Attribute of a pipeline that contains its offloading hooks (pipelines/pipeline_utils.py).
 PIPELINE_HOOKS = "_all_hooks"
-# The start of the progress-bar description of `from_pretrained` (pipelines/pipeline_utils.py).
+# Start of the progress-bar description of `from_pretrained` (pipelines/pipeline_utils.py).
 COMPONENTS_BAR = "Loading pipeline components"
 # Part of the assertion message of `EquipartitionSharder.shard` (hooks/context_parallel.py).
 _NOT_DIVISIBLE = "must be divisible by mesh size"
@@ -70,7 +70,7 @@ def has_hook(attributes: Mapping[str, Any]) -> bool:
 
 def is_argument_error(error: BaseException) -> bool:
     """Return whether a pipeline's own `check_inputs` raised the error (every pipelines/*/pipeline_*.py)."""
-    # The exception is a plain ValueError, so the only evidence is the function that raised it.
+    # Pipelines raise a plain ValueError or TypeError, so only the name of the raising function identifies it.
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
@@ -78,14 +78,14 @@ def is_argument_error(error: BaseException) -> bool:
 
 
 def find_denoising_step(frame: FrameType) -> int | None:
-    """Return the denoising step that a frame of `__call__` is in; None outside of the denoising loop.
+    """Return the current denoising step of a `__call__` frame; None outside of the denoising loop.
 
     Every pipeline has a loop `for i, t in enumerate(timesteps)` (pipelines/*/pipeline_*.py). In loops over `t` without
     an index `i` the step is 0.
     """
     if frame.f_locals.get("self") is None or "t" not in frame.f_locals:
         return None
-    # `i` and `t` keep their values after the loop, so the line number decides.
+    # `i` and `t` are still set after the loop, so compare line numbers.
     if not any(first <= frame.f_lineno <= last for first, last in _find_loops(frame.f_code)):
         return None
     step = frame.f_locals.get("i")
@@ -137,11 +137,11 @@ def make_tensor_parallel_config(ranks: int, mesh: Any) -> Any:
 
 @contextmanager
 def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
-    """Make `enable_parallelism` use a given mesh and device during the block (models/modeling_utils.py)."""
+    """Make `enable_parallelism` use this mesh and device during the block (models/modeling_utils.py)."""
     import torch
 
     # `_resolve_parallel_config` derives both from torch's accelerator and divides by its device count, which is zero on
-    # a machine without accelerator.
+    # a machine without an accelerator.
     parallel = importlib.import_module("diffusers.models._modeling_parallel")
 
     def resolve(config: Any) -> Any:
@@ -151,7 +151,7 @@ def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
         model._parallel_config = resolved
         return resolved
 
-    # On the instance: other models of the class keep their method.
+    # Set on the instance, so other models of the class are not affected.
     vars(model)["_resolve_parallel_config"] = resolve
     try:
         yield
@@ -160,7 +160,7 @@ def use_mesh(model: Any, mesh: Any, device: Any) -> Iterator[None]:
 
 
 def is_uneven_share(error: AssertionError) -> bool:
-    """Return whether the error says that a sequence is not divisible by the mesh size (hooks/context_parallel.py)."""
+    """Return whether the cause is a sequence length not divisible by the mesh size (hooks/context_parallel.py)."""
     return _NOT_DIVISIBLE in str(error)
 
 
@@ -190,7 +190,8 @@ def read_never_offloaded(pipe: Any) -> tuple[str, ...]:
 
 
 def supports_group_offloading(model: Any) -> bool:
-    """Return whether a model supports group offloading; models of other libraries do (models/modeling_utils.py)."""
+    """Return whether a model supports group offloading (models/modeling_utils.py)."""
+    # Models of other libraries have no such attribute; group offloading works for any nn.Module.
     return bool(getattr(model, "_supports_group_offloading", True))
 
 

@@ -95,14 +95,14 @@ __all__ = [
     "unwrap_compiled",
 ]
 
-# Classes and functions without a public name, re-exported from here:
+# Re-exported classes and functions without a public name:
 #   FakeTensor (_subclasses/fake_tensor.py): the tensors that Dynamo and torch.export trace with;
-#   TorchDispatchMode (utils/_python_dispatch.py): documented under this private path;
+#   TorchDispatchMode (utils/_python_dispatch.py): documented, but only under this private path;
 #   tree_* (utils/_pytree.py): nested arguments; torch.utils.pytree does not exist in torch 2.6;
 #   read_function_modes, pop_function_mode, push_function_mode (overrides.py): this thread's stack of function modes;
 #   DeviceContext (utils/_device.py): the mode behind `with torch.device(…)` and `set_default_device`.
 
-# The attributes of a module with its forward hooks (nn/modules/module.py).
+# Attributes of a module that contain its forward hooks (nn/modules/module.py).
 MODULE_HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -110,18 +110,18 @@ MODULE_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-# The tables with the hooks themselves; the other tables contain flags per hook.
+# Tables with the hooks themselves; the other tables contain one flag per hook.
 FORWARD_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-# The attributes of a module with its own weights (nn/modules/module.py).
+# Attributes of a module that contain its own weights (nn/modules/module.py).
 WEIGHT_TABLES = ("_parameters", "_buffers")
-# The method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py).
+# Method in which a convolution calls `torch.nn.functional` (nn/modules/conv.py).
 CONVOLUTION_FORWARD = "_conv_forward"
 _COMPUTING_HOOKS = ("WeightNorm", "SpectralNorm")
-# The symbol of `c10::impl::device_guard_impl_registry`.
+# Mangled symbol of `c10::impl::device_guard_impl_registry`.
 _GUARD_TABLE = "_ZN3c104impl26device_guard_impl_registryE"
-# The logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py).
+# Logger for graph breaks, which Dynamo reports nowhere else (_dynamo/symbolic_convert.py).
 GRAPH_BREAK_LOGGER = "torch._dynamo.symbolic_convert.__graph_breaks"
-# The logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).
+# Logger for artifacts that `torch.compiler.load_cache_artifacts` cannot read (compiler/_cache.py).
 CACHE_LOGGER = "torch.compiler._cache"
 _BREAK = re.compile(r"Graph break in user code at (?P<file>[^\n]+):(?P<line>\d+)")
 _REASON = re.compile(r"(?:Reason|Graph Break Reason): (?P<reason>[^\n]+)")
@@ -153,7 +153,7 @@ def is_compiler_error(error: BaseException) -> bool:
 
 def read_compile_times_s() -> dict[str, list[float]]:
     """Return the seconds per compiler phase in this process (_dynamo/utils.py)."""
-    # Through sys.modules: importing Dynamo only to find that nothing was compiled would take seconds.
+    # Not imported: importing Dynamo takes seconds, and if nothing has imported it yet, nothing was compiled.
     return dict(getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {}))
 
 
@@ -167,13 +167,14 @@ def int_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(left, right)
 
 
-# The function that a function mode receives for `torch.nn.utils.rnn.pad_sequence`.
+# Function that a function mode receives for `torch.nn.utils.rnn.pad_sequence`.
 pad_sequence: Callable[..., torch.Tensor] = torch._C._nn.pad_sequence
 
 
 def allow_half_precision_attention() -> None:
     """Allow the math attention kernel to accumulate in half precision."""
-    # The public function is in one vendor's part of `torch.backends`, and not in every supported torch.
+    # The public function is in the CUDA part of `torch.backends`, although it applies to every device. Some supported
+    # versions of torch do not have it.
     if hasattr(torch._C, "_set_math_sdp_allow_fp16_bf16_reduction"):
         torch._C._set_math_sdp_allow_fp16_bf16_reduction(True)
 
@@ -186,7 +187,7 @@ def find_property(name: str) -> Any:
 
 def find_default_device() -> torch.device | None:
     """Return the device of `with torch.device(…)` or `set_default_device`, or None (__init__.py)."""
-    # `torch.get_default_device()` creates a tensor, which would run our own modes and patches.
+    # Not `torch.get_default_device()`: it creates a tensor, which would run our own modes and patches.
     for mode in reversed(read_function_modes()):
         if isinstance(mode, DeviceContext):
             return mode.device
@@ -195,7 +196,7 @@ def find_default_device() -> torch.device | None:
 
 
 def refresh_factories() -> None:
-    """Rebuild torch's cached set of functions that take a device (utils/_device.py)."""
+    """Rebuild torch's cached set of functions with a `device` argument (utils/_device.py)."""
     # transformers replaces `torch.linspace` while it loads a model, and the set may contain that replacement.
     _device_constructors.cache_clear()
     _device_constructors()
@@ -254,7 +255,7 @@ def can_decompose(func: Any) -> bool:
     return bool(func._can_decompose())
 
 
-# Creates a tensor subclass with shape and device but without storage (csrc/autograd/python_variable.cpp).
+# Creates a tensor subclass that has a shape and a device but no storage (csrc/autograd/python_variable.cpp).
 make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
@@ -265,9 +266,9 @@ def read_timeout(options: Any) -> Any:
 
 # For the emulator: device names, dispatch keys and pickling.
 
-# The original `torch.Generator`, also while the emulator replaces that name (csrc/Generator.cpp).
+# The original `torch.Generator`, even while the emulator replaces that name (csrc/Generator.cpp).
 PlainGenerator = torch._C.Generator
-# The `__torch_function__` of a subclass that implements `__torch_dispatch__` only (documented under this name).
+# `__torch_function__` for a subclass that only implements `__torch_dispatch__` (documented under this name).
 disable_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
@@ -321,7 +322,7 @@ def restore_compiled_call(layer: Any, compiled: Any) -> None:
 
 
 def pause_gc_after_compile() -> AbstractContextManager[Any]:
-    """Stop Dynamo from collecting garbage after each graph during the block (_dynamo/config.py, since torch 2.8)."""
+    """Disable Dynamo's garbage collection after each graph during the block (_dynamo/config.py, since torch 2.8)."""
     config: Any = importlib.import_module("torch._dynamo.config")
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
 
@@ -334,8 +335,8 @@ def find_compiler(name: str) -> Callable[..., Any]:
 
 def set_ptxas_path() -> None:
     """Set the path of `ptxas` as Inductor's compile workers do (_inductor/runtime/compile_tasks.py)."""
-    # The version of ptxas is part of every Triton kernel's cache key. Workers set the path before they read it, this
-    # process sets it later: without this call the kernels compiled by workers would miss the cache (torch 2.13).
+    # The version of ptxas is part of the cache key of every Triton kernel. Workers set the path before they compute a
+    # key, this process only later. Without this call it would not find the kernels of the workers (torch 2.13).
     tasks = importlib.import_module("torch._inductor.runtime.compile_tasks")
     set_path = getattr(tasks, "_set_triton_ptxas_path", None)
     if set_path is not None:
@@ -410,7 +411,7 @@ def make_guard(device_type: Any) -> Any:
 
 
 def find_guard_table(length: int) -> Any:
-    """Return libc10's table of device guards, which C++ looks up for every device type (c10/core/impl)."""
+    """Return libc10's table of device guards, which C++ indexes by device type (c10/core/impl)."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:
         return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(library)), _GUARD_TABLE)
@@ -424,7 +425,7 @@ def find_guard_table(length: int) -> Any:
 def is_decomposed(func: Any) -> bool:
     """Return whether torch decomposes an operation before it reaches a device."""
     name = func.name()
-    # TorchScript has overloads that the dispatcher does not know; asking for their kernels raises.
+    # TorchScript has overloads that the dispatcher does not know, and looking up their kernels raises.
     return name in _list_operations() and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 __all__ = ["OUTPUT_HOOKS_ATTRIBUTE", "is_transformers_model", "read_float32_modules"]
 
-# Set on a model that has registered its output hooks (utils/output_capturing.py). A copy without the hooks must not
-# have this attribute, or transformers does not register them again.
+# Attribute of a model that has registered its output hooks (utils/output_capturing.py). Remove it from a copy without
+# the hooks, otherwise transformers does not register them again.
 OUTPUT_HOOKS_ATTRIBUTE = "_output_capturing_hooks_installed"
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from anyaccel.cli.main import app
+from anyaccel.cluster.batch.runner import BatchSummary
+from anyaccel.cluster.batch.start import BatchJob
+from anyaccel.progress import ProgressListener
 from tests.cluster.batch.batch_kills import (
     ENVIRONMENT,
     TwoNodes,
@@ -185,6 +191,30 @@ def check_rejected(run: RunCli, folder: Path, content: str, options: list[str], 
     assert not list(out.glob("images/*"))
 
 
+@pytest.mark.parametrize("flag", ["--rows-per-call", "--rows-a-call"])
+def test_rows_per_call_is_an_option_of_the_workers(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 0.1 called the option --rows-a-call."""
+    jobs: list[BatchJob] = []
+
+    def record(job: BatchJob, listener: ProgressListener) -> BatchSummary:
+        jobs.append(job)
+        return BatchSummary(rows=1, done=1, failed=0, made=1, seconds=0.0)
+
+    monkeypatch.setattr("anyaccel.cluster.batch.start.run_batch", record)
+    result = CliRunner().invoke(app, ["batch", "rows.jsonl", "--out", "out", flag, "3"])
+    assert result.exit_code == 0, result.output
+    assert [job.settings.rows_per_call for job in jobs] == [3]
+
+
+def test_help_shows_only_the_new_name_of_rows_per_call() -> None:
+    command: Any = get_command(app)
+    options = {option for parameter in command.commands["batch"].params for option in parameter.opts}
+    assert {"--rows-per-call", "--rows-a-call"} <= options
+    text = CliRunner().invoke(app, ["batch", "--help"], env={"COLUMNS": "200"}).output
+    assert "--rows-per-call" in text
+    assert "--rows-a-call" not in text
+
+
 @pytest.mark.long
 def test_batch_on_ray(tmp_path: Path, model: str) -> None:
     """Runs on a local cluster. Dying workers and nodes are covered by the slow test below."""
@@ -257,7 +287,7 @@ def test_ray_runs_ranks_and_a_failed_rank_ends_all(tmp_path: Path, nodes: TwoNod
     failed = run("2", str(program), "fail")
     assert failed.returncode == 1
     assert "rank 1 ended with status 3" in failed.stderr
-    assert "the cluster has room for 2" in run("3", str(program)).stderr
+    assert "the cluster has 2 slots" in run("3", str(program)).stderr
 
 
 @pytest.mark.slow

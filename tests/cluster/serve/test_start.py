@@ -201,8 +201,8 @@ def test_a_real_cluster_separates_shapes_and_checks_device_groups() -> None:
         ["virtual:hpu,count=8", 4, False, 4],
     ]
     for options, message in {
-        "cpu 3": "3 workers on cpu requested, but the cluster has room for 2",
-        "virtual:hpu 9": "room for 8",
+        "cpu 3": "3 workers on cpu requested, but the cluster has 2 slots",
+        "virtual:hpu 9": "the cluster has 8 slots",
         "npu None": "Ray counts them as NPU",
         "mlu 1": "Ray counts them as mlu",
         "hpu:3 None": "Ray chooses the devices",
@@ -286,8 +286,8 @@ def run_serve(*options: str) -> Any:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--replicas", "2"), 2, "served on Ray"),
-        (("--device", "cpu", "--device", "virtual:hpu"), 2, "served on Ray"),
+        (("--replicas", "2"), 2, "require Ray"),
+        (("--device", "cpu", "--device", "virtual:hpu"), 2, "require Ray"),
         (("--ray", "here"), 2, "not a valid address"),
         (("--ray", "ray://127.0.0.1:10001"), 2, "Ray Client"),
         (("--ray", "127.0.0.1:9"), 3, "no Ray cluster answers at 127.0.0.1:9"),

@@ -390,7 +390,7 @@ def test_seed_together_with_generator_raises() -> None:
     pipe = anyaccel.place(make_pipe(TEXT_TO_IMAGE), "cpu", dtype=torch.float32)
     with pytest.raises(UsageError, match="both given"):
         generate(TEXT_TO_IMAGE, pipe, seed=1, generator=cpu_generator(1))
-    with pytest.raises(UsageError, match="2 seeds were given for 3 images"):
+    with pytest.raises(UsageError, match="got 2 seeds for 3 images"):
         generate(TEXT_TO_IMAGE, pipe, 3, seed=[1, 2])
     result = pipe(**prepare(TEXT_TO_IMAGE, pipe, 2, seed=6))
     assert result.seeds == (6, 7)

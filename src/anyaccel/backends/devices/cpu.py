@@ -193,7 +193,7 @@ class CpuDriver(Driver):
 
     def _not_measurable(self) -> NotMeasurableError:
         return NotMeasurableError(
-            f"a process cannot reset its peak memory on this system ({platform.system()})",
+            f"the peak memory of a process is not available on this system ({platform.system()})",
             hint='anyaccel.memory("cpu") returns the current usage',
         )
 

@@ -118,7 +118,7 @@ SHEET = Sheet(
         float8_e5m2=_FP8_ON_FIRST,
     ),
     default_dtypes=DtypeOrder(
-        says="Every generation supports bfloat16; float16 differed by 10 % from the CPU in accelerate's own test.",
+        says="Every generation supports bfloat16; float16 differed by 10% from the CPU in accelerate's own test.",
         source=ACCELERATE_SOURCE + "test_utils/scripts/test_script.py",
         evidence="hardware",
         order=("bfloat16", "float32"),

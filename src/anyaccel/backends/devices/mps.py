@@ -160,7 +160,7 @@ SHEET = Sheet(
     ),
     memory=MemoryTerms(
         says="macOS recommends two thirds of the memory up to 32 GB (10.67 of 16, 21.33 of 32) and three quarters "
-        "above (72 of 96, https://github.com/ggml-org/llama.cpp/issues/3213); macOS 26 recommends 74 to 84 %.",
+        "above (72 of 96, https://github.com/ggml-org/llama.cpp/issues/3213); macOS 26 recommends 74% to 84%.",
         source="https://github.com/abetlen/llama-cpp-python/issues/687",
         evidence="hardware",
         shares=((32 * GIB, 2 / 3), (None, 3 / 4)),
@@ -380,7 +380,7 @@ SHEET = Sheet(
             memory_bytes=None,
             per_server=1,
             software="torch on macOS",
-            says="CPU and GPU share one memory; macOS recommends 75 to 78 % of it for the GPU (37.4 of 48 GB on one "
+            says="CPU and GPU share one memory; macOS recommends 75% to 78% of it for the GPU (37.4 of 48 GB on one "
             "M5 Pro) and reports the exact figure.",
             source=_WATERMARKS,
             evidence="hardware",

@@ -89,7 +89,7 @@ SHEET = Sheet(
             hint="run in bfloat16",
             only_on=("trn2", "trn1", "inf2"),
         ),
-        float8_e5m2=Unknown(says="A figure for compiled e5m2 products was found, but no source to cite."),
+        float8_e5m2=Unknown(says="No citable source on e5m2 was found."),
     ),
     default_dtypes=DtypeOrder(
         says="The pull request validated pipelines in bfloat16.",

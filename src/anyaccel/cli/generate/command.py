@@ -1,4 +1,4 @@
-"""`anyaccel generate PROMPT…`: images from prompts, with the generation metadata in each file."""
+"""`anyaccel generate PROMPT…`: images from prompts, with generation metadata in each file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from anyaccel.cli.terminal_image import PROTOCOLS
 
 __all__ = ["run_generate"]
 
+# Each argument is a prompt, so unquoted words give one image each; GenerateRun then prints a note.
 Prompts = Annotated[
     list[str] | None,
-    typer.Argument(metavar="PROMPT", help="Description of an image; give several for several images."),
+    typer.Argument(metavar="PROMPT", help="Text that describes the image; give several for several images."),
 ]
-# None for options that have no default here: with --from, the metadata of the image supplies them.
+# These options default to None, unlike in other commands: with --from, None means the value from the metadata of the
+# image.
 OptionalDevice = Annotated[
     Text, typer.Option("--device", "-d", help="Device to use: auto, cuda, hpu:3, virtual:neuron. Default: auto.")
 ]
@@ -28,7 +30,7 @@ OptionalSpeed = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", "-s", help="Seed of the first image of each prompt. Default: random.")
 ]
-Count = Annotated[int, typer.Option("-n", help="Number of images per prompt; each has the next higher seed.")]
+Count = Annotated[int, typer.Option("-n", help="Number of images per prompt, with consecutive seeds.")]
 Negative = Annotated[
     Text, typer.Option("--negative", help="Negative prompt: what to avoid in the images. Default: none.")
 ]
@@ -79,8 +81,9 @@ def run_generate(
 ) -> None:
     """Generate images from prompts.
 
-    Each image file stores the metadata that is needed to generate the image again with --from.
+    Each image file contains the metadata to regenerate the image with --from.
     """
+    # Ranges are checked by GenerateRun and not by typer, which prints errors without a hint.
     GenerateRun(
         Options(
             prompts=prompts or (),

@@ -25,12 +25,12 @@ STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the command; None for an option that was not given."""
+    """Options of the command; None if an option is not set."""
 
     prompts: Sequence[str] = ()
     prompts_file: str | None = None
     source: str | None = None
-    """The image of `--from`."""
+    """Image file of `--from`."""
     model: str | None = None
     device: str | None = None
     seed: int | None = None
@@ -50,7 +50,7 @@ class Options:
     show: str = "auto"
 
     def read_call(self) -> dict[str, Any]:
-        """Return the arguments for the pipeline call, without those that were not given."""
+        """Return the arguments for the pipeline call, without unset ones."""
         width, height = (None, None) if self.size is None else parse_image_size(self.size)
         call = {
             "num_inference_steps": self.steps,
@@ -63,7 +63,7 @@ class Options:
         return {name: value for name, value in call.items() if value is not None}
 
     def read_prompts(self) -> list[str]:
-        """Return the prompts of the command line, followed by those of the file."""
+        """Return the prompts from the command line, followed by those from the file."""
         return [*self.prompts, *(read_prompts_file(self.prompts_file) if self.prompts_file else ())]
 
     def check(self) -> None:
@@ -73,6 +73,7 @@ class Options:
                 "--from reuses the prompt of the image and cannot be combined with another prompt",
                 hint="omit --from or the prompt",
             )
+        # --explain requires no prompt: a plan does not depend on it.
         if not (self.source or self.prompts or self.prompts_file or self.explain):
             raise UsageError("no prompt was given", hint='anyaccel generate "a red apple"')
         if self.seed is not None:
@@ -83,7 +84,7 @@ class Options:
             check_steps(self.steps, hint="for example --steps 20")
         if self.guidance is not None and not math.isfinite(self.guidance):
             raise UsageError(f"the guidance scale must be finite, not {self.guidance}", hint="for example --guidance 5")
-        self.read_call()
+        self.read_call()  # raises if --size is not valid
         check_protocol(self.show)
         if self.output == STDOUT and self.as_json:
             raise UsageError("-o - and --json both write to stdout", hint="write the image to a file: -o image.png")
@@ -129,6 +130,6 @@ def read_prompts_file(name: str) -> list[str]:
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
         raise UsageError(
-            f"{name} contains no prompt", hint="write one prompt per line; lines that begin with # are skipped"
+            f"{name} contains no prompt", hint="write one prompt per line; lines that start with # are skipped"
         )
     return prompts

@@ -17,7 +17,7 @@ __all__ = ["GenerateTask", "make_tasks"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateTask:
-    """A generation request and the metadata that it reproduces."""
+    """A generation request, with the metadata of the original image if it regenerates one."""
 
     request: GenerationRequest
     original: ImageMetadata | None = None
@@ -25,7 +25,7 @@ class GenerateTask:
 
 
 def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[ImageMetadata]) -> list[GenerateTask]:
-    """Return the tasks of a run. Given options override the metadata of the original images."""
+    """Return the tasks of a run. Options override the metadata of the original images."""
     if originals:
         return [_regenerate(options, original) for original in originals]
     if not prompts and options.explain:
@@ -43,7 +43,7 @@ def make_tasks(options: Options, prompts: Sequence[str], originals: Sequence[Ima
 
 
 def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
-    """Return the task that regenerates an image, on the same kind of device if that is available."""
+    """Return the task that regenerates an image, on the same kind of device if it is available."""
     recorded = original.arguments()
     kind = recorded["device"]
     overrides: dict[str, Any] = {"device": options.device or (kind if _is_usable(kind) else "auto")}
@@ -51,6 +51,7 @@ def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
         # The recorded dtype can be very slow on another device, such as float16 on a CPU.
         overrides["dtype"] = None
     if options.model is not None:
+        # The recorded commit belongs to the recorded model.
         overrides |= {"model": options.model, "revision": None}
     optional = {"seed": options.seed, "dtype": options.dtype, "speed": options.speed}
     overrides |= {name: value for name, value in optional.items() if value is not None}
@@ -65,7 +66,7 @@ def _regenerate(options: Options, original: ImageMetadata) -> GenerateTask:
 
 
 def _is_usable(kind: str) -> bool:
-    """Whether this process can use such a device."""
+    """Whether this process can use a device of this kind."""
     try:
         spec = read_device(kind)
         device = find_device(spec)

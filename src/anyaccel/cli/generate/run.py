@@ -1,4 +1,4 @@
-"""One run of `anyaccel generate`: load the model, then generate and write one image after the other."""
+"""A run of `anyaccel generate`: loads the model, then generates and writes the images one by one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["GenerateRun"]
 
 
 class GenerateRun(ProgressListener):
-    """Executes the command. Imports torch late, to report wrong options immediately."""
+    """State of one run. Imports torch only after the options are checked, so usage errors appear immediately."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.display = Display()
         self.interruption = Interruption(on_wait=self.display.show_stopping, on_end=self.display.restore_cursor)
         self.destination: Destination | None = None
-        """Where the images are written; None for stdout."""
+        """Destination of the images; None for stdout."""
         self.total = 0
         """Number of images to generate."""
         self.finished: list[tuple[Path | None, GeneratedImage]] = []
@@ -48,15 +48,15 @@ class GenerateRun(ProgressListener):
         """Raised at the end of the run if another process wrote one of the requested files."""
 
     def run(self) -> None:
-        """Run the command and restore the terminal, whatever happens."""
+        """Run the command and restore the terminal in all cases."""
         try:
             with self.interruption.handling():
                 self._run()
         except BaseException as error:
             if not self.interruption.requested:
                 raise
-            # A library may turn the interruption into an error of its own, so any error counts as the interruption.
-            # An unrelated error at the same moment is printed as a note.
+            # Libraries may wrap KeyboardInterrupt in an error of their own, so any error after Ctrl-C counts as the
+            # interruption. It is printed as a note, because it could be unrelated.
             progress = f": {len(self.finished)} of {self.total} images were generated" if self.total > 1 else ""
             self.display.print_line(f"interrupted{progress}")
             if not isinstance(error, KeyboardInterrupt):
@@ -64,6 +64,7 @@ class GenerateRun(ProgressListener):
             raise typer.Exit(INTERRUPTED) from None
         finally:
             self.display.clear()
+            # Also after an error or Ctrl-C: the finished images exist.
             if self.options.as_json and self.finished:
                 _print_json([self._as_json(path, generated) for path, generated in self.finished])
         if self.name_conflict is not None:
@@ -134,7 +135,7 @@ class GenerateRun(ProgressListener):
     def _print_placement(self, loaded: LoadedModel) -> None:
         """Print model, device and dtype, followed by notes."""
         plan, dtype = loaded.pipe.plan, loaded.pipe.plan.dtype.value
-        virtual = " (virtual device; timings say nothing about hardware)" if plan.virtual else ""
+        virtual = " (virtual device; timings do not apply to hardware)" if plan.virtual else ""
         self.display.print_line(f"{loaded.model.name} on {plan.device} in {dtype}{virtual}")
         if plan.virtual and self.options.dtype is None and self.options.source is None:
             self.display.print_line(f"note: {dtype}: {plan.dtype.reason}; use --dtype to choose another dtype")
@@ -166,6 +167,7 @@ class GenerateRun(ProgressListener):
         with self.interruption.at_steps():
             generated = generate_image(loaded, prompt, seed, task.request.call, self)
         self.display.clear()
+        # Signals wait until the image is in `finished`, so the final count includes every written file.
         with self.interruption.after_file():
             path = self._write(generated, index)
             self.finished.append((path, generated))
@@ -192,7 +194,7 @@ class GenerateRun(ProgressListener):
         from anyaccel.generation.image_format import encode_image
 
         metadata = [generated.metadata for _, generated in self.finished]
-        # Several images of several prompts: one row per prompt.
+        # With several images per prompt, one row per prompt.
         several = len({item.prompt for item in metadata}) > 1 and self.options.count > 1
         columns = self.options.count if several else None
         sheet = make_contact_sheet([generated.image for _, generated in self.finished], columns)
@@ -206,7 +208,7 @@ class GenerateRun(ProgressListener):
             _print_result(f"{self.sheet_path}  {len(metadata)} images")
 
     def _save(self, destination: Destination, path: Path, content: bytes) -> Path:
-        """Write a file and return its path. If the file now exists, use a free name and report the conflict later."""
+        """Write a file and return its path. If it exists by now, use a free name and report the conflict at the end."""
         from anyaccel.generation.output_files import write_unique
 
         try:
@@ -221,13 +223,13 @@ class GenerateRun(ProgressListener):
 
     def _as_json(self, path: Path | None, generated: GeneratedImage) -> dict[str, Any]:
         record = asdict(generated.metadata)
-        del record["scheduler_config"]
+        del record["scheduler_config"]  # long, and the file contains it
         sheet = {"grid": str(self.sheet_path)} if self.sheet_path else {}
         return {"path": str(path), **record, "seconds": round(generated.seconds, 3), **sheet}
 
 
 def _print_result(line: str) -> None:
-    """Print a line to stdout; continue if its reader has exited."""
+    """Print a line to stdout; continue if the reading process has exited."""
     try:
         print(line, flush=True)
     except BrokenPipeError:

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 __all__ = ["find_notes"]
 
-# Slowdown of half precision relative to float32 that is worth a note.
+# Slowdown of half precision relative to float32 above which a note is printed.
 _SLOWDOWN_LIMIT = 4
-# Side in pixels of the images that the embedded model was trained on.
+# Side in pixels of the training images of the embedded model.
 _EMBEDDED_SIDE = 128
 _MAX_WORDS = 5
 
 
 def find_notes(loaded: LoadedModel, call: Mapping[str, Any], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield notes about slow dtypes, sizes and words that the user may not expect."""
+    """Yield notes about a slow dtype, an unsuitable image size and unknown words."""
     from anyaccel.backends.half_precision_probe import measure_half_precision
     from anyaccel.backends.torch_device import is_host
     from anyaccel.embedded.vocabulary import find_unknown_words

@@ -1,4 +1,4 @@
-"""Small networks beside Stable Diffusion: T2I-Adapter, IP-Adapter, ControlNet-XS."""
+"""Adapters for Stable Diffusion: T2I-Adapter, IP-Adapter, ControlNet-XS."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def add_ip_adapter(pipe: Any) -> None:
     widths = {
         name: processor_width(pipe.unet, name) for name in pipe.unet.attn_processors if name.endswith("attn2.processor")
     }
-    # Layers in an IP-Adapter file are numbered like the processors, and only every second one is a cross attention.
+    # Layers in an IP-Adapter file are numbered like the processors, and every second processor is cross attention.
     attention = {
-        f"{2 * place + 1}.to_{kind}_ip.weight": torch.zeros(width, pipe.unet.config.cross_attention_dim)
-        for place, width in enumerate(widths.values())
+        f"{2 * index + 1}.to_{kind}_ip.weight": torch.zeros(width, pipe.unet.config.cross_attention_dim)
+        for index, width in enumerate(widths.values())
         for kind in ("k", "v")
     }
     tokens = 4 * TEXT_WIDTH

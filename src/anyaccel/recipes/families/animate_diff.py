@@ -1,4 +1,4 @@
-"""AnimateDiff: Stable Diffusion with layers that look along time."""
+"""AnimateDiff: Stable Diffusion with temporal attention layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parts_xl() -> dict[str, Any]:
 
 
 def sparse_controlnet() -> Any:
-    """Return a ControlNet that gets condition images for some of the frames."""
+    """Return a ControlNet that receives condition images for some of the frames."""
     return diffusers.SparseControlNetModel(
         conditioning_channels=4,
         down_block_types=("DownBlockMotion", "CrossAttnDownBlockMotion"),

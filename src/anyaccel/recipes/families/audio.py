@@ -1,4 +1,4 @@
-"""Models of sound: Stable Audio, LongCat-AudioDiT."""
+"""Audio models: Stable Audio, LongCat-AudioDiT."""
 
 from __future__ import annotations
 

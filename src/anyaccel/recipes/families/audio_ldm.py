@@ -1,4 +1,4 @@
-"""Latent diffusion of sound: AudioLDM and AudioLDM 2."""
+"""Latent diffusion of audio: AudioLDM and AudioLDM 2."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def vocoder() -> Any:
 
 
 def denoiser() -> Any:
-    """Return the UNet of AudioLDM, which gets the text only as a class embedding."""
+    """Return the UNet of AudioLDM, which receives the text only as a class embedding."""
     return diffusers.UNet2DConditionModel(
         block_out_channels=(8, 16),
         layers_per_block=1,

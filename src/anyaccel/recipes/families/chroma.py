@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="chroma")
 
 def transformer() -> Any:
     """Return the transformer of Chroma."""
-    made = diffusers.ChromaTransformer2DModel(
+    model = diffusers.ChromaTransformer2DModel(
         in_channels=16,
         num_layers=1,
         num_single_layers=1,
@@ -34,8 +34,8 @@ def transformer() -> Any:
         approximator_layers=1,
     )
     # The inpainting pipeline reads this FLUX attribute; the Chroma transformer has no such argument.
-    made.register_to_config(guidance_embeds=False)
-    return made
+    model.register_to_config(guidance_embeds=False)
+    return model
 
 
 def parts() -> dict[str, Any]:

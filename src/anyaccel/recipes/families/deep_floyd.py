@@ -61,7 +61,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_second_stage() -> dict[str, Any]:
-    """Return the components of the second stage, whose UNet also gets the small image and its noise level."""
+    """Return the components of the second stage; the UNet also receives the small image and its noise level."""
     return parts(
         unet=denoiser(in_channels=6, class_embed_type="timestep"),
         image_noising_scheduler=diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),

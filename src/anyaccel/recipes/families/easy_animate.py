@@ -55,7 +55,8 @@ def parts(*, in_channels: int = 4) -> dict[str, Any]:
             mmdit_layers=1,
             time_embed_dim=2,
             text_embed_dim=TEXT_WIDTH,
-            resize_inpaint_mask_directly=False,  # with True, inpainting asks the autoencoder for a setting it lacks
+            # With True, inpainting reads a config field that the autoencoder does not have.
+            resize_inpaint_mask_directly=False,
         ),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
     }

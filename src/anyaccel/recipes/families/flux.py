@@ -17,7 +17,7 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "call", "flow_scheduler", "parts", "transformer_shape"]
 
 SIZE = 16
-# Numbers in a patch of a latent: four channels, two by two.
+# Values per packed latent patch: four channels, 2 x 2.
 PATCH = 16
 
 recipe = functools.partial(make_recipe, family="flux")
@@ -40,7 +40,7 @@ def transformer_shape(**more: Any) -> dict[str, Any]:
 
 
 def flow_scheduler() -> Any:
-    """Return the scheduler of FLUX, whose shift depends on the image size."""
+    """Return the scheduler of FLUX; the shift depends on the image size."""
     return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 

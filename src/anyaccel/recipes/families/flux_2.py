@@ -16,7 +16,7 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "autoencoder_flux_2"]
 
 SIZE = 16
-# The hidden states of the language model that are read; the real ones are at 9, 18 and 27.
+# Hidden states of the language model to read; the real model reads layers 9, 18 and 27.
 LAYERS = (0, 1, 2)
 
 recipe = functools.partial(make_recipe, family="flux-2")
@@ -62,7 +62,7 @@ def parts_of_klein(**more: Any) -> dict[str, Any]:
 
 
 def shorten_text(pipe: Any) -> None:
-    """Replace the system message by a short one: each letter is a token in these tiny tokenizers."""
+    """Replace the system message with a short one: each letter is a token in these tiny tokenizers."""
     pipe.system_message = "Describe."
 
 
@@ -73,7 +73,7 @@ def call(**more: Any) -> dict[str, Any]:
 
 def call_without_guidance() -> dict[str, Any]:
     """Return call arguments for the distilled model, which has no guidance."""
-    arguments = call(image=make_image(64))  # it takes none that is smaller
+    arguments = call(image=make_image(64))  # the smallest size that it accepts
     del arguments["guidance_scale"]
     return arguments
 

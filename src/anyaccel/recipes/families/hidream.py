@@ -48,7 +48,7 @@ def parts() -> dict[str, Any]:
     }
 
 
-def paint_small(pipe: Any) -> None:
+def allow_small_sizes(pipe: Any) -> None:
     """Allow small images: the pipeline scales sizes up to the area it was trained for."""
     pipe.default_sample_size = SIZE // 2
 
@@ -59,7 +59,7 @@ RECIPES = (
         pipeline="HiDreamImagePipeline",
         family="hidream",
         parts=parts,
-        finish=paint_small,
+        finish=allow_small_sizes,
         call=lambda: prompted(height=SIZE, width=SIZE, max_sequence_length=32),
     ),
 )

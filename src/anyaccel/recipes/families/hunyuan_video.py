@@ -83,7 +83,7 @@ def parts_of_framepack() -> dict[str, Any]:
 
 
 def parts_of_version_1_5(*, task_type: str = "t2v") -> dict[str, Any]:
-    """Return the components of HunyuanVideo 1.5, whose transformer also gets image latents and a mask."""
+    """Return the components of HunyuanVideo 1.5; the transformer also receives image latents and a mask."""
     return byt5() | {
         "text_encoder": qwen_2_5_vl_text(num_hidden_layers=3),
         "tokenizer": qwen_tokenizer(),

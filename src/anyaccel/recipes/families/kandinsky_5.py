@@ -47,7 +47,7 @@ def parts(*, vae: Any, visual_cond: bool) -> dict[str, Any]:
     }
 
 
-def paint_small(pipe: Any) -> None:
+def allow_small_sizes(pipe: Any) -> None:
     """Allow small images: the pipeline accepts only some large sizes."""
     pipe.resolutions = [(SIZE, SIZE)]
 
@@ -62,7 +62,7 @@ RECIPES = (
     ),
     recipe(
         name="kandinsky-5-image",
-        finish=paint_small,
+        finish=allow_small_sizes,
         pipeline="Kandinsky5T2IPipeline",
         parts=lambda: parts(vae=autoencoder_kl(), visual_cond=False),
         call=lambda: prompted(negative_prompt="blue", height=SIZE, width=SIZE),

@@ -18,7 +18,7 @@ recipe = functools.partial(make_recipe, family="latent-consistency")
 
 
 def parts() -> dict[str, Any]:
-    """Return the components of Stable Diffusion with a UNet that gets the guidance scale as an embedding."""
+    """Return the components of Stable Diffusion with a UNet that receives the guidance scale as an embedding."""
     return stable_diffusion.parts(
         unet=stable_diffusion.denoiser(time_cond_proj_dim=8),
         scheduler=diffusers.LCMScheduler(

@@ -146,6 +146,6 @@ RECIPES = (
         name="ltx-2-image-to-video",
         pipeline="LTX2ImageToVideoPipeline",
         parts=parts,
-        call=lambda: call(image=make_image(SIZE), image_crf=0),  # a video codec would squeeze the picture otherwise
+        call=lambda: call(image=make_image(SIZE), image_crf=0),  # crf 0 skips the compression by a video codec
     ),
 )

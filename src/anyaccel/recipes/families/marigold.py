@@ -21,7 +21,7 @@ recipe = functools.partial(make_recipe, family="marigold")
 
 
 def parts(*, maps: int = 1, **more: Any) -> dict[str, Any]:
-    """Return the components of Marigold; the UNet gets the latents of the image and of the maps."""
+    """Return the components of Marigold; the UNet receives the latents of the image and of the maps."""
     return {
         "unet": denoiser(in_channels=4 + 4 * maps, out_channels=4 * maps, use_linear_projection=True),
         "vae": autoencoder_kl(),

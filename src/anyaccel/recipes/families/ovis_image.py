@@ -46,7 +46,7 @@ RECIPES = (
         pipeline="OvisImagePipeline",
         family="ovis-image",
         parts=parts,
-        # The system message takes 130 letters before the prompt.
+        # The system message takes 130 tokens before the prompt.
         call=lambda: prompted(height=SIZE, width=SIZE, max_sequence_length=256),
     ),
 )

@@ -20,7 +20,7 @@ recipe = functools.partial(make_recipe, family="pixart")
 
 
 def parts(*, sample_size: int = SIZE // 2) -> dict[str, Any]:
-    """Return the components of PixArt; the 1024-pixel alpha model (latents of 128) also gets the image size."""
+    """Return the components of PixArt; the 1024-pixel alpha model (latents of 128) also receives the image size."""
     return {
         "tokenizer": t5_tokenizer(),
         "text_encoder": t5_encoder(),

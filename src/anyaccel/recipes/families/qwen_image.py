@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="qwen-image")
 
 
 def autoencoder_qwen() -> Any:
-    """Return the autoencoder of Qwen-Image, a video autoencoder that gets single frames."""
+    """Return the autoencoder of Qwen-Image, a video autoencoder that receives single frames."""
     return diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=CHANNELS,

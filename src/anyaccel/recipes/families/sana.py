@@ -66,7 +66,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 
 def parts_of_sprint() -> dict[str, Any]:
-    """Return the components of Sana Sprint, whose transformer gets the guidance scale as an embedding."""
+    """Return the components of Sana Sprint; the transformer receives the guidance scale as an embedding."""
     return parts(
         transformer=diffusers.SanaTransformer2DModel(
             **transformer_shape(guidance_embeds=True, qk_norm="rms_norm_across_heads")

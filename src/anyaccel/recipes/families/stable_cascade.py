@@ -14,7 +14,7 @@ from anyaccel.recipes.recipe import make_recipe
 
 __all__ = ["RECIPES"]
 
-# The pipelines divide it by 42.67 for the prior's latent, and by 4 for the decoder's.
+# The pipelines divide the size by 42.67 for the latents of the prior, and by 4 for those of the decoder.
 SIZE = 128
 EMBEDDING = (1, 4, 3, 3)
 
@@ -22,12 +22,12 @@ recipe = functools.partial(make_recipe, family="stable-cascade")
 
 
 def home(name: str) -> Any:
-    """Return a module of Würstchen; diffusers exports its classes only there."""
+    """Return a module of Würstchen, because diffusers does not export its classes."""
     return importlib.import_module(f"diffusers.pipelines.deprecated.wuerstchen.{name}")
 
 
 def vqgan() -> Any:
-    """Return the quantising autoencoder that both use, scaled for the large latents that random weights give."""
+    """Return the quantizing autoencoder that both use, scaled for the large latents that random weights give."""
     return home("modeling_paella_vq_model").PaellaVQModel(
         levels=2, bottleneck_blocks=1, embed_dim=8, latent_channels=4, num_vq_embeddings=12, scale_factor=0.002
     )
@@ -39,7 +39,7 @@ def text() -> dict[str, Any]:
 
 
 def unet(**more: Any) -> Any:
-    """Return the network of either stage, two levels of 16."""
+    """Return the UNet of either stage, with two levels of width 16."""
     blocks = ("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock")
     return diffusers.StableCascadeUNet(
         **{

@@ -64,7 +64,7 @@ def parts_of_version_2() -> dict[str, Any]:
 
 
 def parts_for_inpainting() -> dict[str, Any]:
-    """Return the components of the inpainting model, whose UNet also gets the mask and the masked image."""
+    """Return the components of the inpainting model; the UNet also receives the mask and the masked image."""
     return parts(unet=denoiser(in_channels=9))
 
 

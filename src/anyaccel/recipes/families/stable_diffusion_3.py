@@ -15,7 +15,7 @@ from anyaccel.recipes.recipe import make_recipe
 __all__ = ["RECIPES", "parts"]
 
 SIZE = 16
-CHANNELS = 16  # inpainting refuses any other number
+CHANNELS = 16  # inpainting accepts no other number
 LETTERS = 32
 
 recipe = functools.partial(make_recipe, family="stable-diffusion-3")

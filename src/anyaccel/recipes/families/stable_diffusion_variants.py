@@ -26,7 +26,7 @@ def without(base: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def upscaler() -> dict[str, Any]:
-    """Return the components of the upscaler, whose UNet also gets the small image and its noise level."""
+    """Return the components of the upscaler; the UNet also receives the small image and its noise level."""
     base = parts(
         vae=autoencoder_kl(scaling_factor=0.08333),
         unet=denoiser(in_channels=7, num_class_embeds=1000),
@@ -38,12 +38,12 @@ def upscaler() -> dict[str, Any]:
 
 
 def latent_upscaler() -> dict[str, Any]:
-    """Return the components of the latent upscaler, whose UNet has its own type of attention."""
+    """Return the components of the latent upscaler; the UNet has its own type of attention."""
     unet = diffusers.UNet2DConditionModel(
         act_fn="gelu",
         attention_head_dim=4,
         norm_num_groups=None,
-        block_out_channels=(32, 32, 64, 64),  # the upper half must be as wide as the embedding of time
+        block_out_channels=(32, 32, 64, 64),  # the upper half must be as wide as the time embedding
         time_cond_proj_dim=160,
         conv_in_kernel=1,
         conv_out_kernel=1,
@@ -81,7 +81,7 @@ def depth_estimator() -> Any:
 
 
 def by_depth() -> dict[str, Any]:
-    """Return the components of depth to image, whose UNet also gets a depth map."""
+    """Return the components of depth to image; the UNet also receives a depth map."""
     size = {"height": 32, "width": 32}
     base = parts(
         unet=denoiser(in_channels=5),

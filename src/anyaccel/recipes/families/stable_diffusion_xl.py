@@ -22,7 +22,7 @@ recipe = functools.partial(make_recipe, family="stable-diffusion-xl")
 
 
 def denoiser(*, texts: int = 2, sizes: int = 6, **more: Any) -> Any:
-    """Return the UNet of SDXL, which also gets six size conditions, or five with the aesthetic score of the refiner."""
+    """Return the UNet of SDXL, with six size conditions; the refiner has five, including an aesthetic score."""
     return stable_diffusion.denoiser(
         **{
             "cross_attention_dim": texts * TEXT_WIDTH,
@@ -63,7 +63,7 @@ def parts_of_refiner() -> dict[str, Any]:
 
 
 def parts_for_instructions() -> dict[str, Any]:
-    """Return the components of InstructPix2Pix, whose UNet also gets the latents of the image."""
+    """Return the components of InstructPix2Pix; the UNet also receives the latents of the image."""
     return parts(unet=denoiser(in_channels=8), is_cosxl_edit=False)
 
 

@@ -29,17 +29,17 @@ recipe = functools.partial(make_recipe, family="text-to-video")
 
 
 def base(**more: Any) -> dict[str, Any]:
-    """Return the components of Stable Diffusion that these models keep."""
-    kept = stable_diffusion.parts(
+    """Return the components of Stable Diffusion that these models share."""
+    components = stable_diffusion.parts(
         scheduler=diffusers.DDIMScheduler(**stable_diffusion.scheduler(clip_sample=False)), **more
     )
-    return animate_diff.without(kept, "safety_checker", "requires_safety_checker")
+    return animate_diff.without(components, "safety_checker", "requires_safety_checker")
 
 
 def model_scope() -> dict[str, Any]:
     """Return the components of ModelScope's text to video."""
-    kept = base(unet=diffusers.UNet3DConditionModel(attention_head_dim=4, **SHAPE))
-    return animate_diff.without(kept, "feature_extractor")
+    components = base(unet=diffusers.UNet3DConditionModel(attention_head_dim=4, **SHAPE))
+    return animate_diff.without(components, "feature_extractor")
 
 
 def i2vgen() -> dict[str, Any]:
@@ -52,7 +52,7 @@ def i2vgen() -> dict[str, Any]:
 
 
 def pia() -> dict[str, Any]:
-    """Return the components of PIA, whose adapter also replaces the first convolution."""
+    """Return the components of PIA; its adapter also replaces the first convolution."""
     adapter = diffusers.MotionAdapter(
         block_out_channels=(8, 16),
         motion_layers_per_block=1,

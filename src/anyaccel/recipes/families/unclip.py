@@ -36,7 +36,7 @@ def normalizer() -> Any:
 
 
 def stable_unclip() -> dict[str, Any]:
-    """Return the common components of Stable unCLIP; the UNet gets the embedding and its noise level."""
+    """Return the common components of Stable unCLIP; the UNet receives the embedding and its noise level."""
     return {
         "image_normalizer": normalizer(),
         "image_noising_scheduler": diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2"),
@@ -109,7 +109,7 @@ def unclip() -> dict[str, Any]:
 
 
 def enlarger() -> Any:
-    """Return a super-resolution UNet, which gets the smaller image as additional channels."""
+    """Return a super-resolution UNet, which receives the smaller image as additional channels."""
     return diffusers.UNet2DModel(
         sample_size=SIZE,
         in_channels=6,

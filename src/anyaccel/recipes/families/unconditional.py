@@ -74,7 +74,7 @@ def latent_diffusion() -> dict[str, Any]:
 
 
 def super_resolution() -> dict[str, Any]:
-    """Return the components of latent diffusion super-resolution, whose UNet also gets the small image."""
+    """Return the components of latent diffusion super-resolution; the UNet also receives the small image."""
     return latent_diffusion() | {"unet": denoiser(in_channels=6, out_channels=3)}
 
 
@@ -111,7 +111,7 @@ RECIPES = (
         name="pndm",
         pipeline="PNDMPipeline",
         parts=lambda: {"unet": denoiser(), "scheduler": diffusers.PNDMScheduler(prediction_type="v_prediction")},
-        call=lambda: unprompted(num_inference_steps=5),  # its first four are Runge-Kutta
+        call=lambda: unprompted(num_inference_steps=5),  # the first four are Runge-Kutta steps
     ),
     recipe(
         name="score-sde-ve",

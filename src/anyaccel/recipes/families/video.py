@@ -71,7 +71,7 @@ def allegro() -> dict[str, Any]:
     }
 
 
-def tile_small(pipe: Any) -> None:
+def use_small_tiles(pipe: Any) -> None:
     """Set small tiles: Allegro can only decode in tiles, by default of 24 frames and 320 pixels."""
     pipe.vae.enable_tiling()
     pipe.vae.kernel = (8, SIZE, SIZE)
@@ -106,7 +106,7 @@ def latte() -> dict[str, Any]:
 
 
 def stable_video_diffusion() -> dict[str, Any]:
-    """Return the components of Stable Video Diffusion, whose norms all have 32 groups."""
+    """Return the components of Stable Video Diffusion; all norms have 32 groups."""
     return {
         "vae": diffusers.AutoencoderKLTemporalDecoder(
             block_out_channels=(32, 32), down_block_types=("DownEncoderBlock2D",) * 2
@@ -146,7 +146,7 @@ RECIPES = (
         name="allegro",
         pipeline="AllegroPipeline",
         parts=allegro,
-        finish=tile_small,
+        finish=use_small_tiles,
         call=lambda: prompted(height=SIZE, width=SIZE, num_frames=8, max_sequence_length=16, clean_caption=False),
     ),
     recipe(

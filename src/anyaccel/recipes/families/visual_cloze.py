@@ -32,7 +32,7 @@ def call() -> dict[str, Any]:
     )
 
 
-def silence(pipe: Any) -> None:
+def disable_progress_bars(pipe: Any) -> None:
     """Disable the progress bars of the nested pipelines."""
     for inner in (pipe.generation_pipe, pipe.upsampling_pipe):
         inner.set_progress_bar_config(disable=True)
@@ -44,7 +44,7 @@ RECIPES = (
         name="visual-cloze",
         pipeline="VisualClozePipeline",
         parts=parts,
-        finish=silence,
+        finish=disable_progress_bars,
         call=lambda: (
             call()
             | {

@@ -83,7 +83,7 @@ def parts_of_two_experts() -> dict[str, Any]:
 
 
 def parts_for_images() -> dict[str, Any]:
-    """Return the components of image to video, whose transformer also gets image latents and a frame mask."""
+    """Return the components of image to video; the transformer also receives image latents and a frame mask."""
     shape = transformer_shape(in_channels=2 * CHANNELS + TIME_SCALE, image_dim=IMAGE_WIDTH, added_kv_proj_dim=24)
     return parts(
         transformer=diffusers.WanTransformer3DModel(**shape),
@@ -93,7 +93,7 @@ def parts_for_images() -> dict[str, Any]:
 
 
 def parts_of_vace() -> dict[str, Any]:
-    """Return the components of VACE, whose side branch gets two videos and a mask."""
+    """Return the components of VACE; the side branch receives two videos and a mask."""
     shape = transformer_shape(vace_layers=[0, 1], vace_in_channels=2 * CHANNELS + 2**2)
     return parts(transformer=diffusers.WanVACETransformer3DModel(**shape))
 

@@ -24,9 +24,9 @@ def autoencoder_kl(*, latent_channels: int = 4, **more: Any) -> Any:
 
 
 def movq() -> Any:
-    """Return the quantizing autoencoder of Kandinsky, whose decoder norms are conditioned on the latents."""
+    """Return the VQ autoencoder of Kandinsky, with decoder norms that are conditioned on the latents."""
     return diffusers.VQModel(
-        block_out_channels=(32, 32),  # its norms have 32 groups, whatever is asked
+        block_out_channels=(32, 32),  # SpatialNorm always has 32 groups, whatever norm_num_groups is
         down_block_types=("DownEncoderBlock2D", "AttnDownEncoderBlock2D"),
         up_block_types=("AttnUpDecoderBlock2D", "UpDecoderBlock2D"),
         latent_channels=4,

@@ -11,16 +11,18 @@ __all__ = ["embedding", "generator", "make_image", "make_video", "mask", "prompt
 
 def generator() -> Any:
     """Return a CPU generator with a fixed seed."""
+    # On the CPU, because devices draw other values from the same seed.
     return torch.Generator("cpu").manual_seed(7)
 
 
 def unprompted(**more: Any) -> dict[str, Any]:
     """Return arguments for two seeded steps with NumPy output."""
+    # Two steps: multistep schedulers use the previous output only from the second one on.
     return {"num_inference_steps": 2, "generator": generator(), "output_type": "np"} | more
 
 
 def prompted(**more: Any) -> dict[str, Any]:
-    """Return the same arguments with a prompt and guidance."""
+    """Return arguments for two seeded steps with a prompt and guidance."""
     return unprompted(prompt="a red fox", guidance_scale=5.0) | more
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "siglip_vision",
 ]
 
+# Hidden size of the encoders, and side of their input in pixels: 2 x 2 patches of 16 pixels.
 IMAGE_WIDTH = 32
 IMAGE_SIZE = 32
 
@@ -25,6 +26,7 @@ def clip_vision_config(**more: Any) -> Any:
     return transformers.CLIPVisionConfig(
         **{
             "hidden_size": IMAGE_WIDTH,
+            # A prime, as in the tests of transformers: no tile size of a kernel divides it.
             "intermediate_size": 37,
             "projection_dim": IMAGE_WIDTH,
             "num_hidden_layers": 2,
@@ -48,6 +50,7 @@ def clip_vision_model(**more: Any) -> Any:
 
 def clip_image_processor(size: int = IMAGE_SIZE) -> Any:
     """Return the image processor of CLIP."""
+    # The default size is 224 pixels, which the tiny encoder does not accept.
     return transformers.CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 

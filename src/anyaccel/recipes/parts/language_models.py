@@ -10,11 +10,11 @@ from anyaccel.recipes.parts.text_encoders import TEXT_WIDTH
 from anyaccel.recipes.parts.tokenizers import GEMMA_VOCABULARY, GLM_VOCABULARY, LLAMA_VOCABULARY, QWEN_VOCABULARY
 
 __all__ = [
+    "decoder_arguments",
     "gemma",
     "gemma_2",
     "gemma_3",
     "glm",
-    "layers_of",
     "llama",
     "llama_with_head",
     "mistral_3",
@@ -30,11 +30,12 @@ __all__ = [
 ]
 
 
-def layers_of(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
-    """Return decoder arguments: two layers of width 32 with grouped-query attention."""
+def decoder_arguments(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
+    """Return config arguments for a decoder: two layers of width 32 with grouped-query attention."""
     return {
         "vocab_size": len(vocabulary),
         "hidden_size": TEXT_WIDTH,
+        # A prime, as in the tests of transformers: no tile size of a kernel divides it.
         "intermediate_size": 37,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -44,14 +45,15 @@ def layers_of(vocabulary: dict[str, int], **more: Any) -> dict[str, Any]:
     } | more
 
 
-def _qwen_marks() -> dict[str, int]:
+def _qwen_token_ids() -> dict[str, int]:
+    # Some defaults are ids of the real vocabulary, outside of the tiny one: SmolLM3 pads with 128004.
     end = QWEN_VOCABULARY["<|endoftext|>"]
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
 
 
 def qwen_3_config(**more: Any) -> Any:
     """Return the configuration of Qwen 3."""
-    return transformers.Qwen3Config(**layers_of(QWEN_VOCABULARY, **_qwen_marks()) | more)
+    return transformers.Qwen3Config(**decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | more)
 
 
 def qwen_3(**more: Any) -> Any:
@@ -64,26 +66,28 @@ def qwen_3_model(**more: Any) -> Any:
     return transformers.Qwen3Model(qwen_3_config(**more))
 
 
-def _qwen_2_5_layers(**more: Any) -> dict[str, Any]:
-    turns = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
-    return layers_of(QWEN_VOCABULARY, **_qwen_marks()) | {"rope_parameters": turns} | more
+def _qwen_2_5_decoder(**more: Any) -> dict[str, Any]:
+    # mrope_section splits the head_dim / 2 = 4 rotary frequencies into time, height and width.
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    return decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | {"rope_parameters": rope} | more
 
 
 def qwen_2_5_vl_text(**more: Any) -> Any:
     """Return only the text decoder of Qwen 2.5 VL."""
-    home = importlib.import_module("transformers.models.qwen2_5_vl")
-    return home.Qwen2_5_VLTextModel(home.Qwen2_5_VLTextConfig(**_qwen_2_5_layers(**more)))
+    module = importlib.import_module("transformers.models.qwen2_5_vl")
+    return module.Qwen2_5_VLTextModel(module.Qwen2_5_VLTextConfig(**_qwen_2_5_decoder(**more)))
 
 
 def qwen_2_5_vl(**more: Any) -> Any:
-    """Return Qwen 2.5 VL, whose vision tower uses patches of 14 pixels."""
-    text = _qwen_2_5_layers(**more)
+    """Return Qwen 2.5 VL with its vision tower, which uses patches of 14 pixels."""
+    text = _qwen_2_5_decoder(**more)
     vision = {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 37,
         "num_heads": 2,
         "out_hidden_size": TEXT_WIDTH,
+        # One layer with window attention, one with full attention.
         "fullatt_block_indexes": [1],
     }
     return transformers.Qwen2_5_VLForConditionalGeneration(
@@ -100,7 +104,7 @@ def qwen_2_5_vl(**more: Any) -> Any:
 
 def mistral_3() -> Any:
     """Return Mistral 3: a Mistral decoder with the vision tower of Pixtral."""
-    text = transformers.MistralConfig(**layers_of(QWEN_VOCABULARY, **_qwen_marks()))
+    text = transformers.MistralConfig(**decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()))
     vision = transformers.PixtralVisionConfig(
         hidden_size=32, intermediate_size=37, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
@@ -113,19 +117,19 @@ def mistral_3() -> Any:
 
 def gemma(**more: Any) -> Any:
     """Return the first Gemma, without its head."""
-    return transformers.GemmaModel(transformers.GemmaConfig(**layers_of(GEMMA_VOCABULARY) | more))
+    return transformers.GemmaModel(transformers.GemmaConfig(**decoder_arguments(GEMMA_VOCABULARY) | more))
 
 
 def gemma_2(**more: Any) -> Any:
     """Return Gemma 2, without its head."""
-    return transformers.Gemma2Model(transformers.Gemma2Config(**layers_of(GEMMA_VOCABULARY) | more))
+    return transformers.Gemma2Model(transformers.Gemma2Config(**decoder_arguments(GEMMA_VOCABULARY) | more))
 
 
 def glm(**more: Any) -> Any:
     """Return GLM, without its head."""
     return transformers.GlmModel(
         transformers.GlmConfig(
-            **layers_of(
+            **decoder_arguments(
                 GLM_VOCABULARY,
                 pad_token_id=GLM_VOCABULARY["<|endoftext|>"],
                 eos_token_id=GLM_VOCABULARY["<|endoftext|>"],
@@ -137,12 +141,16 @@ def glm(**more: Any) -> Any:
 
 def llama(**more: Any) -> Any:
     """Return Llama, without its head."""
-    return transformers.LlamaModel(transformers.LlamaConfig(**layers_of(LLAMA_VOCABULARY, pad_token_id=0) | more))
+    return transformers.LlamaModel(
+        transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
+    )
 
 
 def llama_with_head(**more: Any) -> Any:
     """Return Llama with its head."""
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**layers_of(LLAMA_VOCABULARY, pad_token_id=0) | more))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**decoder_arguments(LLAMA_VOCABULARY, pad_token_id=0) | more)
+    )
 
 
 def mistral_3_model() -> Any:
@@ -153,7 +161,7 @@ def mistral_3_model() -> Any:
 def smol_lm(**more: Any) -> Any:
     """Return SmolLM 3 with its head."""
     return transformers.SmolLM3ForCausalLM(
-        transformers.SmolLM3Config(**layers_of(QWEN_VOCABULARY, **_qwen_marks()) | more)
+        transformers.SmolLM3Config(**decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | more)
     )
 
 
@@ -161,21 +169,23 @@ def qwen_2_vl() -> Any:
     """Return Qwen 2 VL with its vision tower."""
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": TEXT_WIDTH, "num_heads": 2, "mlp_ratio": 2}
     return transformers.Qwen2VLForConditionalGeneration(
-        transformers.Qwen2VLConfig(text_config=_qwen_2_5_layers(), vision_config=vision)
+        transformers.Qwen2VLConfig(text_config=_qwen_2_5_decoder(), vision_config=vision)
     )
 
 
 def t5_gemma_encoder() -> Any:
     """Return the encoder of T5Gemma."""
-    home = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
-    half = transformers.models.t5gemma.T5GemmaModuleConfig(**layers_of(GEMMA_VOCABULARY))
-    both = transformers.models.t5gemma.T5GemmaConfig(encoder=half, decoder=half, vocab_size=len(GEMMA_VOCABULARY))
-    return home.T5GemmaEncoder(both.encoder)
+    # PRX requires this class, which transformers does not export. Its argument is the config of the encoder.
+    module = importlib.import_module("transformers.models.t5gemma.modeling_t5gemma")
+    stack = transformers.models.t5gemma.T5GemmaModuleConfig(**decoder_arguments(GEMMA_VOCABULARY))
+    config = transformers.models.t5gemma.T5GemmaConfig(encoder=stack, decoder=stack, vocab_size=len(GEMMA_VOCABULARY))
+    return module.T5GemmaEncoder(config.encoder)
 
 
 def qwen_3_vl_model() -> Any:
     """Return Qwen 3 VL without its head."""
-    turns = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    # mrope_section: see _qwen_2_5_decoder. Qwen 3 VL interleaves the three sections.
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -187,7 +197,7 @@ def qwen_3_vl_model() -> Any:
     }
     return transformers.Qwen3VLModel(
         transformers.Qwen3VLConfig(
-            text_config=layers_of(QWEN_VOCABULARY, **_qwen_marks()) | {"rope_parameters": turns},
+            text_config=decoder_arguments(QWEN_VOCABULARY, **_qwen_token_ids()) | {"rope_parameters": rope},
             vision_config=vision,
             image_token_id=QWEN_VOCABULARY["<|image_pad|>"],
             video_token_id=QWEN_VOCABULARY["<|video_pad|>"],
@@ -207,6 +217,9 @@ def gemma_3() -> Any:
         "image_size": 28,
         "patch_size": 14,
     }
+    # Four tokens per image: 2 x 2 patches of 14 pixels, without pooling.
     return transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(text_config=layers_of(GEMMA_VOCABULARY), vision_config=vision, mm_tokens_per_image=4)
+        transformers.Gemma3Config(
+            text_config=decoder_arguments(GEMMA_VOCABULARY), vision_config=vision, mm_tokens_per_image=4
+        )
     )

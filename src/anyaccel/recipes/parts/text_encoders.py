@@ -9,6 +9,7 @@ from anyaccel.recipes.parts.tokenizers import BERT_VOCABULARY, CLIP_VOCABULARY, 
 
 __all__ = ["TEXT_WIDTH", "bert", "clip_text", "clip_text_with_projection", "t5_encoder", "umt5_encoder"]
 
+# Hidden size of every text encoder and language model, so recipes can exchange them.
 TEXT_WIDTH = 32
 
 
@@ -18,6 +19,7 @@ def clip_config(**more: Any) -> Any:
         **{
             "vocab_size": len(CLIP_VOCABULARY),
             "hidden_size": TEXT_WIDTH,
+            # A prime, as in the tests of transformers: no tile size of a kernel divides it.
             "intermediate_size": 37,
             "projection_dim": TEXT_WIDTH,
             "num_hidden_layers": 2,
@@ -52,6 +54,7 @@ def t5_encoder(**more: Any) -> Any:
                 "d_ff": 37,
                 "num_layers": 2,
                 "num_heads": 4,
+                # T5 1.1; the default is the ReLU of the first T5.
                 "feed_forward_proj": "gated-gelu",
             }
             | more

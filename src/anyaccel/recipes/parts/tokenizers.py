@@ -1,4 +1,4 @@
-"""Tokenizers of the classes that the pipelines require, with character-level vocabularies."""
+"""Tokenizers with character-level vocabularies, of the classes that pipelines require."""
 
 from __future__ import annotations
 
@@ -30,35 +30,39 @@ __all__ = [
 ]
 
 
-def byte_letters() -> list[str]:
+def byte_characters() -> list[str]:
     """Return the 256 characters that represent bytes in a byte-level vocabulary, in byte order."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
-    return [letters[byte] for byte in range(256)]
+    # As in GPT-2: printable bytes stand for themselves, the others are mapped to characters from U+0100 on.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [characters[byte] for byte in range(256)]
 
 
-def number(tokens: list[str]) -> dict[str, int]:
+def make_vocabulary(tokens: list[str]) -> dict[str, int]:
     """Return a vocabulary that maps each token to its index."""
-    return {token: place for place, token in enumerate(tokens)}
+    return {token: index for index, token in enumerate(tokens)}
 
 
-# The end token has the largest id: older CLIP configurations find it with argmax.
-CLIP_VOCABULARY = number(
-    [*byte_letters(), *(letter + "</w>" for letter in byte_letters()), "<|startoftext|>", "<|endoftext|>"]
+# The end token must have the largest id: with an old config (eos_token_id 2), transformers finds it with argmax.
+CLIP_VOCABULARY = make_vocabulary(
+    [*byte_characters(), *(letter + "</w>" for letter in byte_characters()), "<|startoftext|>", "<|endoftext|>"]
 )
-T5_VOCABULARY = number(["<pad>", "</s>", "<unk>", "▁", *string.ascii_letters, *string.digits, *string.punctuation])
+T5_VOCABULARY = make_vocabulary(
+    ["<pad>", "</s>", "<unk>", "▁", *string.ascii_letters, *string.digits, *string.punctuation]
+)
 
-BERT_VOCABULARY = number(
+BERT_VOCABULARY = make_vocabulary(
     [
         *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
         *string.ascii_lowercase,
         *string.digits,
         *string.punctuation,
+        # In WordPiece, all letters of a word but the first have this prefix.
         *(f"##{letter}" for letter in string.ascii_lowercase + string.digits),
     ]
 )
-QWEN_MARKS = (
+QWEN_SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
     "<|vision_start|>",
@@ -66,8 +70,8 @@ QWEN_MARKS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-QWEN_VOCABULARY = number([*byte_letters(), "<|endoftext|>", *QWEN_MARKS])
-GEMMA_VOCABULARY = number(
+QWEN_VOCABULARY = make_vocabulary([*byte_characters(), "<|endoftext|>", *QWEN_SPECIAL_TOKENS])
+GEMMA_VOCABULARY = make_vocabulary(
     [
         "<pad>",
         "<eos>",
@@ -77,17 +81,19 @@ GEMMA_VOCABULARY = number(
         "▁",
         *string.printable[:94],
         "\n",
+        # Byte fallback for characters outside of the vocabulary.
         *(f"<0x{byte:02X}>" for byte in range(256)),
     ]
 )
-ROBERTA_VOCABULARY = number(["<s>", "<pad>", "</s>", "<unk>", *byte_letters(), "<mask>"])
-XLM_VOCABULARY = number(["<s>", "<pad>", "</s>", "<unk>", "▁", *string.printable[:94], "<mask>"])
-LLAMA_VOCABULARY = number(
+ROBERTA_VOCABULARY = make_vocabulary(["<s>", "<pad>", "</s>", "<unk>", *byte_characters(), "<mask>"])
+XLM_VOCABULARY = make_vocabulary(["<s>", "<pad>", "</s>", "<unk>", "▁", *string.printable[:94], "<mask>"])
+LLAMA_VOCABULARY = make_vocabulary(
     ["<unk>", "<s>", "</s>", "▁", *string.printable[:94], *(f"<0x{byte:02X}>" for byte in range(256))]
 )
-GLM_MARKS = ("[gMASK]", "<sop>")
-GLM_VOCABULARY = number([*byte_letters(), "<|endoftext|>", *GLM_MARKS])
+GLM_PREFIX_TOKENS = ("[gMASK]", "<sop>")
+GLM_VOCABULARY = make_vocabulary([*byte_characters(), "<|endoftext|>", *GLM_PREFIX_TOKENS])
 
+# The ChatML template of Qwen, without tools and the default system message: every character is a token here.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -111,6 +117,7 @@ def clip_tokenizer(*, pad_token: str = "<|endoftext|>", max_length: int = 77) ->
 
 def t5_tokenizer(*, max_length: int = 512) -> Any:
     """Return the tokenizer of T5: one token per letter, an end token, zero padding."""
+    # Unigram pieces with log probabilities. All letters have the same one, special tokens have 0.
     pieces = [(token, 0.0 if token.startswith("<") and len(token) > 1 else -2.0) for token in T5_VOCABULARY]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=max_length)
 
@@ -120,7 +127,7 @@ def qwen_tokenizer(*, max_length: int = 1024, **more: Any) -> Any:
     return transformers.Qwen2Tokenizer(
         vocab=QWEN_VOCABULARY,
         merges=[],
-        additional_special_tokens=list(QWEN_MARKS),
+        additional_special_tokens=list(QWEN_SPECIAL_TOKENS),
         chat_template=CHAT_TEMPLATE,
         model_max_length=max_length,
         **more,
@@ -141,12 +148,14 @@ def bert_tokenizer(*, max_length: int = 77) -> Any:
 
 def glm_tokenizer(*, max_length: int = 1024) -> Any:
     """Return the tokenizer of GLM: one token per byte, two prefix tokens, left padding."""
+    # Assembled here: transformers has no tokenizer class for GLM and loads its tokenizer.json with a generic one.
     library = importlib.import_module("tokenizers")
     backend = library.Tokenizer(library.models.BPE(vocab=GLM_VOCABULARY, merges=[]))
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = library.decoders.ByteLevel()
     backend.post_processor = library.processors.TemplateProcessing(
-        single=[*GLM_MARKS, "$A"], special_tokens=[(mark, GLM_VOCABULARY[mark]) for mark in GLM_MARKS]
+        single=[*GLM_PREFIX_TOKENS, "$A"],
+        special_tokens=[(token, GLM_VOCABULARY[token]) for token in GLM_PREFIX_TOKENS],
     )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -1,4 +1,4 @@
-"""Random weights that are independent of a library's initialization."""
+"""Random weights that do not depend on the initialization of a library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ SCALE_NAMES = {"weight", "weight_g", "gamma", "scale"}
 
 
 def draw_weights(module: Any, *, seed: int) -> None:
-    """Fill every parameter with random values; a zero-initialized adapter would hide its branch."""
+    """Fill every parameter with random values."""
+    # ControlNets and adapters start with zero weights: their branch would not affect the output.
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -21,7 +22,8 @@ def draw_weights(module: Any, *, seed: int) -> None:
 
 
 def _shape_noise(name: str, noise: Any) -> Any:
-    """Return noise around one for norm scales and around zero otherwise, small enough to keep activations near one."""
+    """Return weights around 1 for norm scales and around 0 otherwise."""
+    # Divided by the square root of the fan-in, which keeps the variance of activations near 1.
     is_vector = noise.ndim == 0 or noise.shape[0] == noise.numel()
     if is_vector and name in SCALE_NAMES:
         return 1 + 0.1 * noise

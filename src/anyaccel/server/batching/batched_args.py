@@ -1,4 +1,4 @@
-"""Join the arguments of several calls of a model into one batched call, and split its result again."""
+"""Join the arguments of several model calls into one batched call, and split its result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ __all__ = ["CallArgs", "join_args", "make_call_args", "results_match", "split_re
 
 # Largest relative difference of a batched result: kernels may sum in another order for another batch size.
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 3e-2
-# Results of `_are_equal`: for each tensor, the other tensor, the states of both and the answer.
+# Cached results of `_are_equal`: tensor -> other tensor -> (states of both, whether they are equal).
 _EQUAL_CACHE: Any = WeakIdKeyDictionary()
 _LOCK = threading.Lock()
 _LEAF_TYPES = (torch.Tensor, str, int, float, bool, type(None), torch.dtype, torch.device)
-
-
 # Structure of a call's arguments. Without nesting: the number of positional arguments and the keyword names.
 _Spec = TreeSpec | tuple[int, tuple[str, ...]]
 
@@ -38,7 +36,7 @@ class CallArgs:
     """Properties that two calls must share to be joined: dtypes, devices, shapes without the batch, plain values."""
 
     def can_join(self, other: CallArgs) -> bool:
-        """Return whether both calls can run as one: they differ only in rows and timesteps."""
+        """Return whether both calls can run as one, because they differ only in their rows and timesteps."""
         if self is other:
             return True
         if self.spec != other.spec or self.key != other.key:
@@ -104,9 +102,9 @@ def _make_leaf_key(leaf: Any, rows: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), leaf
     if leaf.dim() == 0:
-        return "scalar", leaf.dtype, leaf.device  # a timestep: its value may differ per row
-    by_rows = _has_rows(leaf, rows)
-    return "rows" if by_rows else "shared", leaf.shape[1:] if by_rows else leaf.shape, leaf.dtype, leaf.device
+        return "scalar", leaf.dtype, leaf.device  # a timestep, which may differ between calls
+    has_rows = _has_rows(leaf, rows)
+    return "rows" if has_rows else "shared", leaf.shape[1:] if has_rows else leaf.shape, leaf.dtype, leaf.device
 
 
 def join_args(calls: Sequence[CallArgs], rows: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -136,7 +134,7 @@ def _join_leaf(leaves: list[Any], calls: Sequence[CallArgs], padding: int) -> An
 
 def split_result(result: Any, rows: Sequence[int]) -> list[Any]:
     """Split the result of a joined call into one result per call; `rows` are their batch sizes."""
-    if len(rows) == 1 or (len(rows) == 2 and rows[1] == 0):
+    if len(rows) == 1 or (len(rows) == 2 and rows[1] == 0):  # one call, unpadded
         return [result]
     leaves, spec = tree_flatten(result)
     total = sum(rows)
@@ -162,6 +160,7 @@ def results_match(result: Any, expected: Any) -> bool:
             return False
         tolerance = _TOLERANCE if left.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
         scale = right.float().abs().max().clamp_min(1e-6)
+        # `not ... <=` instead of `>`: a NaN in either result is a mismatch.
         if not bool(((left.float() - right.float()).abs().max() / scale) <= tolerance):
             return False
     return True

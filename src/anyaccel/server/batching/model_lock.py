@@ -1,4 +1,4 @@
-"""Lock that admits calls to a model: several with the same LoRA adapter, or one exclusive call."""
+"""Lock for calls of a model: several calls with the same LoRA adapter, or one exclusive call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from anyaccel.progress import StoppedError
 
 __all__ = ["AdapterLock"]
 
-# How often a waiting call checks whether it was stopped.
+# Seconds between two checks of a waiting call for cancellation.
 _POLL_S = 0.2
 
 
 class AdapterLock:
-    """First-in, first-out lock that up to `max_holders` calls hold together if they need the same adapter.
+    """FIFO lock that up to `max_holders` calls can hold together if they use the same adapter.
 
     `switch` is called with the new adapter while no call holds the lock.
     """

@@ -1,4 +1,4 @@
-"""One pipeline for many concurrent requests: each call runs on a light copy, and all copies share the same models."""
+"""A pipeline for concurrent calls: each call runs on a light copy, and all copies share the same models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULT_MAX_CALLS = 8
 
 
 class SharedPipeline:
-    """A placed pipeline that several threads call concurrently; their model calls are batched where results match."""
+    """A placed pipeline that several threads call concurrently. Model calls are batched where the results match."""
 
     def __init__(self, pipe: Any, *, max_calls: int = _DEFAULT_MAX_CALLS, max_wait_s: float | None = None) -> None:
         self.pipe = pipe
@@ -47,13 +47,13 @@ class SharedPipeline:
             return (light_copy(self.pipe) if pipe_copy is None else pipe_copy)(**call)
 
     def warm_up(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, bool]:
-        """Run two calls, enable batching for the models that match their unbatched results, and return which do."""
+        """Run two calls, enable batching for models with matching results, and return whether each model is batched."""
         recorded: dict[str, list[CallArgs]] = {name: [] for name in self.forwards}
         with self._recording_args(recorded):
             for call in (first, second):
                 self.run(call)
         placement = find_placement(self.pipe)
-        # Some devices compute wrong results for batches; the plan then limits a call to one image.
+        # On devices that compute wrong results for batches, the plan limits a call to one image.
         reliable = placement is None or placement.plan.images_per_call.value != 1
         for name, forward in self.forwards.items():
             forward.enabled = reliable and forward.matches_unbatched(recorded[name])
@@ -79,7 +79,7 @@ class SharedPipeline:
 
     @contextmanager
     def _recording_args(self, recorded: dict[str, list[CallArgs]]) -> Iterator[None]:
-        """Disable batching in the block and record the arguments of each call's first run of a model."""
+        """Disable batching in a `with` block, and record the arguments of each pipeline call's first model call."""
         for name, forward in self.forwards.items():
             forward.enabled, forward.recorded_args = False, recorded[name]
         try:
@@ -94,7 +94,7 @@ class SharedPipeline:
             remove_override(forward.module, Slot.BATCHING)
 
     def drop_stale_captures(self) -> None:
-        """Drop captured graphs of models that have changed since; no call may be running."""
+        """Drop captured graphs of models that have changed since the capture. No call may be running."""
         for forward in self.forwards.values():
             capture = get_override(forward.module, Slot.CAPTURE)
             if isinstance(capture, GraphCapture):
@@ -124,16 +124,18 @@ def _batchable_modules(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def light_copy(pipe: Any) -> Any:
-    """Copy a pipeline, sharing its models; schedulers and tokenizers hold per-call state and are copied."""
-    other = object.__new__(type(pipe))
-    vars(other).update(vars(pipe))
+    """Return a copy of a pipeline that shares its models and has its own schedulers, tokenizers and placement state."""
+    # Schedulers and tokenizers are not thread-safe: https://github.com/huggingface/diffusers/issues/3672 and
+    # https://github.com/huggingface/diffusers/issues/9362
+    pipe_copy = object.__new__(type(pipe))
+    vars(pipe_copy).update(vars(pipe))
     for name, component in find_components(pipe).items():
         if not isinstance(component, torch.nn.Module):
-            vars(other)[name] = copy.deepcopy(component)
+            vars(pipe_copy)[name] = copy.deepcopy(component)
     placement = find_placement(pipe)
     if placement is not None:
-        set_placement(other, _copy_placement(placement))
-    return other
+        set_placement(pipe_copy, _copy_placement(placement))
+    return pipe_copy
 
 
 def _copy_placement(placement: Placement) -> Placement:

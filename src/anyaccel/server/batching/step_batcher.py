@@ -1,8 +1,8 @@
 """Step batching: concurrent pipeline calls run their denoiser calls as one batch.
 
-Each request runs its own pipeline call in its own thread; the pipeline does not know about the others. An override of
-the model's forward blocks a call while others are about to reach the same model. It joins the waiting calls row by row,
-each at its own timestep, and returns to each call its rows of the result. The thread that completes a batch runs it.
+Each request runs an unmodified pipeline call in its own thread. An override of the model's forward blocks a call while
+others are about to reach the same model. It concatenates the rows of the waiting calls, each at its own timestep, and
+returns to each call its rows of the result. The thread that completes a batch runs it for all calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _PendingCall:
 
 @dataclass(frozen=True, eq=False)
 class _EnqueuedBatch:
-    """A batch that was enqueued on the device, with all work that was enqueued after it."""
+    """A batch that was enqueued on the device, together with the other work that was enqueued after it."""
 
     started_at: float
     wait: Callable[[], None]
@@ -79,8 +79,8 @@ class BatchStats:
 class StepBatcher:
     """Scheduling state that all batched models of one pipeline share.
 
-    A call waits for others at most `max_wait_s` after the device became idle; by default, half of the time of the last
-    batch.
+    A call waits for others at most `max_wait_s` seconds after the device became idle; the default is half the duration
+    of the last batch.
 
     Accelerators run asynchronously. `mark` records an event after the work enqueued so far and returns a function that
     waits for it. If these events are exact, the next batch is enqueued while the device runs the current one, which
@@ -92,24 +92,24 @@ class StepBatcher:
         self, *, max_calls: int, max_wait_s: float | None = None, mark: RecordEvent | None = None, exact: bool = True
     ) -> None:
         self.max_calls, self.max_wait_s, self.mark = max_calls, max_wait_s, mark
+        # Maximum number of unfinished batches on the device when the next one is enqueued.
         self.look_ahead = 1 if exact else 0
-        """Number of unfinished batches on the device when the next one may be enqueued."""
+        # Guards all fields below except the GIL slot.
         self.changed = threading.Condition()
-        """Guards all fields below except the GIL slot."""
+        # Whether a thread is enqueuing work; on the CPU, running it.
         self.busy = False
-        """Whether a thread is enqueuing work; on the CPU, running it."""
+        # The last enqueued batches that may be unfinished.
         self.enqueued: deque[_EnqueuedBatch] = deque(maxlen=2)
-        """The last enqueued batches that are not known to be finished."""
+        # Whether a thread is waiting for the device.
         self.synchronizing = False
+        # Whether a batch finished and the thread that waited for it has not notified the others yet.
         self.pending_notify = False
-        """Whether a batch finished and the thread that waited for it has not notified the others yet."""
         self.idle_since, self.last_batch_s = 0.0, 0.0
         self.gil_slot = threading.Lock()
         self.slot_owner: int | None = None
-        """Thread that holds the GIL slot."""
         self.slot_releases = 0
+        # Running pipeline calls by thread id, oldest first, with the model that each called last.
         self.active_calls: dict[int, BatchedForward | None] = {}
-        """Running calls by thread, oldest first, with the model that each called last."""
 
     @contextmanager
     def participating(self) -> Iterator[None]:
@@ -128,13 +128,13 @@ class StepBatcher:
                 self.changed.notify_all()
 
     def acquire_gil_slot(self) -> None:
-        """Wait for the slot to continue after a batch, or until its owner seems to be blocked.
+        """Wait for the slot that lets one thread at a time continue after a batch, or until its owner seems blocked.
 
-        After a batch all threads could continue, but the GIL runs one at a time. The Python code between two batches
-        takes about twice as long if the threads alternate after every operation.
+        All threads of a batch could continue at the same time, but the GIL runs one of them. If they alternate after
+        every operation, the Python code between two batches takes about twice as long.
         """
         releases = -1
-        # Give up only if nobody released the slot during a whole timeout: the owner then waits for something else.
+        # Give up only if the slot was not released during a whole timeout: its owner is then blocked elsewhere.
         while releases != self.slot_releases:
             releases = self.slot_releases
             if self.gil_slot.acquire(timeout=_SLOT_TIMEOUT_S):
@@ -152,14 +152,14 @@ class StepBatcher:
         return threading.get_ident() in self.active_calls
 
     def compute_max_wait(self) -> float:
-        """Return how many seconds the device may stay idle to fill a batch."""
+        """Return how many seconds the device may stay idle while a batch waits for more calls."""
         if self.max_wait_s is not None:
             return self.max_wait_s
         return min(_MAX_WAIT_S, max(_MIN_WAIT_S, self.last_batch_s / 2))
 
     @contextmanager
     def device_access(self) -> Iterator[None]:
-        """Wait until no other thread enqueues work, and be the only one in the `with` block."""
+        """Hold exclusive access to the device in a `with` block, after waiting for the thread that has it."""
         with self.changed:
             while self.busy:
                 self.changed.wait()
@@ -169,7 +169,7 @@ class StepBatcher:
 
     @contextmanager
     def releasing_device(self, *, is_batch: bool = False) -> Iterator[None]:
-        """Release the device after the block; the caller has already set `busy`."""
+        """Release the device at the end of a `with` block. The caller has set `busy`."""
         started_at = time.monotonic()
         try:
             yield
@@ -196,8 +196,8 @@ class StepBatcher:
     def wait_for_oldest(self) -> None:
         """Wait until the device has finished the oldest enqueued batch.
 
-        The caller holds the lock, which is released while waiting. Other threads may enqueue work meanwhile, unless
-        events are not exact: waiting would then include their work.
+        The caller holds the lock, which is released while waiting. If events are exact, other threads may enqueue work
+        in the meantime. Otherwise they may not, because the wait would include their work.
         """
         oldest, self.synchronizing, self.busy = self.enqueued[0], True, not self.look_ahead
         self.changed.release()
@@ -208,14 +208,15 @@ class StepBatcher:
             self.synchronizing = False
             if not self.look_ahead:
                 self.busy = False
-            # The deque may have dropped the batch meanwhile.
+            # The deque may have dropped the batch in the meantime.
             if self.enqueued and self.enqueued[0] is oldest:
                 self.enqueued.popleft()
             self._record_idle(oldest.started_at)
             self.pending_notify = True
 
     def notify_if_pending(self) -> None:
-        """Notify the other threads of a finished batch if this thread cannot continue itself."""
+        """Notify the other threads of a finished batch if this thread cannot run the next one."""
+        # Deferred until here: waking all threads costs GIL time, and this thread often runs the next batch itself.
         if self.pending_notify:
             self.pending_notify = False
             self.changed.notify_all()
@@ -232,15 +233,16 @@ class BatchedForward:
         self, module: torch.nn.Module, batcher: StepBatcher, *, enabled: bool = True, is_denoiser: bool = True
     ) -> None:
         self.module, self.batcher, self.enabled = module, batcher, enabled
+        # A denoiser is called again for the next step. After another model, such as a decoder, the thread may wait for
+        # the device, so it must not hold the GIL slot.
         self.is_denoiser = is_denoiser
-        """Whether calls return for the next step. Others may wait for the device next, and do not take the GIL slot."""
         self.pending: list[_PendingCall] = []
+        # Arguments of the first call of this model in each pipeline call; None if they are not recorded.
         self.recorded_args: list[CallArgs] | None = None
-        """Arguments of each call's first run, while recording."""
+        # Arguments for the batches that `prepare_batch_sizes` runs.
         self.example_args: CallArgs | None = None
-        """Arguments for the batches that `prepare_batch_sizes` runs."""
+        # Allowed batch sizes in rows, with the measured seconds per batch. Empty if every size is allowed.
         self.batch_seconds: dict[int, float] = {}
-        """Allowed batch sizes in rows, with the seconds that a batch takes. Empty if any size is allowed."""
         self.stats = BatchStats()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,10 +258,10 @@ class BatchedForward:
                 expected = [self.run(*args, **kwargs) for args, kwargs in (join_args([call]) for call in calls)]
                 args, kwargs = join_args(calls)
                 results = split_result(self.run(*args, **kwargs), [call.rows for call in calls])
-        except Exception as error:  # noqa: BLE001 - a model that cannot run the batch is not batched
+        except Exception as error:  # noqa: BLE001 - the model then runs without batching
             _LOG.debug("anyaccel: calls of %s are not batched: %r", type(self.module).__name__, error)
             return False
-        return all(results_match(result, wanted) for result, wanted in zip(results, expected, strict=True))
+        return all(results_match(batched, unbatched) for batched, unbatched in zip(results, expected, strict=True))
 
     def prepare_batch_sizes(self, sizes: Sequence[int]) -> None:
         """Run and time batches of the given numbers of calls; later batches are padded to one of these sizes."""
@@ -279,8 +281,9 @@ class BatchedForward:
         return time.monotonic() - start
 
     def __call__(self, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output for one call, run in a batch where possible."""
+        """Return the model's output for one call, run in a batch if possible."""
         batcher = self.batcher
+        # Calls outside `SharedPipeline.run` and calls with gradients are never batched.
         if not batcher.is_participating() or torch.is_grad_enabled():
             with batcher.device_access():
                 return forward(*args, **kwargs)
@@ -317,7 +320,7 @@ class BatchedForward:
         with batcher.changed:
             batcher.active_calls[threading.get_ident()] = self
             self.stats.unbatched += 1
-            batcher.changed.notify_all()  # calls at another model may be waiting for this one
+            batcher.changed.notify_all()  # calls of the previous model may be waiting for this one
         with batcher.device_access():
             return self.run(*args, **kwargs)
 
@@ -326,12 +329,12 @@ class BatchedForward:
         with batcher.changed:
             if batcher.active_calls.get(call.thread_id) is not self:
                 batcher.active_calls[call.thread_id] = self
-                # Calls at another model may be waiting for this one. Calls at this model did not expect it.
+                # Calls of the previous model may be waiting for this one. Calls of this model did not expect it.
                 batcher.changed.notify_all()
             self.pending.append(call)
 
     def _withdraw(self, call: _PendingCall) -> None:
-        """Remove a call that an exception ended while it waited."""
+        """Remove a waiting call that was ended by an exception, such as KeyboardInterrupt."""
         with self.batcher.changed:
             if call in self.pending:
                 self.pending.remove(call)
@@ -341,7 +344,7 @@ class BatchedForward:
         """Wait until another thread has run the call, or return a batch that this thread must run.
 
         If all expected calls have arrived, the batch is enqueued while the device still runs the previous one.
-        Otherwise it waits for missing calls until the device is idle, and up to `compute_max_wait` seconds after that.
+        Otherwise it waits for the missing calls until the device is idle, and then up to `compute_max_wait` seconds.
         """
         batcher = self.batcher
         with batcher.changed:
@@ -368,23 +371,23 @@ class BatchedForward:
         return []
 
     def _all_arrived(self) -> bool:
-        """Return whether every call that was last at this model, and that a full batch needs, is waiting here."""
+        """Return whether no call that called this model last, and that a full batch needs, is missing."""
         arrived, active = {call.thread_id for call in self.pending}, self.batcher.active_calls
         missing = {thread_id for thread_id, model in active.items() if model is self and thread_id not in arrived}
         return not missing or (len(arrived) >= self.batcher.max_calls and not missing & self._oldest_calls())
 
     def _oldest_calls(self) -> set[int]:
-        """Return the oldest running calls, at most a full batch; the remaining calls are in reserve."""
+        """Return the thread ids of the oldest calls, up to a full batch; the other calls are in reserve."""
         return set(itertools.islice(self.batcher.active_calls, self.batcher.max_calls))
 
     def _claim_batch(self) -> list[_PendingCall]:
         """Return the first waiting call and those that fit into its batch.
 
-        A call that is left out comes first in the next batch, which another thread may run. A call in reserve only
-        replaces a missing one, such as a call that is at its decoder.
+        A call that does not fit comes first in the next batch, which another thread may run. A call in reserve only
+        replaces a missing one, such as a call that runs its decoder.
         """
         oldest_calls = self._oldest_calls()
-        # The sort is stable: among the oldest calls, and among the others, the order of arrival stays.
+        # The sort is stable, so both groups stay in order of arrival.
         waiting = sorted(self.pending, key=lambda call: call.thread_id not in oldest_calls)
         group = [call for call in waiting if call.args.can_join(waiting[0].args)][: self.batcher.max_calls]
         max_rows = self._best_batch_rows(sum(call.args.rows for call in group))
@@ -401,7 +404,7 @@ class BatchedForward:
     def _best_batch_rows(self, rows: int) -> int:
         """Return the batch size with the highest throughput for `rows` rows.
 
-        A larger batch that is mostly padding may be slower than a smaller full one.
+        A large batch that is mostly padding may be slower than a smaller, full one.
         """
         if not self.batch_seconds:
             return rows
@@ -417,15 +420,15 @@ class BatchedForward:
                     self.stats.record(len(batch))
                     for call in batch:
                         call.done = call.resolved or call.thread_id == threading.get_ident()
-                    # A BaseException such as KeyboardInterrupt ends only this thread's call: return the others to the
-                    # queue, where one of their threads runs them.
+                    # A BaseException such as KeyboardInterrupt ends only the call of this thread. Return the others to
+                    # the queue, where one of their threads runs them.
                     unresolved = [call for call in batch if not call.done]
                     for call in unresolved:
                         call.claimed = False
                     self.pending += unresolved
 
     def _execute(self, batch: list[_PendingCall]) -> None:
-        """Run a batch. If it fails, run each call separately, so the error reaches only the call that causes it."""
+        """Run a batch. If it fails, run each call separately, so only the call that causes the error fails."""
         try:
             rows = [call.args.rows for call in batch]
             padded = next((size for size in self.batch_seconds if size >= sum(rows)), None)

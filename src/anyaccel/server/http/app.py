@@ -1,4 +1,4 @@
-"""The FastAPI application of a service."""
+"""FastAPI application: routers, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ __all__ = ["make_app"]
 
 
 def make_app(service: Service) -> FastAPI:
-    """Return the application; it starts the worker at startup and ends it at shutdown."""
+    """Return the application, which starts the worker at startup and stops it at shutdown."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.dispatcher.start()
         yield
-        await run_in_threadpool(service.close)
+        await run_in_threadpool(service.close)  # in a thread, because it waits for the worker to exit
 
     app = FastAPI(
         title="anyaccel",
         version=anyaccel.__version__,
         summary="Image generation with diffusion pipelines on any accelerator.",
         lifespan=lifespan,
-        # The documentation pages load scripts from a CDN, which the content security policy forbids.
+        # FastAPI's documentation pages load scripts from a CDN (https://github.com/fastapi/fastapi/issues/4924), and
+        # the service must also work on machines without internet access.
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
@@ -61,10 +62,11 @@ def _add_exception_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def handle_http_error(request: Request, error: HTTPException) -> Response:
+        # Raised by Starlette itself, for example for an unknown path. Clients expect the same JSON for every error.
         codes = {404: "unknown_url", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_request")
         return make_response(ApiError(error.status_code, code, str(error.detail), headers=error.headers))
 
     @app.exception_handler(Exception)
     async def handle_unexpected_error(request: Request, error: Exception) -> Response:
-        return make_response(ApiError(500, "internal_error", "internal error; see the log of the service"))
+        return make_response(ApiError(500, "internal_error", "internal error; see the service log"))

@@ -1,4 +1,4 @@
-"""Errors in the format of OpenAI's API."""
+"""API errors in the JSON format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pydantic import ValidationError
 
 __all__ = ["NO_RETRY", "ApiError", "describe_failure", "describe_invalid", "make_response"]
 
-# Header that stops OpenAI's clients from sending the request again.
+# OpenAI's clients retry every 408, 409, 429 and 5xx response that lacks this non-standard header (seen in openai-python
+# 3.49). Retrying a failed or cancelled job would queue it a second time.
 NO_RETRY = {"x-should-retry": "false"}
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An error response."""
+    """An error that is returned to the client as a JSON response."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ def make_response(error: ApiError) -> JSONResponse:
 
 
 def describe_failure(error: Mapping[str, Any] | None) -> ApiError:
-    """Return the error of a failed job."""
+    """Return the API error for the stored error of a failed job."""
     values = error or {}
     return ApiError(
         int(values.get("status", 500)),
@@ -57,7 +58,8 @@ def describe_failure(error: Mapping[str, Any] | None) -> ApiError:
 
 
 def describe_invalid(error: RequestValidationError | ValidationError) -> ApiError:
-    """Return the error for the first invalid field of a request."""
+    """Return the API error for the first invalid field of a request."""
+    # OpenAI's format has one `param` per error, so only the first problem is reported.
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     name, kind, message = ".".join(path), str(first["type"]), str(first["msg"])
@@ -65,6 +67,7 @@ def describe_invalid(error: RequestValidationError | ValidationError) -> ApiErro
         return ApiError(400, "invalid_json", f"the body is not valid JSON: {message}")
     if kind == "extra_forbidden":
         return ApiError(400, "unknown_parameter", f"unknown parameter {name[:60]!r}", param=name[:60])
+    # Without a JSON content type, FastAPI passes the raw bytes to pydantic.
     if not name and kind in ("model_attributes_type", "dict_type", "model_type"):
         return ApiError(400, "invalid_value", "the body must be a JSON object with Content-Type: application/json")
     if kind == "missing":

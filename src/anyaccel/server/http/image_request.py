@@ -1,4 +1,4 @@
-"""Image requests: their fields, and the checks before a request becomes a job."""
+"""Schemas of image requests, and the validation that turns a request into a job spec."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["EditRequest", "ImageRequest", "check_image", "describe_form", "make_job_spec"]
 
+# A random seed of 32 bits is exact in JavaScript, unlike one of 64 bits.
 _SEED_BITS = 32
 # Default of Stable Diffusion's image-to-image pipeline.
 _DEFAULT_STRENGTH = 0.8
@@ -27,7 +28,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 class ImageRequest(BaseModel):
-    """Body of `/v1/images/generations`: OpenAI's fields, and diffusers' arguments under their own names."""
+    """Body of `/v1/images/generations`: OpenAI's fields and, under their own names, diffusers' arguments."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -65,13 +66,15 @@ class EditRequest(ImageRequest):
 
 
 def check_image(content: bytes, name: str, limits: ServerLimits) -> tuple[int, int]:
-    """Return the size of an uploaded image; raise if it is invalid, or too large, before decoding it."""
+    """Return the size of an uploaded image; raise if it is invalid or has too many pixels."""
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            # From the header, before `load` decodes the pixels: a small file can contain a huge image.
             width, height = image.size
             if width * height > limits.max_pixels:
                 raise Image.DecompressionBombError
             image.load()
+            # The orientation may swap the sides, and the result has the size that the user sees.
             width, height = ImageOps.exif_transpose(image).size
     except Image.DecompressionBombError as error:
         message = f"{name} has more than {limits.max_pixels} pixels"
@@ -105,7 +108,7 @@ def make_job_spec(
             raise ApiError(400, "unsupported_parameter", f"{facts.name} does not support {name}", param=name)
     for name, value in (("num_inference_steps", facts.steps), ("guidance_scale", facts.guidance)):
         if values[name] is None and name in facts.parameters[task]:
-            values[name] = value  # stored explicitly: a later version of the model may have another default
+            values[name] = value  # recorded in the job, because the default depends on the model's version
     _check_strength(values, facts.parameters[task])
     if request.lora is not None and request.lora not in facts.loras:
         hint = nearest(request.lora, facts.loras) if facts.loras else "no LoRA is served"
@@ -128,7 +131,8 @@ def make_job_spec(
 
 
 def _check_strength(values: dict[str, Any], parameters: Sequence[str]) -> None:
-    """Raise if an edit would run no step: pipelines run `steps * strength` steps, rounded down."""
+    """Raise if an edit would run no step; set the strength to 1.0 if only the default strength would."""
+    # Pipelines run `int(steps * strength)` steps and crash at 0: https://github.com/huggingface/diffusers/issues/11092
     steps, strength = values["num_inference_steps"], values["strength"]
     if "strength" not in parameters or steps is None:
         return
@@ -158,7 +162,7 @@ def _check_limits(request: ImageRequest, limits: ServerLimits) -> None:
         if len(text) > limits.max_prompt:
             message = f"{name} has {len(text)} characters; the limit is {limits.max_prompt}"
             raise ApiError(400, "string_too_long", message, param=name)
-        # JSON can encode lone surrogates, which tokenizers and PNG metadata cannot.
+        # JSON can encode lone surrogates, which tokenizers and PNG metadata reject.
         if not text.isprintable() and not text.encode("utf-8", "ignore").decode() == text:
             raise ApiError(400, "invalid_value", f"{name} is not valid Unicode", param=name)
     for name, limit in (("n", limits.max_n), ("num_inference_steps", limits.max_steps)):
@@ -174,6 +178,7 @@ def _find_size(
     if request.size in (None, "auto"):
         if image_size is None or facts.fixed_sizes:
             return facts.sizes[0]
+        # The worker resizes the input image to this size.
         width, height = (max(facts.multiple, side // facts.multiple * facts.multiple) for side in image_size)
     else:
         try:
@@ -182,20 +187,20 @@ def _find_size(
             raise ApiError(400, "invalid_size", f"{error.message}: {error.hint}", param="size") from error
     if width * height > limits.max_pixels:
         side = math.isqrt(limits.max_pixels)
-        message = f"{width}x{height} has more than {limits.max_pixels} pixels (for example {side}x{side})"
+        message = f"{width}x{height} exceeds the limit of {limits.max_pixels} pixels, for example {side}x{side}"
         raise ApiError(400, "invalid_size", message, param="size")
     if width % facts.multiple or height % facts.multiple:
         message = f"width and height must be multiples of {facts.multiple} for {facts.name}, not {width}x{height}"
         raise ApiError(400, "invalid_size", message, param="size")
     if facts.fixed_sizes and (width, height) not in facts.sizes:
-        sizes = ", ".join(f"{ready_width}x{ready_height}" for ready_width, ready_height in facts.sizes)
-        message = f"{width}x{height} is not compiled on {facts.device}; available sizes: {sizes}"
+        sizes = ", ".join(f"{compiled[0]}x{compiled[1]}" for compiled in facts.sizes)
+        message = f"{width}x{height} is not compiled for {facts.device}; available sizes: {sizes}"
         raise ApiError(400, "invalid_size", message, param="size")
     return width, height
 
 
 def describe_form() -> dict[str, Any]:
-    """Return the OpenAPI description of the edit form."""
+    """Return the OpenAPI description of the edit form, which FastAPI cannot derive from the endpoint."""
     schema = EditRequest.model_json_schema()
     properties = {
         **schema["properties"],

@@ -39,10 +39,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The deadline passed before the images were finished",
     }.items()
 }
+# Pipeline arguments by form field. OpenAI's clients send a list of images as `image[]`.
 _FILE_FIELDS = {"image": "image", "image[]": "image", "mask": "mask_image"}
 _MAX_FIELDS = 40
-
-
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The images", "content": {"application/json": {}, "text/event-stream": {}}},
     **_ERRORS,
@@ -57,6 +56,7 @@ async def list_models(service: ServiceOf) -> dict[str, Any]:
     return {"object": "list", "data": models}
 
 
+# `:path`, because Hub ids contain a slash.
 @router.get("/models/{name:path}", summary="Describe one model", responses={401: _ERRORS[401], 404: _ERRORS[404]})
 async def show_model(name: str, service: ServiceOf) -> dict[str, Any]:
     """Return the device, the tasks, the sizes and the defaults of a model."""
@@ -90,7 +90,7 @@ async def edit(request: Request, service: ServiceOf) -> Response:
 async def begin_job(
     service: Service, request: Request, body: ImageRequest, images: dict[str, bytes] | None = None
 ) -> Job:
-    """Check a request and store it as a job. With an input image it is an edit, with a mask an inpainting."""
+    """Validate a request and store it as a job: an edit if it has an image, an inpainting if it also has a mask."""
     service.check_ready()
     images = images or {}
     limits = service.settings.limits
@@ -108,7 +108,7 @@ async def _respond(service: Service, request: Request, body: ImageRequest, job: 
     headers = {"anyaccel-job": job.id}
     if "respond-async" in request.headers.get("prefer", ""):
         return JSONResponse(await service.describe(job), 202, {**headers, "preference-applied": "respond-async"})
-    # A client that disconnects cancels its job, unless an idempotency key allows it to come back for the result.
+    # A disconnect cancels the job, unless the client has an idempotency key to fetch the result later.
     detached = "idempotency-key" in request.headers
     if body.stream:
         events = _stream(service, request, job, detached)
@@ -116,15 +116,15 @@ async def _respond(service: Service, request: Request, body: ImageRequest, job: 
             events, media_type="text/event-stream", headers={**headers, "cache-control": "no-store"}
         )
     try:
-        ended = await service.wait(request, job)
+        ended_job = await service.wait(request, job)
     except ClientGoneError:
         if not detached:
             await run_in_threadpool(service.dispatcher.cancel, job.id)
-        return Response(status_code=499)
-    _check_done(ended)
-    contents = await service.read_images(ended)
+        return Response(status_code=499)  # nginx's "client closed request"; only the log shows it
+    _check_done(ended_job)
+    contents = await service.read_images(ended_job)
     base = str(request.base_url).rstrip("/")
-    response = describe_images(ended, contents, service.signer, as_url=body.response_format == "url", base=base)
+    response = describe_images(ended_job, contents, service.signer, as_url=body.response_format == "url", base=base)
     return JSONResponse(response, headers=headers)
 
 
@@ -155,19 +155,20 @@ async def _stream(service: Service, request: Request, job: Job, detached: bool) 
                 sent.add(event.index)
                 yield make_event(f"{kind}.completed", job, event.content, now, index=event.index, size=size)
         ended = True
-        last = await service.find(request, job.id)
-        _check_done(last)
-        # The last image of a job has no event of its own: its job ends with it.
-        for index, content in enumerate(await service.read_images(last)):
+        ended_job = await service.find(request, job.id)
+        _check_done(ended_job)
+        # The last image has no event of its own, because it ends the job. The others may have been sent already.
+        for index, content in enumerate(await service.read_images(ended_job)):
             if index not in sent:
-                yield make_event(f"{kind}.completed", last, content, int(time.time()), index=index, size=size)
+                yield make_event(f"{kind}.completed", ended_job, content, int(time.time()), index=index, size=size)
     except ApiError as error:
+        # The status line has been sent, so the error must be an event.
         yield write_event("error", {"type": "error", **error.to_dict()})
     except ClientGoneError:
         return
     finally:
         if not ended and not detached:
-            # Not awaited: this generator may be closing because its task was cancelled.
+            # Not awaited: if the task was cancelled, an await would raise before the job is cancelled.
             asyncio.get_running_loop().run_in_executor(None, service.dispatcher.cancel, job.id)
 
 
@@ -175,7 +176,7 @@ async def _read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
     content_type = request.headers.get("content-type", "")
     if not content_type.startswith("multipart/form-data"):
         raise ApiError(
-            415, "unsupported_media_type", "an edit must be sent as multipart/form-data with the image in `image`"
+            415, "unsupported_media_type", "send edits as multipart/form-data with the image in the field `image`"
         )
     fields: dict[str, str] = {}
     images: dict[str, bytes] = {}
@@ -196,6 +197,7 @@ async def _read_form(request: Request) -> tuple[EditRequest, dict[str, bytes]]:
     if "image" not in images:
         raise ApiError(400, "missing_required_parameter", "image is missing", param="image")
     try:
+        # Form values are strings, which the model's strict mode would reject.
         return EditRequest.model_validate_strings(fields), images
     except ValidationError as error:
         raise describe_invalid(error) from error

@@ -6,7 +6,7 @@ import base64
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -34,7 +34,9 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 _MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp"}
-
+# The aliases are part of the published OpenAPI schema.
+_JobId = Annotated[str, Path(alias="name")]
+_ImageIndex = Annotated[int, Path(alias="place")]
 
 router = APIRouter(prefix="/v1/jobs", responses=_ERRORS)
 
@@ -53,18 +55,18 @@ async def list_jobs(
     before: Annotated[str | None, Query(description="List only jobs that are older than this one.")] = None,
 ) -> dict[str, Any]:
     """Return the client's jobs, the newest first."""
-    last = None if before is None else await service.find(request, before)
+    before_job = None if before is None else await service.find(request, before)
     owner = str(request.state.owner)
-    # One more than the limit, to know whether there are older ones.
-    jobs = await run_in_threadpool(service.jobs.list, owner=owner, limit=limit + 1, before=last)
+    # One more than the limit, for `has_more`.
+    jobs = await run_in_threadpool(service.jobs.list, owner=owner, limit=limit + 1, before=before_job)
     data = await service.describe_all(jobs[:limit])
     return {"object": "list", "data": data, "has_more": len(jobs) > limit}
 
 
 @router.get("/{name}", summary="Show a job: state, progress and images")
-async def show(name: str, request: Request, service: ServiceOf) -> dict[str, Any]:
+async def show(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str, Any]:
     """Return the current state of a job."""
-    return await service.describe(await service.find(request, name))
+    return await service.describe(await service.find(request, job_id))
 
 
 @router.get(
@@ -73,9 +75,9 @@ async def show(name: str, request: Request, service: ServiceOf) -> dict[str, Any
     summary="Stream the events of a job as server-sent events",
     responses={200: {"description": "Events", "content": {"text/event-stream": {}}}},
 )
-async def stream_events(name: str, request: Request, service: ServiceOf) -> Response:
+async def stream_events(job_id: _JobId, request: Request, service: ServiceOf) -> Response:
     """Stream the state, each step, each preview and the final state of a job."""
-    job = await service.find(request, name)
+    job = await service.find(request, job_id)
     return StreamingResponse(
         _make_events(service, request, job), media_type="text/event-stream", headers={"cache-control": "no-store"}
     )
@@ -87,33 +89,36 @@ async def stream_events(name: str, request: Request, service: ServiceOf) -> Resp
     summary="Fetch an image of a job",
     responses={200: {"description": "The file", "content": {media_type: {} for media_type in _MEDIA_TYPES.values()}}},
 )
-async def fetch(name: str, place: int, request: Request, service: ServiceOf, token: str | None = None) -> Response:
+async def fetch(
+    job_id: _JobId, index: _ImageIndex, request: Request, service: ServiceOf, token: str | None = None
+) -> Response:
     """Return the image file. The token in a job's image URLs replaces the API key."""
-    if token is not None and service.signer.is_signed(name, place, token):
-        job = await run_in_threadpool(service.jobs.get, name)
+    # A signed URL works without the owner's key, so the owner is not checked.
+    if token is not None and service.signer.is_signed(job_id, index, token):
+        job = await run_in_threadpool(service.jobs.get, job_id)
     else:
-        job = await service.find(request, name)
+        job = await service.find(request, job_id)
     files = [] if job is None else (job.result or {}).get("files", [])
-    if job is None or not 0 <= place < len(files):
+    if job is None or not 0 <= index < len(files):
         raise ApiError(404, "image_not_found", "unknown image")
-    file = service.jobs.find_file(job, files[place])
-    if file is None or not file.is_file():
+    file = service.jobs.find_file(job, files[index])
+    if file is None or not file.is_file():  # deleted or expired since the job was read
         raise ApiError(404, "image_not_found", "unknown image")
     headers = {"cache-control": "private, max-age=86400, immutable", "x-content-type-options": "nosniff"}
     return FileResponse(file, media_type=_MEDIA_TYPES[file.suffix[1:]], headers=headers)
 
 
 @router.post("/{name}/cancel", summary="Cancel a job, even while it runs")
-async def cancel(name: str, request: Request, service: ServiceOf) -> dict[str, Any]:
+async def cancel(job_id: _JobId, request: Request, service: ServiceOf) -> dict[str, Any]:
     """Cancel a queued job immediately, a running one at its next step."""
-    job = await service.find(request, name)
+    job = await service.find(request, job_id)
     return await service.describe(await run_in_threadpool(service.dispatcher.cancel, job.id))
 
 
 @router.delete("/{name}", response_model=None, summary="Delete an ended job and its images")
-async def delete(name: str, request: Request, service: ServiceOf) -> Response:
+async def delete(job_id: _JobId, request: Request, service: ServiceOf) -> Response:
     """Delete an ended job; cancel other jobs first."""
-    job = await service.find(request, name)
+    job = await service.find(request, job_id)
     try:
         await run_in_threadpool(service.jobs.delete, job.id)
     except UsageError as error:
@@ -136,7 +141,7 @@ async def _make_events(service: Service, request: Request, job: Job) -> AsyncIte
                 data = {"index": event.index, "image": f"data:{media_type};base64,{encoded}"}
                 yield write_event(event.kind, data)
             elif event.kind == "state":
-                # The final state follows after the loop, when the queued events have been sent.
+                # The final state must be the last event: it is sent after the loop has drained the queue.
                 current = await service.find(request, job.id)
                 if current.state not in ENDED:
                     yield write_event("state", await service.describe(current))

@@ -1,7 +1,7 @@
 """ASGI middleware: checks every request before an endpoint runs, and logs it.
 
-It checks the API key, the Host and Origin headers, and the size and the duration of the body. A rejected request is
-answered immediately, and its body is not stored.
+It checks the API key, the Host and Origin headers, the size of the body and the time to receive it. A rejected request
+is answered without buffering its body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _PUBLIC_PATHS = ("/", "/healthz", "/readyz", "/page.css", "/page.js")
 _IMAGE_PATH = re.compile(r"/v1/jobs/(job_[0-9a-f]{32})/images/([0-9]{1,4})")
-# Bytes and seconds of a rejected body that are read and dropped: many clients read the response only after sending.
+# Limits for reading and discarding a rejected body: many clients read the response only after they have sent it.
 _DRAIN_BYTES, _DRAIN_S = 64 * 2**20, 5.0
 
 
@@ -62,9 +62,10 @@ class RequestMiddleware:
         headers = _read_headers(scope)
         settings = self.service.settings
         host = headers.get("host", "")
-        # DNS rebinding: a web site whose name resolves to 127.0.0.1 must not reach a local service.
+        # DNS rebinding: a web site can make its own host name resolve to 127.0.0.1, so check the name as well.
         if is_loopback(settings.host) and not is_loopback(_strip_port(host)):
             raise ApiError(403, "wrong_host", "this service accepts only requests to localhost")
+        # CSRF: browsers send Origin with cross-origin requests; other clients usually send none.
         origin = headers.get("origin")
         if origin is not None and origin.partition("//")[2] != host:
             raise ApiError(403, "wrong_origin", "requests from other origins are not allowed")
@@ -72,11 +73,12 @@ class RequestMiddleware:
             scope["state"]["owner"] = self._find_owner(scope, headers)
 
     def _find_owner(self, scope: Scope, headers: dict[str, str]) -> str:
-        """Return the digest of the request's API key, or an empty string for requests that need none."""
+        """Return the digest of the request's API key, or an empty string if the request needs no key."""
         authorization = headers.get("authorization", "")
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer":
             for valid_key in self.service.settings.keys:
+                # Constant time, so the response time reveals nothing about a key.
                 if hmac.compare_digest(valid_key.encode(), key.strip().encode()):
                     return hash_key(valid_key)
         is_read = scope["method"] in ("GET", "HEAD")
@@ -86,7 +88,7 @@ class RequestMiddleware:
         raise ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
 
     def _has_token(self, scope: Scope) -> bool:
-        """Return whether the request is for an image and has its token."""
+        """Return whether the request is for an image and has the image's token."""
         match = _IMAGE_PATH.fullmatch(scope["path"])
         tokens = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
         return match is not None and self.service.signer.is_signed(match[1], int(match[2]), tokens[0])
@@ -100,10 +102,11 @@ class RequestMiddleware:
             raise _too_large(max_bytes)
         chunks: list[bytes] = []
         received, more = 0, True
-        end = time.monotonic() + limits.body_s
+        deadline = time.monotonic() + limits.body_s
         while more:
             try:
-                message = await asyncio.wait_for(receive(), max(0.01, end - time.monotonic()))
+                # A deadline for the whole body: a timeout per chunk would not stop a client that sends byte by byte.
+                message = await asyncio.wait_for(receive(), max(0.01, deadline - time.monotonic()))
             except TimeoutError as error:
                 message_text = f"the request was not complete after {limits.body_s:.0f} s"
                 raise ApiError(408, "request_timeout", message_text, headers={"Connection": "close"}) from error
@@ -130,7 +133,7 @@ class RequestMiddleware:
         """Update the metrics and print one log line, without prompts and keys."""
         seconds = time.perf_counter() - log.started_at
         route = scope.get("route")
-        # The path template: job ids would create a metric series per job.
+        # The route template, because a path with a job id would create a time series per job.
         path = getattr(route, "path", None) or ("/" if scope["path"] in _PUBLIC_PATHS else "other")
         metrics = self.service.metrics
         metrics.requests.labels(path, str(log.status)).inc()
@@ -146,6 +149,7 @@ class RequestMiddleware:
             "job": scope["state"].get("job"),
             "client": (scope.get("client") or [None])[0],
         }
+        # Probes and scrapes arrive every few seconds and would flood the log.
         if path not in ("/", "/healthz", "/readyz", "/metrics"):
             print(json.dumps(line), file=sys.stderr, flush=True)
 
@@ -155,7 +159,7 @@ class _ClientStalledError(Exception):
 
 
 class _RequestLog:
-    """Log data of a request, and a `send` with a timeout."""
+    """Data for the log line of a request, and a `send` with a timeout."""
 
     def __init__(self, scope: Scope, send: Send, send_s: float) -> None:
         self.original_send, self.send_s, self.status = send, send_s, 0
@@ -173,15 +177,15 @@ class _RequestLog:
 
 
 async def _reject(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an error response; drop a part of a too large body, so the client reads the response."""
+    """Send an error response; discard a body that is too large, so the client gets to read the response."""
     response = make_response(error)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    dropped, end = 0, time.monotonic() + _DRAIN_S
+    discarded, deadline = 0, time.monotonic() + _DRAIN_S
     try:
-        while error.status == 413 and dropped < _DRAIN_BYTES and time.monotonic() < end:
-            message = await asyncio.wait_for(receive(), max(0.01, end - time.monotonic()))
-            dropped += len(message.get("body", b""))
+        while error.status == 413 and discarded < _DRAIN_BYTES and time.monotonic() < deadline:
+            message = await asyncio.wait_for(receive(), max(0.01, deadline - time.monotonic()))
+            discarded += len(message.get("body", b""))
             if message["type"] == "http.disconnect" or not message.get("more_body"):
                 break
     except TimeoutError:

@@ -14,13 +14,14 @@ from anyaccel.server.worker.messages import ModelFacts
 
 __all__ = ["KEEP_ALIVE", "Signer", "describe_images", "describe_job", "describe_model", "make_event", "write_event"]
 
-# A server-sent comment, which clients ignore.
+# A comment line of the server-sent events format, which clients ignore.
 KEEP_ALIVE = b": keep-alive\n\n"
+# Fields of a job's request in its JSON; jobs stored by an older version may lack some.
 _REQUEST_FIELDS = (
     "task", "model", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "guidance_scale",
     "strength", "lora", "lora_scale", "output_format", "output_compression", "seeds", "partial_images",
 )  # fmt: skip
-# OpenAI's clients expect the field; no tokens are counted here.
+# OpenAI's `completed` event types declare this field as required. Diffusion pipelines have no token counts.
 _NO_USAGE = {
     "input_tokens": 0,
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
@@ -37,11 +38,12 @@ class Signer:
 
     def sign(self, job: str, index: int) -> str:
         """Return the token of an image."""
+        # 128 bits cannot be guessed, and the URL stays short.
         return hmac.new(self.secret, f"{job}/{index}".encode(), hashlib.sha256).hexdigest()[:32]
 
     def is_signed(self, job: str, index: int, token: str) -> bool:
         """Return whether the token belongs to the image."""
-        # In constant time, so the token cannot be guessed byte by byte.
+        # Constant time: a response time that depends on the first wrong byte would reveal the token.
         return hmac.compare_digest(self.sign(job, index).encode(), token.encode())
 
     def path(self, job: str, index: int) -> str:
@@ -50,7 +52,7 @@ class Signer:
 
 
 def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int | None = None) -> dict[str, Any]:
-    """Return the JSON of a job; `waiting` is the number of jobs before it in the queue."""
+    """Return the JSON of a job; `waiting` is the number of older jobs in the queue."""
     images = (job.result or {}).get("images", [])
     error = None
     if job.error is not None:
@@ -72,7 +74,7 @@ def describe_job(job: Job, signer: Signer, fraction: float = 0.0, waiting: int |
 
 
 def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: bool, base: str) -> dict[str, Any]:
-    """Return the response of OpenAI's image endpoints."""
+    """Return the JSON response of OpenAI's image endpoints."""
     images = (job.result or {})["images"]
     data = []
     for index, (image, content) in enumerate(zip(images, contents, strict=True)):
@@ -92,7 +94,7 @@ def describe_images(job: Job, contents: list[bytes], signer: Signer, *, as_url: 
 
 
 def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int, size: str, **extra: Any) -> bytes:
-    """Return an image event of OpenAI's streaming API, with the image's `index` in the job added."""
+    """Return an image event of OpenAI's streaming API, extended with the image's index in the job and its seed."""
     data = {
         "type": kind,
         "b64_json": base64.b64encode(content).decode(),
@@ -110,7 +112,7 @@ def make_event(kind: str, job: Job, content: bytes, created: int, *, index: int,
 
 
 def write_event(kind: str, data: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event."""
+    """Return an encoded server-sent event."""
     return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
 
 
@@ -133,6 +135,7 @@ def describe_model(facts: ModelFacts, created: int) -> dict[str, Any]:
         "guidance_scale": facts.guidance,
         "loras": list(facts.loras),
         "parameters": {task: list(names) for task, names in facts.parameters.items()},
+        # The next two keys keep their names from version 0.1.
         "pictures_at_once": facts.max_concurrent,
         "joined": [name for name, batched in facts.batched.items() if batched],
     }

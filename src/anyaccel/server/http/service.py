@@ -1,4 +1,4 @@
-"""State of a service that all endpoints share: job store, dispatcher, metrics and traces."""
+"""State that all endpoints share: job store, dispatcher, metrics and traces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ClientGoneError(Exception):
 
 
 class Service:
-    """One service."""
+    """A running service: accepts requests as jobs and follows them to their end."""
 
     def __init__(
         self, settings: ServerSettings, make_transport: Callable[[ServerSettings], WorkerTransport] = WorkerProcess
@@ -53,31 +53,33 @@ class Service:
         self.traces = JobTraces(settings.otlp)
         self.dispatcher.on_end += [self.metrics.record_end, self.traces.record_end]
         self.created = int(time.time())
+        # Shutdown has two phases. `draining`: new jobs are rejected while accepted ones finish. `ended`: requests that
+        # still wait get an error, because their jobs did not finish in time.
         self.draining = False
-        """Whether new jobs are rejected because the service is shutting down."""
         self.ended = False
-        """Whether waiting requests are answered with an error because the shutdown no longer waits for jobs."""
         self.closed = False
 
     def close(self) -> None:
-        """End the worker and close the job store."""
+        """Stop the worker and close the job store; safe to call more than once."""
         if self.closed:
             return
         self.closed = self.draining = True
+        # The store is closed last: stopping the dispatcher requeues jobs and can end others.
         self.dispatcher.stop()
         self.traces.close()
         self.jobs.close()
 
     def check_ready(self) -> None:
         """Raise if the service does not accept jobs."""
+        # Not `is_ready`: while a dead worker restarts, its models are known and new jobs can wait in the queue.
         if not self.dispatcher.models or self.draining:
             reason = "shutting down" if self.draining else self.dispatcher.start_state.message
             raise ApiError(503, "not_ready", f"the service is not ready: {reason}", headers={"Retry-After": "5"})
 
     async def accept(self, request: Request, spec: JobSpec, body: BaseModel, inputs: Mapping[str, bytes]) -> Job:
-        """Store a request as a job and wake the dispatcher."""
+        """Store a request as a job, wake the dispatcher and return the job."""
         user = getattr(body, "user", None)
-        # Of the body as sent: the spec contains a random seed if the client did not set one.
+        # Digest of the body, not of the spec: if the client sets no seed, each spec has a different random one.
         digest = hashlib.sha256(f"{request.url.path} {body.model_dump_json(exclude_none=True)}".encode())
         for name, content in inputs.items():
             digest.update(name.encode() + hashlib.sha256(content).digest())
@@ -118,9 +120,9 @@ class Service:
             await run_in_threadpool(self.dispatcher.wake)
         return job
 
-    async def find(self, request: Request, name: str) -> Job:
+    async def find(self, request: Request, job_id: str) -> Job:
         """Return a job of the client; raise if it does not exist or belongs to another client."""
-        job = await run_in_threadpool(self.jobs.get, name, owner=str(request.state.owner))
+        job = await run_in_threadpool(self.jobs.get, job_id, owner=str(request.state.owner))
         if job is None:
             raise ApiError(404, "job_not_found", "unknown job; it may have expired")
         return job
@@ -130,6 +132,7 @@ class Service:
 
         Raise `ClientGoneError` if the client disconnects.
         """
+        # Subscribe before the first read of the state: a job that ends in between still wakes this request.
         with self.bus.subscribe(job.id) as events:
             disconnect = asyncio.create_task(_wait_for_disconnect(request))
             try:
@@ -157,7 +160,7 @@ class Service:
         return await self.find(request, job.id)
 
     async def read_images(self, job: Job) -> list[bytes]:
-        """Return the image files of a finished job."""
+        """Return the contents of a finished job's image files."""
         names = (job.result or {}).get("files", [])
         files = [self.jobs.find_file(job, name) for name in names]
         try:
@@ -184,11 +187,12 @@ def _find_service(request: Request) -> Service:
     return service
 
 
-# Type of an endpoint parameter that FastAPI fills with the service.
+# Annotation of an endpoint parameter into which FastAPI injects the service.
 ServiceOf = Annotated[Service, Depends(_find_service)]
 
 
 async def _wait_for_disconnect(request: Request) -> None:
+    # `Request.is_disconnected` only polls. Messages before the disconnect belong to the body.
     while (await request.receive())["type"] != "http.disconnect":
         continue
 
@@ -206,8 +210,8 @@ async def _first(awaitable: Any, disconnect: asyncio.Task[None]) -> JobEvent | N
 
 
 def _read_secret(folder: Path) -> bytes:
-    """Return the key that signs image URLs; create it on first use, readable only by this user."""
-    file = folder / "secret"
+    """Return the key that signs image URLs; create it on first use, readable only by the current user."""
+    file = folder / "secret"  # stored, because URLs must stay valid after a restart
     if not file.exists():
         atomic_write(file, secrets.token_bytes(32), mode=0o600)
     return file.read_bytes()

@@ -1,4 +1,4 @@
-"""Timeouts for slow clients, which uvicorn does not have.
+"""Timeouts for slow clients, which uvicorn lacks (https://github.com/Kludex/uvicorn/issues/157).
 
 uvicorn's `timeout_keep_alive` starts only after a response: a connection that sends nothing, or half of its headers,
 stays open forever (https://github.com/Kludex/uvicorn/pull/1192).
@@ -23,7 +23,7 @@ class SlowClientProtocol(H11Protocol):
     header_timeout_s: ClassVar[float] = 20.0
     """Seconds for the headers, from the start of the connection or the first byte of a later request."""
     send_timeout_s: ClassVar[float] = 60.0
-    """Seconds in which the client must read something."""
+    """Seconds within which the client must read some of the response."""
     _header_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
@@ -35,6 +35,7 @@ class SlowClientProtocol(H11Protocol):
 
     def _check_progress(self, previous: int) -> None:
         """Abort the connection if the client has read nothing since the last check."""
+        # uvicorn pauses the response while the write buffer is full, so a stalled client leaves its size unchanged.
         unsent = self.transport.get_write_buffer_size()
         if unsent and unsent == previous:
             self.transport.abort()  # `close` would first wait for the buffer to be sent
@@ -44,7 +45,7 @@ class SlowClientProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Stop the header timer when the headers are complete; the middleware limits the time for the body."""
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is not h11.IDLE:  # IDLE until the headers are complete
             self._stop_header_timer()
         elif self._header_timer is None:
             self._start_header_timer()

@@ -14,12 +14,13 @@ from anyaccel.server.http.service import Service, ServiceOf
 __all__ = ["router"]
 
 router = APIRouter()
+# Limits that a request can exceed.
 _LIMITS = ("max_queue", "max_n", "max_steps", "max_pixels", "max_prompt")
 
 
 @router.get("/healthz", summary="Liveness probe")
 async def is_alive() -> dict[str, str]:
-    """Respond if the process is alive."""
+    """Respond as long as the process is alive, even without a worker."""
     return {"status": "alive"}
 
 
@@ -44,7 +45,7 @@ async def is_ready(service: ServiceOf) -> Response:
 )
 async def show_metrics(service: ServiceOf) -> Response:
     """Return the metrics in the Prometheus text format."""
-    # In a thread: counting the jobs reads the database.
+    # In a thread, because counting the jobs reads the database and would block the event loop.
     text = await run_in_threadpool(service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -71,4 +72,5 @@ async def show_status(service: ServiceOf) -> dict[str, Any]:
 
 
 def _find_state(service: Service) -> str:
+    # Draining comes first: the worker is still `ready` then, but new requests are rejected.
     return "ending" if service.draining else service.dispatcher.start_state.state

@@ -40,6 +40,7 @@ _CLEAN_UP_S = 30.0
 _MAX_RESTART_DELAY_S = 30.0
 # Consecutive starts without a ready worker after which the service gives up.
 _MAX_FAILED_STARTS = 3
+# Code, message and HTTP status of a job that misses its deadline.
 _DEADLINE_ERROR = ("deadline_exceeded", "the deadline passed before the images were finished", 504)
 
 
@@ -62,7 +63,7 @@ class _DispatchedJob:
     images: dict[int, ImageDone] = field(default_factory=dict)
     """Finished images by index."""
     overdue: bool = False
-    """Whether it is being cancelled because its deadline passed."""
+    """Whether the job is being cancelled because its deadline passed."""
 
     @property
     def image_count(self) -> int:
@@ -72,7 +73,7 @@ class _DispatchedJob:
 class Dispatcher:
     """Supervises the worker from a thread of the service.
 
-    A job's state is written to the store before anybody is notified of it.
+    Every state change is stored before subscribers are notified of it.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class Dispatcher:
         self.started_at = time.time()
         # Heartbeats count as messages but not as progress: a worker with a stuck device still sends them.
         self.last_message = self.last_progress = time.monotonic()
+        # Moving average of the seconds per image, measured by the worker.
         self.image_seconds = 1.0
-        """Moving average of the seconds per image."""
         self._transport: WorkerTransport | None = None
+        # Jobs that ended but are still `running` in the store, for example because the disk was full.
         self._unrecorded: set[str] = set()
-        """Ended jobs for which the end could not be written, for example because the disk was full."""
         self._thread = threading.Thread(target=self._supervise, name="dispatcher", daemon=True)
 
     def start(self) -> None:
-        """Requeue the jobs that ran when the service last ended, and start the worker."""
+        """Requeue the jobs that were running when the service last exited, and start the worker."""
         for job in self.jobs.recover():
             self.bus.publish(job.id, JobEvent("state"))
         self._thread.start()
@@ -112,7 +113,8 @@ class Dispatcher:
         return self.start_state.state == "ready" and not self.stopping
 
     def wake(self) -> None:
-        """Send queued jobs to the worker as far as it has capacity."""
+        """Send queued jobs to the worker until it is full."""
+        # HTTP threads call this too: without the lock, two threads could fill the same capacity.
         with self.lock:
             if self.start_state.state != "ready" or self._transport is None:
                 return
@@ -123,20 +125,21 @@ class Dispatcher:
                 self._transport.send(RunJob(job.id, job.request, inputs))
                 self.bus.publish(job.id, JobEvent("state"))
 
-    def cancel(self, name: str) -> Job:
+    def cancel(self, job_id: str) -> Job:
         """Cancel a job: immediately if it is queued, at its next step if it is running."""
-        before = self.jobs.get(name)
-        job = self.jobs.cancel(name)
+        previous = self.jobs.get(job_id)
+        job = self.jobs.cancel(job_id)
         if job.state == "running":
-            self._send(CancelJob(name))
-        elif before is None or before.state not in ENDED:
+            self._send(CancelJob(job_id))
+        # Cancelling an ended job again must not count it twice in the metrics.
+        elif previous is None or previous.state not in ENDED:
             self._notify_end(job)
         return job
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no job is queued or running; return False after `timeout_s` seconds."""
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
             if not self.jobs.count("queued") and not self.jobs.count("running"):
                 return True
             time.sleep(_POLL_S)
@@ -148,12 +151,13 @@ class Dispatcher:
         with self.lock:
             transport = self._transport
         if transport is not None:
-            transport.end()
+            transport.end()  # ends the supervisor's `receive`; the supervisor then requeues the jobs
         if self._thread.is_alive():
             self._thread.join(10)
 
     def estimate_wait_s(self) -> float:
-        """Estimate how many seconds a new request would wait."""
+        """Estimate how many seconds a new request would wait in the queue."""
+        # Assume the model with the least concurrency: a client should retry too late rather than too early.
         max_concurrent = max(1, min((model.max_concurrent for model in self.models.values()), default=1))
         return max(1.0, self.image_seconds * (self.jobs.count("queued") + 1) / max_concurrent)
 
@@ -166,30 +170,30 @@ class Dispatcher:
             if self._transport is not None:
                 self._transport.send(message)
 
-    # Life cycle of the worker
+    # Worker lifecycle
 
     def _supervise(self) -> None:
         delay_s, failed_starts = 0.5, 0
         while not self.stopping:
             try:
                 was_ready = self._run_transport()
-            except Exception:  # noqa: BLE001 - for example a full disk: queued jobs run when the problem is gone
-                _LOG.exception("anyaccel: the dispatcher failed and restarts")
-                was_ready = True
+            except Exception:  # noqa: BLE001 - for example a full disk: queued jobs run once it is fixed
+                _LOG.exception("anyaccel: the dispatcher failed; restarting it")
+                was_ready = True  # does not count as a failed start of the worker
             if self.stopping:
                 break
             failed_starts = 0 if was_ready else failed_starts + 1
             if failed_starts >= _MAX_FAILED_STARTS or self.start_state.state == "broken":
                 self.start_state.state = "broken"
-                self.start_state.hint = self.start_state.hint or "see the worker's messages above"
+                self.start_state.hint = self.start_state.hint or "see the worker's output above"
                 return
             delay_s = 0.5 if was_ready else min(_MAX_RESTART_DELAY_S, 2 * delay_s)
             time.sleep(delay_s)
 
     def _run_transport(self) -> bool:
-        """Run one worker, or one pool of workers, until it ends; return whether it became ready."""
+        """Run one transport (a worker or a pool of workers) until it ends; return whether it became ready."""
         self.start_state = StartState(total=len(self.settings.models))
-        self._requeue()  # may have failed when the last worker ended
+        self._requeue()  # again: the call in `_handle_worker_end` fails if the disk is full
         transport = self.make_transport(self.settings)
         with self.lock:
             self._transport = transport
@@ -203,6 +207,7 @@ class Dispatcher:
         return was_ready
 
     def _receive_messages(self, transport: WorkerTransport) -> bool:
+        """Handle messages until the transport ends, hangs or the service stops; return whether it became ready."""
         was_ready, cleaned_at = False, time.monotonic()
         self.last_message = self.last_progress = time.monotonic()
         while not self.stopping:
@@ -215,35 +220,35 @@ class Dispatcher:
                 self._handle_safely(message)
                 was_ready = was_ready or self.start_state.state == "ready"
             if not transport.self_healing and self._hangs():
-                _LOG.error("anyaccel: replacing the worker, which hung for %.0f s", self.settings.limits.hang_s)
+                _LOG.error("anyaccel: no progress for %.0f s; replacing the worker", self.settings.limits.hang_s)
                 self.metrics.worker_ends.labels("hang").inc()
                 return was_ready
             clean_up_due = time.monotonic() - cleaned_at > _CLEAN_UP_S
             cleaned_at = time.monotonic() if clean_up_due else cleaned_at
             try:
                 self._clean_up() if clean_up_due else self._cancel_overdue_jobs()
-            except Exception:  # noqa: BLE001 - a full disk must not end the worker; retried at the next clean-up
+            except Exception:  # noqa: BLE001 - a full disk must not stop the worker; the next pass retries
                 _LOG.exception("anyaccel: cannot clean up jobs")
         return was_ready
 
     def _handle_safely(self, message: Any) -> None:
-        """Handle a message; log errors, so the next message is handled in any case."""
+        """Handle a message; log an exception instead of raising it."""
         try:
             self._handle(message)
-        except Exception:  # noqa: BLE001 - an error in one message must not end the service
+        except Exception:  # noqa: BLE001 - one bad message must not stop the service
             _LOG.exception("anyaccel: cannot handle %s", type(message).__name__)
             if isinstance(message, ImageDone | JobFailed | JobStopped):
-                self._unrecorded.add(message.job)  # `_clean_up` ends the job
+                self._unrecorded.add(message.job)  # `_clean_up` marks the job as failed
 
     def _clean_up(self) -> None:
         limits = self.settings.limits
-        for name in list(self._unrecorded):
-            self._end(self._fail(name, "storage", "the result could not be stored", 500))
-            self._unrecorded.discard(name)
+        for job_id in list(self._unrecorded):
+            self._end(self._fail(job_id, "storage", "the result could not be stored", 500))
+            self._unrecorded.discard(job_id)  # only after `_fail`, which raises while the disk is full
         self.jobs.expire(older_than_s=limits.keep_s, max_bytes=limits.keep_bytes)
 
     def _hangs(self) -> bool:
-        """Return whether the worker sent no message for too long, or has jobs and made no progress."""
+        """Return whether the worker has been silent for `hang_s` seconds, or has jobs and made no progress."""
         with self.lock:
             since = self.last_progress if self.running else self.last_message
             return time.monotonic() - min(since, self.last_message) > self.settings.limits.hang_s
@@ -258,17 +263,17 @@ class Dispatcher:
             self._requeue(count_attempt=False)
             return
         if was_ready:
-            _LOG.error("anyaccel: restarting the worker, which ended %s", transport.describe_end())
+            _LOG.error("anyaccel: the worker ended %s; restarting it", transport.describe_end())
             self.metrics.worker_ends.labels("death").inc()
         self._requeue()
 
     def _requeue(self, *, count_attempt: bool = True) -> None:
-        """Requeue all running jobs, or end those with too many attempts. No worker may be running."""
+        """Requeue all running jobs, or fail those without attempts left. No worker may be running."""
         for job in self.jobs.requeue(count_attempt=count_attempt):
             self.bus.forget(job.id)
             self._notify_end(job) if job.state in ENDED else self.bus.publish(job.id, JobEvent("state"))
 
-    # Messages of the worker
+    # Messages from the worker
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
@@ -292,51 +297,52 @@ class Dispatcher:
         else:
             with self.lock:
                 dispatched = self.running.get(message.job)
-            # Messages of a job that was cancelled or requeued meanwhile are dropped.
+            # Drop late messages of a job that has ended or was requeued.
             if dispatched is not None:
                 self._handle_job_message(dispatched, message)
 
     def _handle_job_message(self, dispatched: _DispatchedJob, message: Any) -> None:
-        job = dispatched.job.id
+        job_id = dispatched.job.id
         if isinstance(message, StepDone):
             self.metrics.step_seconds.observe(message.seconds)
-            self.bus.publish(job, JobEvent("step", message.index, message.done, message.total))
+            self.bus.publish(job_id, JobEvent("step", message.index, message.done, message.total))
         elif isinstance(message, PreviewImage):
-            self.bus.publish(job, JobEvent("preview", message.index, number=message.number, content=message.content))
+            self.bus.publish(job_id, JobEvent("preview", message.index, number=message.number, content=message.content))
         elif isinstance(message, ImageDone):
             dispatched.images[message.index] = message
             self.metrics.images.inc()
             self.image_seconds = 0.8 * self.image_seconds + 0.2 * message.seconds
+            # The last image ends the job, so it has no event of its own.
             if len(dispatched.images) == dispatched.image_count:
                 self._finish(dispatched)
             else:
-                self.bus.publish(job, JobEvent("made", message.index, content=message.content))
+                self.bus.publish(job_id, JobEvent("made", message.index, content=message.content))
         elif isinstance(message, JobFailed):
-            self._end(self._fail(job, message.code, message.message, message.status))
+            self._end(self._fail(job_id, message.code, message.message, message.status))
         elif isinstance(message, JobStopped):
             if dispatched.overdue:
-                self._end(self._fail(job, *_DEADLINE_ERROR))
+                self._end(self._fail(job_id, *_DEADLINE_ERROR))
             else:
-                self._end(self.jobs.stop(job))
+                self._end(self.jobs.stop(job_id))
 
     def _finish(self, dispatched: _DispatchedJob) -> None:
         images = [dispatched.images[index] for index in sorted(dispatched.images)]
         output_format = dispatched.job.request["output_format"]
         suffix = {"jpeg": "jpg"}.get(output_format, output_format)
         files = [(f"{image.index}.{suffix}", image.content) for image in images]
-        facts = [
+        image_records = [
             {"width": image.width, "height": image.height, "seed": image.seed, "seconds": image.seconds}
             for image in images
         ]
         try:
-            job = self.jobs.finish(dispatched.job.id, files, {"images": facts})
+            job = self.jobs.finish(dispatched.job.id, files, {"images": image_records})
         except (OSError, sqlite3.Error):
-            _LOG.exception("anyaccel: cannot store a result")
+            _LOG.exception("anyaccel: cannot store the result of %s", dispatched.job.id)
             job = self._fail(dispatched.job.id, "storage", "cannot store the result; the disk may be full", 500)
         self._end(job)
 
-    def _fail(self, name: str, code: str, message: str, status: int) -> Job:
-        return self.jobs.fail(name, {"code": code, "message": message, "status": status})
+    def _fail(self, job_id: str, code: str, message: str, status: int) -> Job:
+        return self.jobs.fail(job_id, {"code": code, "message": message, "status": status})
 
     def _end(self, job: Job) -> None:
         with self.lock:
@@ -353,6 +359,7 @@ class Dispatcher:
     def _cancel_overdue_jobs(self) -> None:
         """Cancel jobs after their deadline, counted from when they were accepted or the service started."""
         now = time.time()
+        # Requeued jobs are often older than the deadline: a restart gives them the full time again.
         if now - self.started_at < self.settings.limits.deadline_s:
             return
         for job in self.jobs.overdue(now - self.settings.limits.deadline_s):
@@ -363,5 +370,5 @@ class Dispatcher:
                 dispatched = self.running.get(job.id)
                 if dispatched is None or dispatched.overdue:
                     continue
-                dispatched.overdue = True
+                dispatched.overdue = True  # the job fails when the worker confirms with `JobStopped`
             self._send(CancelJob(job.id))

@@ -1,4 +1,4 @@
-"""Job events, from the dispatcher's thread to the requests that wait for them."""
+"""Job events, passed from the dispatcher's thread to the HTTP requests that wait for them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 
 __all__ = ["EventBus", "JobEvent", "Progress", "Subscription"]
 
-# Events that a slow reader may fall behind; beyond it the oldest steps and previews are dropped.
+# Queued events per subscriber. If a slow client falls further behind, its oldest steps and previews are dropped.
 _MAX_QUEUED = 64
 
 
 @dataclass(frozen=True)
 class JobEvent:
-    """Something happened to a job."""
+    """A change of a job's state or progress, with the image of a `preview` or `made` event."""
 
     kind: Literal["step", "preview", "made", "state"]
     index: int = 0
@@ -50,7 +50,7 @@ class Progress:
 
 
 class Subscription:
-    """Queue of a job's events for one request. Create it in the event loop that reads it."""
+    """Queue of a job's events for one HTTP request. Must be created in the event loop that reads it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -74,9 +74,9 @@ class Subscription:
         return events
 
     def put(self, event: JobEvent) -> None:
-        """Queue an event; call it only in the thread of the event loop."""
+        """Queue an event. Not thread-safe: call it in the event loop's thread."""
         if len(self.queued) >= _MAX_QUEUED:
-            # State events are never dropped: a reader that misses the last one would wait forever.
+            # Never drop `state` events: a reader that misses the last one would wait forever.
             droppable = next((queued for queued in self.queued if queued.kind in ("step", "preview")), None)
             if droppable is not None:
                 self.queued.remove(droppable)
@@ -96,7 +96,7 @@ class EventBus:
     def subscribe(self, job: str) -> Iterator[Subscription]:
         """Subscribe to a job in a `with` block, starting with its current progress."""
         subscription = Subscription()
-        # Under one lock, so no event is lost or repeated between the progress and the first published event.
+        # One critical section: an event published between the two steps would be lost or delivered twice.
         with self.lock:
             self.subscriptions.setdefault(job, []).append(subscription)
             progress = self.progress.get(job)
@@ -119,12 +119,14 @@ class EventBus:
                 if event.kind == "step":
                     progress.steps[event.index] = (event.done, event.total)
                 else:
+                    # All previews, not only the last: a late subscriber must receive each of them.
                     progress.images.append(event)
+            # asyncio objects are not thread-safe, and the publisher runs in the dispatcher's thread.
             for subscription in self.subscriptions.get(job, ()):
                 subscription.loop.call_soon_threadsafe(subscription.put, event)
 
     def wake_all(self) -> None:
-        """Make all subscribers check the state of their job."""
+        """Make all subscribers read the state of their job again."""
         with self.lock:
             jobs = list(self.subscriptions)
         for job in jobs:

@@ -10,8 +10,8 @@ from anyaccel.server.jobs.store import Job
 
 __all__ = ["JobTraces"]
 
-_NANOSECONDS = 1_000_000_000
-# Bound on memory if jobs are queued faster than they end.
+_NS_PER_S = 1_000_000_000
+# Parent contexts in memory: bounded, because jobs may be queued faster than they end.
 _MAX_PARENTS = 10_000
 
 
@@ -48,7 +48,7 @@ class JobTraces:
         return extract(headers)
 
     def record_job(self, job: str, parent: Any = None) -> None:
-        """Remember the parent context of an accepted job."""
+        """Store the parent context of an accepted job until the job ends."""
         if self.tracer is not None:
             with self.lock:
                 if len(self.parents) < _MAX_PARENTS:
@@ -63,7 +63,7 @@ class JobTraces:
         with self.lock:
             parent = self.parents.pop(job.id, None)
         end = job.ended or job.created
-        # No prompt: traces leave the machine.
+        # Never the prompt: traces leave the machine.
         attributes = {
             "anyaccel.job": job.id,
             "anyaccel.state": job.state,
@@ -72,15 +72,16 @@ class JobTraces:
             "anyaccel.size": f"{job.request['width']}x{job.request['height']}",
             "anyaccel.attempts": job.attempts,
         }
-        start_time = int(job.created * _NANOSECONDS)
+        # The spans are created when the job ends, with their real times: a queued job can outlive the process.
+        start_time = int(job.created * _NS_PER_S)
         job_span = self.tracer.start_span("job", context=parent, start_time=start_time, attributes=attributes)
         context = set_span_in_context(job_span)
         phases = [("queue", job.created, job.started or end)]
         phases += [("run", job.started, end)] if job.started else []
         for name, phase_start, phase_end in phases:
-            span = self.tracer.start_span(name, context=context, start_time=int(phase_start * _NANOSECONDS))
-            span.end(int(phase_end * _NANOSECONDS))
-        job_span.end(int(end * _NANOSECONDS))
+            span = self.tracer.start_span(name, context=context, start_time=int(phase_start * _NS_PER_S))
+            span.end(int(phase_end * _NS_PER_S))
+        job_span.end(int(end * _NS_PER_S))
 
     def close(self) -> None:
         """Send the remaining spans."""

@@ -11,6 +11,7 @@ from anyaccel.server.worker.messages import Heartbeat
 
 __all__ = ["Metrics"]
 
+# Histogram buckets: seconds per request and job, seconds per step, calls per batch.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _CALLS = (1, 2, 4, 8, 16, 32)
@@ -38,7 +39,7 @@ class Metrics:
             "anyaccel_job_seconds", "Seconds from accepting a job to its end", buckets=_SECONDS, registry=registry
         )
         self.queue_seconds = Histogram(
-            "anyaccel_queue_seconds", "Seconds that jobs were queued", buckets=_SECONDS, registry=registry
+            "anyaccel_queue_seconds", "Seconds that jobs waited in the queue", buckets=_SECONDS, registry=registry
         )
         self.images = Counter("anyaccel_images", "Images generated", registry=registry)
         self.step_seconds = Histogram(
@@ -58,13 +59,13 @@ class Metrics:
             self.device_bytes.set(heartbeat.device_bytes)
         self.worker_bytes.set(heartbeat.host_bytes)
         self.models_loaded.set(len(heartbeat.loaded))
-        # A histogram has no method for several equal observations.
+        # prometheus_client's `observe` has no count argument.
         for calls, count in heartbeat.batches.items():
             for _ in range(count):
                 self.round_calls.observe(calls)
 
     def record_end(self, job: Job) -> None:
-        """Record an ended job."""
+        """Record the outcome and the durations of an ended job."""
         self.jobs_ended.labels(job.state, (job.error or {}).get("code", "")).inc()
         # The clock may have been set back: a negative duration would corrupt the sum.
         if job.ended is not None:
@@ -78,13 +79,13 @@ class Metrics:
 
 
 class _QueueCollector(Collector):
-    """Numbers of queued and running jobs, counted at each scrape."""
+    """Numbers of queued and running jobs, read from the store at each scrape."""
 
     def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
 
     def collect(self) -> list[GaugeMetricFamily]:
-        """Return both gauges."""
+        """Return the current gauges."""
         return [
             GaugeMetricFamily("anyaccel_jobs_queued", "Jobs in the queue", value=self.jobs.count("queued")),
             GaugeMetricFamily("anyaccel_jobs_running", "Jobs that are running", value=self.jobs.count("running")),

@@ -1,4 +1,4 @@
-"""Job store: every accepted request is written to SQLite before it is answered, so no job is lost or run twice.
+"""SQLite job store. Every request is committed before it is answered, so an accepted job survives a crash.
 
 A job is `queued`, then `running`, and ends as `done`, `failed` or `cancelled`. If the process is killed, the next one
 finds each job in one of these states, and `recover` requeues running jobs once. A service that shuts down normally
@@ -31,14 +31,15 @@ State: TypeAlias = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 _ID = re.compile(r"job_[0-9a-f]{32}")
 _VERSION = 1
-# A job is run once more if its worker or the service dies.
+# A job runs again once if its worker or the service dies. A second death fails it: the job may be the cause.
 _MAX_ATTEMPTS = 2
 _DIED = {
     "code": "worker_died",
     "message": "the worker or the service died twice while running this job",
     "status": 500,
 }
-# `asked` is the digest of the request (`Job.request_digest`), `bytes` the size of the result and the request.
+# Databases of version 0.1 use the same schema, so the columns keep their names. `asked` is `Job.request_digest`;
+# `bytes` is the size of the result files and the request.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, lane TEXT NOT NULL, key TEXT, state TEXT NOT NULL, request TEXT NOT NULL,
@@ -72,28 +73,28 @@ class Job:
     state: State
     request: dict[str, Any]
     request_digest: str
-    """Digest of what the client sent, to detect a reused idempotency key."""
+    """Digest of the request as sent by the client, to detect a reused idempotency key."""
     created: float
     started: float | None
     ended: float | None
     attempts: int
     cancelling: bool
-    """Whether it stops at the next step."""
+    """Whether cancellation was requested while the job was running."""
     error: dict[str, Any] | None
     result: dict[str, Any] | None
     bytes: int
-    """Size of its files and its request."""
+    """Size of the result files and the request."""
 
 
 class JobStore:
-    """The jobs in one folder. Only one process can open it."""
+    """Job database and files in one folder. Only one process can open the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is a file", hint="pass a folder to --data; it is created if it does not exist")
         for name in ("results", "inputs"):
-            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images contain their prompts
+            (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)  # images have prompts in their metadata
         self._lock = threading.RLock()
         self._file_lock = lock_file(
             folder / "lock", f"another service uses {folder}", "give each service its own --data folder"
@@ -123,15 +124,17 @@ class JobStore:
     ) -> tuple[Job, bool]:
         """Store a request and its input files; return the job and whether it is new.
 
-        A known key returns the existing job, and raises `KeyTakenError` if the request is different. Requests are
-        compared by `request_digest`, because the service adds values such as a random seed, and otherwise by content.
+        If `key` was used before, return the existing job, or raise `KeyTakenError` if the request is different.
+        Requests are compared by `request_digest`, by default the digest of `request`. The service passes the digest of
+        the body as sent, because it adds values such as a random seed to `request`.
         """
         text = json.dumps(request, sort_keys=True)
         request_digest = request_digest or hashlib.sha256(text.encode()).hexdigest()
-        name = f"job_{uuid.uuid4().hex}"
+        job_id = f"job_{uuid.uuid4().hex}"
         try:
+            # Files before the row: a job in the database always has its inputs. `recover` removes orphaned files.
             for file, content in (inputs or {}).items():
-                folder = self._inputs_of(name)
+                folder = self._inputs_of(job_id)
                 folder.mkdir(exist_ok=True)
                 atomic_write(folder / file, content)
             with self._writing():
@@ -142,20 +145,21 @@ class JobStore:
                     self._database.execute(
                         "INSERT INTO jobs (id, owner, lane, key, state, request, asked, created) "
                         "VALUES (?, ?, ?, ?, 'queued', ?, ?, ?)",
-                        (name, owner, lane or owner, key, text, request_digest, time.time()),
+                        (job_id, owner, lane or owner, key, text, request_digest, time.time()),
                     )
-                    return self._get(name), True
+                    return self._get(job_id), True
                 if existing.request_digest != request_digest:
                     raise KeyTakenError
         except BaseException:
-            shutil.rmtree(self._inputs_of(name), ignore_errors=True)
+            shutil.rmtree(self._inputs_of(job_id), ignore_errors=True)
             raise
-        shutil.rmtree(self._inputs_of(name), ignore_errors=True)
+        shutil.rmtree(self._inputs_of(job_id), ignore_errors=True)
         return existing, False
 
     def take(self, fits: Callable[[Job], bool] = lambda job: True) -> Job | None:
         """Mark the next queued job as running and return it; return None if there is none or it does not fit."""
         with self._writing():
+            # If the first job does not fit, none is taken: smaller jobs would overtake a large one forever.
             job = self._find(
                 "state = 'queued' ORDER BY (SELECT COUNT(*) FROM jobs AS other WHERE other.state = 'running' "
                 "AND other.lane = jobs.lane), created, rowid LIMIT 1"
@@ -168,12 +172,12 @@ class JobStore:
             )
             return self._get(job.id)
 
-    def finish(self, name: str, files: Sequence[tuple[str, bytes]], result: Mapping[str, Any]) -> Job:
-        """Store the files of a running job and mark it as done; a job that ended meanwhile stays as it is."""
-        folder = self._folder_of(name)
+    def finish(self, job_id: str, files: Sequence[tuple[str, bytes]], result: Mapping[str, Any]) -> Job:
+        """Store the files of a running job and mark it as done; do nothing if the job has already ended."""
+        folder = self._folder_of(job_id)
         with self._lock:
-            job = self._get(name)
-        if job.state != "running":  # cancelled or failed meanwhile
+            job = self._get(job_id)
+        if job.state != "running":  # cancelled or failed in the meantime
             return job
         # Files first, then the state: `recover` removes the files of a job that is not done.
         shutil.rmtree(folder, ignore_errors=True)
@@ -182,87 +186,87 @@ class JobStore:
             for file, content in files:
                 atomic_write(folder / file, content)
             with self._writing():
-                if self._get(name).state == "running":
+                if self._get(job_id).state == "running":
                     size = sum(len(content) for _, content in files)
                     result_json = json.dumps({**result, "files": [file for file, _ in files]})
-                    self._end(name, "done", result=result_json, size=size)
-                job = self._get(name)
-        except BaseException:  # for example a full disk: the files would stay until the next start
+                    self._end(job_id, "done", result=result_json, size=size)
+                job = self._get(job_id)
+        except BaseException:  # for example a full disk: only the next start would remove the files
             shutil.rmtree(folder, ignore_errors=True)
             raise
         if job.state != "done":
             shutil.rmtree(folder, ignore_errors=True)
         return job
 
-    def fail(self, name: str, error: Mapping[str, Any]) -> Job:
+    def fail(self, job_id: str, error: Mapping[str, Any]) -> Job:
         """Mark a job as failed, unless it has ended."""
         with self._writing():
-            if self._get(name).state not in ENDED:
-                self._end(name, "failed", error=json.dumps(error))
-            return self._get(name)
+            if self._get(job_id).state not in ENDED:
+                self._end(job_id, "failed", error=json.dumps(error))
+            return self._get(job_id)
 
-    def cancel(self, name: str) -> Job:
-        """Cancel a queued job, or mark a running one for cancellation; an ended job stays as it is."""
+    def cancel(self, job_id: str) -> Job:
+        """Cancel a queued job, or mark a running one for cancellation; do nothing if the job has ended."""
         with self._writing():
-            job = self._get(name)
+            job = self._get(job_id)
             if job.state == "queued":
-                self._end(name, "cancelled")
+                self._end(job_id, "cancelled")
             elif job.state == "running":
-                self._database.execute("UPDATE jobs SET cancelling = 1 WHERE id = ?", (name,))
-            return self._get(name)
+                self._database.execute("UPDATE jobs SET cancelling = 1 WHERE id = ?", (job_id,))
+            return self._get(job_id)
 
-    def stop(self, name: str) -> Job:
-        """Mark a running job as cancelled after its worker has stopped."""
+    def stop(self, job_id: str) -> Job:
+        """Mark a running job as cancelled after the worker has stopped it."""
         with self._writing():
-            if self._get(name).state == "running":
-                self._end(name, "cancelled")
-            return self._get(name)
+            if self._get(job_id).state == "running":
+                self._end(job_id, "cancelled")
+            return self._get(job_id)
 
-    def delete(self, name: str) -> None:
+    def delete(self, job_id: str) -> None:
         """Delete an ended job and its files."""
         with self._writing():
-            if self._get(name).state not in ENDED:
-                raise UsageError(f"{name} has not ended", hint="cancel it first")
-            self._database.execute("DELETE FROM jobs WHERE id = ?", (name,))
-        shutil.rmtree(self._folder_of(name), ignore_errors=True)
+            if self._get(job_id).state not in ENDED:
+                raise UsageError(f"{job_id} has not ended", hint="cancel it first")
+            self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+        shutil.rmtree(self._folder_of(job_id), ignore_errors=True)
 
     def requeue(self, *, count_attempt: bool = True) -> list[Job]:
-        """Requeue running jobs, or fail those without attempts left; return them.
+        """Requeue running jobs and return them; fail those without attempts left, and end cancelled ones.
 
-        With `count_attempt=False`, for a normal shutdown, the interrupted attempt does not count.
+        With `count_attempt=False`, used by a normal shutdown, the interrupted attempt does not count.
         """
         with self._writing():
-            names = [row["id"] for row in self._database.execute("SELECT id FROM jobs WHERE state = 'running'")]
-            for name in names:
-                job = self._get(name)
+            job_ids = [row["id"] for row in self._database.execute("SELECT id FROM jobs WHERE state = 'running'")]
+            for job_id in job_ids:
+                job = self._get(job_id)
                 if job.cancelling:
-                    self._end(name, "cancelled")
+                    self._end(job_id, "cancelled")
                 elif count_attempt and job.attempts >= _MAX_ATTEMPTS:
-                    self._end(name, "failed", error=json.dumps(_DIED))
+                    self._end(job_id, "failed", error=json.dumps(_DIED))
                 else:
                     self._database.execute(
                         "UPDATE jobs SET state = 'queued', started = NULL, attempts = ? WHERE id = ?",
-                        (job.attempts if count_attempt else job.attempts - 1, name),
+                        (job.attempts if count_attempt else job.attempts - 1, job_id),
                     )
-            return [self._get(name) for name in names]
+            return [self._get(job_id) for job_id in job_ids]
 
     def recover(self) -> list[Job]:
-        """Requeue running jobs after a start, remove files that belong to no job, and return the requeued jobs."""
+        """Requeue the running jobs of a killed process, remove orphaned files, and return the requeued jobs."""
         requeued = self.requeue()
         with self._lock:
             rows = self._database.execute("SELECT id, state FROM jobs").fetchall()
-        for folder, names in (
+        for folder, valid_ids in (
             ("results", {row["id"] for row in rows if row["state"] == "done"}),
             ("inputs", {row["id"] for row in rows if row["state"] not in ENDED}),
         ):
             for path in (self.folder / folder).iterdir():
-                is_job = _ID.fullmatch(path.name)  # leave files of the user alone
-                if is_job and path.name not in names:
+                is_job = _ID.fullmatch(path.name)  # never delete the user's own files in --data
+                if is_job and path.name not in valid_ids:
                     shutil.rmtree(path, ignore_errors=True)
         return requeued
 
     def overdue(self, since: float) -> list[Job]:
-        """Return the jobs accepted before a time that have not ended."""
+        """Return the unfinished jobs that were accepted before `since`, in seconds since the epoch."""
         with self._lock:
             rows = self._database.execute(
                 "SELECT * FROM jobs WHERE state IN ('queued', 'running') AND created < ?", (since,)
@@ -270,7 +274,7 @@ class JobStore:
         return [_read_job(row) for row in rows]
 
     def expire(self, *, older_than_s: float, max_bytes: int) -> int:
-        """Delete old jobs, and the oldest ones beyond a total size; return how many."""
+        """Delete ended jobs that are too old or exceed the total size, oldest first; return their number."""
         now = time.time()
         with self._lock:
             rows = self._database.execute(
@@ -281,17 +285,17 @@ class JobStore:
             total_bytes += row["bytes"]
             if now - row["ended"] > older_than_s or total_bytes > max_bytes:
                 expired.append(row["id"])
-        for name in expired:
-            if self.get(name) is not None:  # a client may have deleted it meanwhile
-                self.delete(name)
+        for job_id in expired:
+            if self.get(job_id) is not None:  # a client may have deleted it in the meantime
+                self.delete(job_id)
         return len(expired)
 
-    def get(self, name: str, *, owner: str | None = None) -> Job | None:
+    def get(self, job_id: str, *, owner: str | None = None) -> Job | None:
         """Return a job, or None if it does not exist or belongs to another owner."""
-        if not _ID.fullmatch(name):
+        if not _ID.fullmatch(job_id):
             return None
         with self._lock:
-            job = self._find("id = ?", name)
+            job = self._find("id = ?", job_id)
         return job if job is not None and owner in (None, job.owner) else None
 
     def list(self, *, owner: str | None = None, limit: int = 100, before: Job | None = None) -> list[Job]:
@@ -328,19 +332,20 @@ class JobStore:
         folder = self._inputs_of(job.id)
         return {file.name: file for file in sorted(folder.iterdir())} if folder.is_dir() else {}
 
-    def _inputs_of(self, name: str) -> Path:
-        return self.folder / "inputs" / name
+    def _inputs_of(self, job_id: str) -> Path:
+        return self.folder / "inputs" / job_id
 
-    def _folder_of(self, name: str) -> Path:
-        if not _ID.fullmatch(name):
-            raise UsageError(f"invalid job id {name!r:.60}", hint="use `job_` and 32 hexadecimal digits")
-        return self.folder / "results" / name
+    def _folder_of(self, job_id: str) -> Path:
+        if not _ID.fullmatch(job_id):
+            raise UsageError(f"invalid job id {job_id!r:.60}", hint="use `job_` and 32 hexadecimal digits")
+        return self.folder / "results" / job_id
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Run the block as one transaction."""
         with self._lock:
-            # IMMEDIATE takes the write lock now; a deferred transaction could fail at its first write.
+            # IMMEDIATE acquires the write lock now. A deferred transaction acquires it at its first write, where it can
+            # fail with SQLITE_BUSY after it has read: https://www.sqlite.org/lang_transaction.html
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -350,33 +355,33 @@ class JobStore:
             self._database.execute("COMMIT")
 
     def _end(
-        self, name: str, state: State, *, error: str | None = None, result: str | None = None, size: int = 0
+        self, job_id: str, state: State, *, error: str | None = None, result: str | None = None, size: int = 0
     ) -> None:
         self._database.execute(
             "UPDATE jobs SET state = ?, ended = ?, error = ?, result = ?, bytes = ? + length(request) WHERE id = ?",
-            (state, time.time(), error, result, size, name),
+            (state, time.time(), error, result, size, job_id),
         )
-        shutil.rmtree(self._inputs_of(name), ignore_errors=True)
+        shutil.rmtree(self._inputs_of(job_id), ignore_errors=True)
 
     def _find(self, where: str, *values: Any) -> Job | None:
         row = self._database.execute(f"SELECT * FROM jobs WHERE {where}", values).fetchone()
         return None if row is None else _read_job(row)
 
-    def _get(self, name: str) -> Job:
-        job = self._find("id = ?", name)
+    def _get(self, job_id: str) -> Job:
+        job = self._find("id = ?", job_id)
         if job is None:
-            raise UsageError(f"unknown job {name!r:.60}", hint="it may have expired")
+            raise UsageError(f"unknown job {job_id!r:.60}", hint="it may have expired")
         return job
 
 
 def _open_database(file: Path) -> sqlite3.Connection:
-    """Open or create the database; a damaged one or one of another version is not changed."""
-    file.touch(mode=0o600)  # it contains prompts
+    """Open or create the database; raise, without changing the file, if it is damaged or of another version."""
+    file.touch(mode=0o600)  # prompts are private
     database = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
     try:
         database.row_factory = sqlite3.Row
         database.execute("PRAGMA journal_mode=WAL")
-        # FULL: an accepted job must survive a power failure, not only a crash of the process.
+        # FULL, because WAL's usual NORMAL can lose the last commits in a power failure, and those jobs were accepted.
         database.execute("PRAGMA synchronous=FULL")
         version, tables = (
             database.execute(query).fetchone()[0]
@@ -402,8 +407,8 @@ def _open_database(file: Path) -> sqlite3.Connection:
 
 def _read_job(row: sqlite3.Row) -> Job:
     values = dict(row)
-    for name in ("request", "error", "result"):
-        values[name] = None if values[name] is None else json.loads(values[name])
+    for column in ("request", "error", "result"):
+        values[column] = None if values[column] is None else json.loads(values[column])
     values["cancelling"] = bool(values["cancelling"])
     values["request_digest"] = values.pop("asked")
     result = values["result"]

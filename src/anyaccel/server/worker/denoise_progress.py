@@ -1,7 +1,7 @@
-"""Progress, cancellation and previews of a pipeline call while it denoises.
+"""Progress, cancellation and previews of a running pipeline call.
 
-Every denoising pipeline calls its scheduler's `step`, but not every pipeline has callbacks. A light copy of a pipeline
-has its own scheduler, so overriding `step` there observes exactly one call.
+Every denoising pipeline calls its scheduler's `step`, but not every pipeline supports callbacks. A light copy of a
+pipeline has its own scheduler, so overriding `step` there observes exactly one call.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class StepObserver:
     previews_sent: int = 0
 
     def restart(self) -> None:
-        """Start again at step 0; previews that were already sent are not repeated."""
+        """Reset to step 0; previews that were already sent are not sent again."""
         self.steps_done = 0
 
     def is_preview_due(self, total: int) -> bool:
-        """Return whether the next of `total` steps needs a preview."""
+        """Return whether a preview is due after the next of `total` steps."""
         has_previews = self.on_preview is not None and self.previews_sent < len(self.preview_fractions)
         return has_previews and (self.steps_done + 1) / total >= self.preview_fractions[self.previews_sent]
 
 
 @contextmanager
 def observing_steps(pipe: Any, observer: StepObserver, size: tuple[int, int]) -> Iterator[None]:
-    """Report every scheduler step of a pipeline in the block to an observer.
+    """Report every scheduler step of a pipeline in a `with` block to an observer.
 
     The scheduler must not be shared with another call: use a light copy of the pipeline.
     """
@@ -72,7 +72,7 @@ class _ObservedStep:
             raise StoppedError
         total = max(1, len(getattr(scheduler, "timesteps", ())))
         preview_due = observer.is_preview_due(total)
-        # Before the step: it advances the scheduler's step index, which the estimate needs.
+        # Before the step, which advances the scheduler's step index: the estimate needs the current sigma.
         clean = _estimate_from_step(scheduler, args, kwargs) if preview_due else None
         result = run(*args, **kwargs)
         observer.steps_done += 1
@@ -136,7 +136,7 @@ def _sigma_at(scheduler: Any, timestep: Any) -> float:
 
 
 def decode_estimate(pipe: Any, clean: torch.Tensor, size: tuple[int, int]) -> Image.Image | None:
-    """Decode estimated latents like the pipeline decodes its final ones; return None if the layout is not supported."""
+    """Decode estimated latents as the pipeline decodes its final ones; return None if the layout is not supported."""
     try:
         with torch.no_grad():
             return _decode(pipe, clean, size)

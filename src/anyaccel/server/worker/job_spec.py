@@ -1,4 +1,4 @@
-"""Specification of a job: validated, stored as JSON and sent to the worker."""
+"""Specification of a job, which is stored as JSON and sent to the worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Task = Literal["generate", "edit", "inpaint"]
 SUFFIXES = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 
 
-# The field names are the JSON keys in the job database: renaming one breaks jobs that are queued there.
+# The field names are JSON keys in the job database: renaming one breaks the jobs stored there.
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """Images to generate in one job."""
+    """Validated parameters of one job, with defaults filled in."""
 
     task: Task
     model: str
@@ -45,5 +45,5 @@ class JobSpec:
 
 
 def read_job_spec(values: Mapping[str, Any]) -> JobSpec:
-    """Return the job spec that `JobSpec.to_dict` wrote."""
+    """Return the job spec for the values from `JobSpec.to_dict`."""
     return JobSpec(**{**values, "seeds": tuple(values["seeds"])})

@@ -1,4 +1,4 @@
-"""Host memory limit for worker processes that run for weeks.
+"""Workaround for host memory growth in worker processes that run for weeks.
 
 glibc gives each thread its own malloc arena and does not return freed memory from it, so a worker with many threads
 grows until every arena has held its largest image. macOS, musl and Windows are not affected.
@@ -16,6 +16,6 @@ _M_ARENA_MAX = -8  # from malloc.h; see https://man7.org/linux/man-pages/man3/ma
 
 def use_one_malloc_arena() -> None:
     """Make threads that start later share one malloc arena."""
-    # Contention is no concern: the threads wait for the device far longer than for the allocator.
+    # Contention does not matter: the threads wait for the device far longer than for the allocator.
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

@@ -1,4 +1,4 @@
-"""Messages between the service and its workers. They are pickled and sent through a pipe or through Ray."""
+"""Messages between the service and its workers, pickled and sent through a pipe or through Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "WorkerLost",
 ]
 
-# To a worker
+# Messages to a worker
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,29 @@ class CancelJob:
     job: str
 
 
-# From a worker
+# Messages from a worker. The service must be able to unpickle them without torch: no tensors, no torch dtypes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Properties of a served model that clients read and requests are checked against."""
+    """Properties of a served model, for clients and for request validation."""
 
     name: str
     pipeline: str
     device: str
     virtual: bool
+    """Whether the device is emulated on the CPU."""
     dtype: str
     tasks: tuple[str, ...]
     """Supported tasks: `generate`, `edit`, `inpaint`."""
     parameters: Mapping[str, tuple[str, ...]]
     """Pipeline arguments of each task."""
     multiple: int
-    """Width and height must be multiples of it."""
+    """Required divisor of width and height."""
     sizes: tuple[tuple[int, int], ...]
-    """Warmed-up sizes; the first is the default."""
+    """Warmed-up sizes as (width, height); the first is the default."""
     fixed_sizes: bool
-    """Whether only `sizes` are accepted, because any other size would be compiled first."""
+    """Whether only `sizes` are accepted, because another size would have to be compiled first."""
     steps: int | None
     """Default number of steps."""
     guidance: float | None
@@ -73,7 +74,7 @@ class ModelFacts:
     batched: Mapping[str, bool]
     """Whether each model component batches the steps of several requests."""
     max_concurrent: int
-    """Number of images generated concurrently."""
+    """Maximum number of images per batch."""
     plan: str
     loras: tuple[str, ...] = ()
 
@@ -89,7 +90,7 @@ class LoadProgress:
 
 @dataclass(frozen=True)
 class ModelsReady:
-    """All models have been loaded once and their sizes are warmed up."""
+    """All models have been loaded and warmed up once."""
 
     models: tuple[ModelFacts, ...]
 
@@ -102,9 +103,10 @@ class LoadFailed:
     hint: str
 
 
+# Only a pool of workers sends the next two messages. The dispatcher itself replaces a single worker that died.
 @dataclass(frozen=True)
 class NotReady:
-    """A pool of workers has no worker at the moment and waits for new ones."""
+    """A pool of workers has no worker left and waits for new ones."""
 
     message: str
 
@@ -117,9 +119,10 @@ class WorkerLost:
     message: str
 
 
+# Messages about a job. The dispatcher drops those that arrive after the job has ended.
 @dataclass(frozen=True)
 class StepDone:
-    """A step of one image is done."""
+    """Progress of one image: a denoising step is done."""
 
     job: str
     index: int
@@ -127,6 +130,7 @@ class StepDone:
     done: int
     total: int
     seconds: float
+    """Time since the previous step of this image."""
 
 
 @dataclass(frozen=True)
@@ -165,17 +169,22 @@ class JobFailed:
 
 @dataclass(frozen=True)
 class JobStopped:
-    """A cancelled job has stopped."""
+    """A job has stopped after `CancelJob`."""
 
     job: str
 
 
+# Sent from a separate thread, so it shows that the process is alive, not that the device makes progress. The dispatcher
+# therefore does not count it as progress.
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sign of life and memory use, sent every second."""
+    """Memory use and batch sizes, sent every second."""
 
     device_bytes: int | None
+    """Used device memory; None if the driver cannot measure it."""
     host_bytes: int
+    """Resident set size of the worker."""
     batches: Mapping[int, int] = field(default_factory=dict)
-    """Batches since the last heartbeat, by their number of calls."""
+    """Number of batches since the last heartbeat, by calls per batch."""
     loaded: tuple[str, ...] = ()
+    """Names of the models in memory."""

@@ -1,4 +1,4 @@
-"""Cache of loaded models. It loads a model on demand and evicts the least recently used ones if memory is short."""
+"""Cache of loaded models: loads on demand, and evicts the least recently used models when memory is short."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from anyaccel.server.worker.served_model import ServedModel
 
 __all__ = ["ModelCache"]
 
-# Memory that a model needs, as a multiple of its weights. The activations are not known before the first call.
+# Estimated memory of a model as a multiple of its weights. Its activations are unknown before the first call.
 _MEMORY_FACTOR = 1.5
 _POLL_S = 0.05
 
 
 class ModelCache:
-    """Models in memory. Only models without users are evicted."""
+    """Models in memory. Only models that no call uses are evicted."""
 
     def __init__(self, settings: ServerSettings, load: Callable[[ServedName], ServedModel]) -> None:
         self.settings, self.load = settings, load
         self.models: dict[str, ServedModel] = {}
         self.users: dict[str, int] = {}
+        # Bytes of each model's weights, measured when it was last loaded. Kept after an eviction.
         self.sizes: dict[str, int] = {}
-        """Bytes of each model's weights, measured when it was last loaded."""
         self.opened: OpenDevice | None = None
         self.lock = threading.RLock()
         self.loading = threading.Lock()
@@ -41,7 +41,10 @@ class ModelCache:
 
     @contextmanager
     def using(self, name: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[ServedModel]:
-        """Yield a model that stays in memory in the block; raise `StoppedError` if stopped while waiting for it."""
+        """Load a model if necessary, and keep it in memory in a `with` block.
+
+        Raise `StoppedError` if `is_stopped` becomes true while waiting for the model.
+        """
         model = self._acquire(name, is_stopped)
         try:
             yield model
@@ -77,7 +80,7 @@ class ModelCache:
             self._evict_until_fits(served, is_stopped)
             model = self.load(served)
             release_unreachable()
-            ignore_existing_objects()  # a garbage collection over all model objects would delay every request
+            ignore_existing_objects()  # garbage collections would scan all objects of the model and delay requests
         with self.lock:
             self.models[name] = model
             self.users[name] = self.users.get(name, 0) + 1
@@ -95,7 +98,7 @@ class ModelCache:
                 oldest = min(idle, key=lambda name: self.models[name].last_used, default=None)
                 if oldest is not None:
                     self.models.pop(oldest).close()
-            if oldest is None:  # all models are in use: wait for one of them
+            if oldest is None:  # all models are in use: wait until one is idle
                 time.sleep(_POLL_S)
                 continue
             release_unreachable(also_ignored=True)
@@ -120,7 +123,7 @@ class ModelCache:
 
 
 def _count_weight_bytes(model: ServedModel) -> int:
-    # By id, because components may share weights.
+    # By id, because components may share weights, which count once.
     tensors = {
         id(tensor): tensor
         for module in find_models(model.pipe).values()
@@ -130,6 +133,6 @@ def _count_weight_bytes(model: ServedModel) -> int:
 
 
 def _count_file_bytes(served: ServedName) -> int | None:
-    """Return the size of a model's weight files, or None if they are not on this machine yet."""
+    """Return the size of a model's weight files, or None if they are not available locally."""
     folder = Path(resolve_model(served.model).source)
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else None

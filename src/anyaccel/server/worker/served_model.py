@@ -63,17 +63,17 @@ class ServedModel:
         self.pipes = _find_pipelines(self.pipe)
         side = find_default_side(self.pipe)
         self.sizes = settings.sizes or ((side, side),)
+        # Whether each model component batches concurrent calls.
         self.batched: dict[str, bool] = {}
-        """Whether each model component batches concurrent calls."""
+        # None while only one call runs at a time.
         self.shared: SharedPipeline | None = None
-        """None while only one call runs at a time."""
         self.lock = AdapterLock(1, self._switch_adapter)
         self._warm_up()
         self._remove_failing_tasks()
         self.last_used = time.monotonic()
 
     def facts(self) -> ModelFacts:
-        """Return the properties that clients read and requests are checked against."""
+        """Return the model's properties for clients and for request validation."""
         plan = self.pipe.plan
         return ModelFacts(
             name=self.name,
@@ -112,7 +112,7 @@ class ServedModel:
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             raise UnsafeContentError
         image = pick_images(pipe, output)[0]
-        # Input images are not stored in the metadata; it lists their names as unrecorded.
+        # The metadata does not contain input images, only their argument names, as unrecorded.
         recorded = {name: value for name, value in call.items() if not isinstance(value, Image.Image)}
         expected = expected_metadata(self.loaded, spec.prompt, spec.seeds[index], recorded)
         unrecorded = (*expected.unrecorded, *(name for name in call if name not in recorded))
@@ -121,12 +121,12 @@ class ServedModel:
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """Names of the models that run at every step."""
+        """Names of the model components that run at every step."""
         placement = find_placement(self.pipe)
         return () if placement is None else placement.denoisers
 
     def close(self) -> None:
-        """Stop sharing the pipeline and restore the models' own forwards."""
+        """Disable batching and restore the models' own forwards."""
         if self.shared is not None:
             self.shared.close()
             self.shared = None
@@ -146,7 +146,7 @@ class ServedModel:
     ) -> Any:
         """Run a call concurrently with others, or return None if it must run exclusively."""
         with self.lock.acquire(_adapter_of(spec), is_stopped=observer.is_stopped):
-            if self.shared is None:  # another call stopped the sharing while this one waited
+            if self.shared is None:  # an exclusive call disabled batching while this call waited
                 return None
             pipe_copy = light_copy(pipe)
             try:
@@ -158,7 +158,7 @@ class ServedModel:
                 if not is_out_of_memory(error) and not isinstance(error, DoesNotFitError):
                     raise
                 reason = "out of memory"
-                # The frames of the traceback hold the call's tensors.
+                # The frames of the traceback reference the call's tensors, and the exclusive run needs their memory.
                 clear_traceback_frames(error)
         _LOG.warning("anyaccel: running a call of %s again without batching: %s", self.name, reason)
         observer.restart()
@@ -167,7 +167,7 @@ class ServedModel:
     def _run_exclusive(
         self, pipe: Any, call: dict[str, Any], spec: JobSpec, observer: StepObserver, size: tuple[int, int]
     ) -> Any:
-        """Run a call while no other runs, so the library can move weights or recompute in float32."""
+        """Run a call while no other call runs, because it may offload weights or recompute in float32."""
         with self.lock.acquire(_adapter_of(spec), exclusive=True, is_stopped=observer.is_stopped):
             was_shared = self.shared is not None
             self.close()
@@ -179,26 +179,26 @@ class ServedModel:
                     self._resume_sharing(pipe)
 
     def _resume_sharing(self, pipe: Any) -> None:
-        """Move offloaded weights back to the device and share the pipeline again, if that is possible."""
+        """Move offloaded weights back to the device and enable batching again, if possible."""
         placement = find_placement(pipe)
         try:
             if placement is not None and placement.residence != "resident":
                 apply_rule(pipe, placement, placement.weights_rule)
             self._warm_up()
-        except Exception as error:  # noqa: BLE001 - the model still serves, one call at a time
+        except Exception as error:  # noqa: BLE001 - the model still works, one call at a time
             _LOG.warning("anyaccel: calls of %s are no longer batched: %r", self.name, error)
             self.close()
             self._set_concurrency(1)
 
     def _warm_up(self) -> None:
-        """Generate one image per size, and check which models can batch concurrent calls."""
+        """Generate one image per size, and detect which model components can batch concurrent calls."""
         for width, height in self.sizes:
             self.pipe(**self._warm_up_call(_PROMPTS[0], width, height, _WARM_UP_STEPS), seed=0)
         self._set_concurrency(1)
         placement = find_placement(self.pipe)
         assert placement is not None
         if placement.residence != "resident" or placement.plan.step_skipping.value is not None:
-            return  # offloading and step skipping hold state of a single call
+            return  # offloading and step skipping hold the state of a single call
         max_calls = self._find_max_calls()
         if max_calls == 1:
             return
@@ -209,7 +209,7 @@ class ServedModel:
                 {**self._warm_up_call(prompt, width, height, 2), "seed": seed} for seed, prompt in enumerate(_PROMPTS)
             ]
             matches = shared.warm_up(*calls)
-            # A model must match at every size.
+            # A component is batched only if its results match at every size: kernels depend on the shape.
             self.batched = {name: batched and matches[name] for name, batched in self.batched.items()}
             if self._is_static():
                 shared.prepare_batch_sizes(max_calls)
@@ -227,7 +227,7 @@ class ServedModel:
     def _remove_failing_tasks(self) -> None:
         """Run each derived pipeline once and remove those that fail.
 
-        `AutoPipeline` converts by model family, and the resulting pipeline rejects some models of a family.
+        `AutoPipeline` chooses the class by model family, but that class may not support every model of the family.
         """
         width, height = self.sizes[0]
         for task, pipe in list(self.pipes.items()):
@@ -247,12 +247,12 @@ class ServedModel:
                 del self.pipes[task]
 
     def _is_static(self) -> bool:
-        """Return whether each size is compiled separately, which would block requests."""
+        """Return whether each size is compiled separately, so a new size would block all requests."""
         plan = self.pipe.plan
         return bool(plan.report.compiled_models or plan.compiler.value.static)
 
     def _find_max_calls(self) -> int:
-        """Return how many images of the largest size fit into memory at the same time."""
+        """Return how many images of the largest size fit into memory together, up to `max_batch`."""
         placement = find_placement(self.pipe)
         assert placement is not None
         if placement.plan.images_per_call.value == 1:
@@ -291,10 +291,11 @@ class ServedModel:
             raise UsageError(f"{type(self.pipe).__name__} does not support LoRA", hint="remove --lora")
         for lora in self.settings.loras:
             self.pipe.load_lora_weights(lora.model, adapter_name=lora.name)
+        # Adapters stay loaded but disabled: `_switch_adapter` enables one per group of calls.
         self.pipe.disable_lora()
 
     def _switch_adapter(self, adapter: str | None) -> None:
-        """Enable an adapter, or disable all; called while no call runs."""
+        """Enable an adapter, or disable all of them. No call may be running."""
         if adapter is None:
             self.pipe.disable_lora()
         else:
@@ -306,7 +307,7 @@ class ServedModel:
 
 
 def _adapter_of(spec: JobSpec) -> str | None:
-    # With the scale: calls with different scales cannot share a batch either.
+    # Includes the scale, because calls with different scales cannot share a batch either.
     return None if spec.lora is None else f"{spec.lora}@{spec.lora_scale}"
 
 
@@ -315,12 +316,12 @@ def _parameters(pipe: Any) -> list[str]:
 
 
 def _find_pipelines(pipe: Any) -> dict[Task, Any]:
-    """Return the pipelines for each task; all share the models of `pipe`."""
+    """Return a pipeline for each supported task. All of them share the models of `pipe`."""
     parameters = inspect.signature(plain_class(pipe).__call__).parameters
     if "prompt" not in parameters:
         raise UsageError(f"{type(pipe).__name__} does not accept a prompt", hint="serve a text-to-image model")
     pipes: dict[Task, Any] = {}
-    # An optional `image` without `strength` is a reference image: the pipeline also generates from the prompt only.
+    # An optional `image` without `strength` is a reference image: the pipeline also works with only a prompt.
     image_is_optional = "image" in parameters and parameters["image"].default is not inspect.Parameter.empty
     if "image" not in parameters or ("strength" not in parameters and image_is_optional):
         pipes["generate"] = pipe
@@ -330,11 +331,11 @@ def _find_pipelines(pipe: Any) -> dict[Task, Any]:
         ("edit", AutoPipelineForImage2Image),
         ("inpaint", AutoPipelineForInpainting),
     )
-    for task, auto in others:
+    for task, auto_class in others:
         if task in pipes:
             continue
         try:
-            pipes[task] = auto.from_pipe(pipe)
+            pipes[task] = auto_class.from_pipe(pipe)
         except (ValueError, AttributeError, KeyError) as error:  # diffusers has no such pipeline for these models
             _LOG.debug("anyaccel: no %s pipeline for %s: %s", task, type(pipe).__name__, error)
             continue

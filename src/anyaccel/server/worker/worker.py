@@ -1,7 +1,6 @@
-"""The worker: holds the models and generates the images, outside the service's process.
+"""The worker, which holds the models and generates the images outside the service's process.
 
-The service starts it as a child process, which exits when the service does, because the pipe between them closes. A Ray
-replica also runs a worker.
+It runs in a child process of the service, which exits when the pipe to the service closes, or in a Ray replica.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PREVIEW_QUALITY = 80
 
 
 def run_worker(pipe: ParentPipe, settings: ServerSettings) -> None:
-    """Run jobs until the service is gone. Entry point of the worker process."""
+    """Run jobs until the service exits. Entry point of the worker process."""
     # Process managers send SIGTERM to the whole process group; the service decides when the worker ends.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     use_one_malloc_arena()
@@ -70,7 +69,7 @@ def _run_messages(pipe: ParentPipe, worker: Worker) -> None:
 
 
 class Worker:
-    """The models of a service on one device. Calls `send` with its messages, from several threads."""
+    """Runs the jobs of a service on one device. Passes its messages to `send`, from several threads."""
 
     def __init__(self, settings: ServerSettings, send: Callable[[Any], None]) -> None:
         self.settings, self.send = settings, send
@@ -80,7 +79,7 @@ class Worker:
         self.ready = threading.Event()
 
     def load(self) -> tuple[ModelFacts, ...]:
-        """Load and warm up every model once; those that do not fit together are evicted again."""
+        """Load and warm up every model once; models that do not fit together evict each other."""
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
@@ -107,10 +106,11 @@ class Worker:
 
     def begin(self, message: RunJob) -> None:
         """Start a job without waiting for it."""
+        # Registered before a thread starts: a `CancelJob` may be the next message.
         self.stop_events[message.job] = threading.Event()
         try:
             _WorkerJob(self, message).begin()
-        except Exception as error:  # noqa: BLE001 - an unreadable job must not end the worker
+        except Exception as error:  # noqa: BLE001 - an invalid job must not stop the worker
             self.stop_events.pop(message.job, None)
             self.send(make_job_failed(message.job, error))
 
@@ -139,20 +139,20 @@ class Worker:
                 for name, forward in shared.forwards.items() if shared is not None else ():
                     if name in model.denoisers:
                         totals.update(dict(forward.stats.sizes))
-            used_bytes = None
+            used_bytes = None  # no device yet, or the driver cannot measure it
             if self.model_cache.opened is not None:
                 try:
                     used_bytes = self.model_cache.opened.driver.memory(self.model_cache.opened.index).used_bytes
                 except NotMeasurableError:
                     used_bytes = None
-            # Counts may drop when a model is evicted; only increases are reported.
+            # The totals drop when a model is evicted. Metrics are counters, so only increases are sent.
             new = {size: count - previous[size] for size, count in totals.items() if count > previous[size]}
             previous = totals
             self.send(Heartbeat(used_bytes, process.memory_info().rss, new, tuple(models)))
 
 
 class _LoadReporter(ProgressListener):
-    """Reports the progress of loading one model to the service."""
+    """Sends the progress of loading one model to the service."""
 
     def __init__(self, worker: Worker, name: str, total: int) -> None:
         self.worker, self.name, self.total = worker, name, total
@@ -220,20 +220,22 @@ class _WorkerJob:
     def _make_observer(self, index: int) -> Any:
         from anyaccel.server.worker.denoise_progress import StepObserver
 
-        job, spec, last_step = self.id, self.spec, [time.perf_counter()]
-        numbers = iter(range(spec.partial_images))
+        job_id, spec, last_step_at = self.id, self.spec, time.perf_counter()
+        preview_numbers = iter(range(spec.partial_images))
 
         def on_step(done: int, total: int) -> None:
+            nonlocal last_step_at
             now = time.perf_counter()
-            self.worker.send(StepDone(job, index, done, total, now - last_step[0]))
-            last_step[0] = now
+            self.worker.send(StepDone(job_id, index, done, total, now - last_step_at))
+            last_step_at = now
 
         def on_preview(image: Any) -> None:
             stream = io.BytesIO()
             image_format = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}[spec.output_format]
             image.save(stream, image_format, **({} if image_format == "PNG" else {"quality": _PREVIEW_QUALITY}))
-            self.worker.send(PreviewImage(job, index, next(numbers), stream.getvalue()))
+            self.worker.send(PreviewImage(job_id, index, next(preview_numbers), stream.getvalue()))
 
+        # Evenly spaced, without the last step: its preview would be the finished image.
         fractions = tuple((number + 1) / (spec.partial_images + 1) for number in range(spec.partial_images))
         return StepObserver(on_step, on_preview if fractions else None, fractions, self.stop_event.is_set)
 
@@ -253,7 +255,7 @@ def _convert_image(image: Any) -> Any:
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    # 16 bits: Pillow's `convert` clips at 255 instead of scaling; https://github.com/python-pillow/Pillow/issues/3159
+    # Pillow's `convert` clips 16-bit values at 255 instead of scaling: https://github.com/python-pillow/Pillow/issues/3159
     if upright.mode.startswith("I"):
         upright = upright.point(lambda value: value / 257).convert("L")
     if not upright.has_transparency_data:
@@ -264,9 +266,9 @@ def _convert_image(image: Any) -> Any:
 
 
 def _convert_mask(image: Any) -> Any:
-    """Convert to a mask that is white where the image changes.
+    """Convert to diffusers' convention, a grayscale mask that is white where the image changes.
 
-    A mask with transparency follows OpenAI's API: its transparent area changes.
+    OpenAI's API uses the alpha channel instead: the image changes where the mask is transparent.
     """
     from PIL import ImageOps
 
@@ -276,7 +278,7 @@ def _convert_mask(image: Any) -> Any:
 
 
 def make_load_failed(error: Exception) -> LoadFailed:
-    """Return the message for an error that prevents a worker from starting."""
+    """Return the message for an exception that prevents the worker from starting."""
     from anyaccel.errors import AnyaccelError
 
     if isinstance(error, AnyaccelError):
@@ -285,7 +287,7 @@ def make_load_failed(error: Exception) -> LoadFailed:
 
 
 def make_job_failed(job: str, error: BaseException) -> JobFailed:
-    """Return the message for an error that ended a job."""
+    """Return the message for an exception that ended a job, with the code and status of the HTTP error."""
     from anyaccel.backends.out_of_memory import is_out_of_memory
     from anyaccel.errors import AnyaccelError, DoesNotFitError, NotFiniteError, UsageError
     from anyaccel.server.worker.served_model import UnsafeContentError

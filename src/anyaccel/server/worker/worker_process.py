@@ -1,4 +1,4 @@
-"""Transports that run jobs: the interface, and one worker process next to the service."""
+"""The `WorkerTransport` interface, and its implementation with one child process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from anyaccel.server.worker.worker import run_worker
 __all__ = ["WorkerProcess", "WorkerTransport"]
 
 
+# `cluster.serve.replica_pool` implements this interface for workers on Ray.
 class WorkerTransport(Protocol):
-    """Accepts jobs and reports their progress with the message classes of `messages`."""
+    """Runs jobs in one or more workers and reports their progress with the classes of `messages`."""
 
     self_healing: bool
     """Whether the transport itself replaces workers that hang or die; otherwise the dispatcher does."""
 
     def start(self) -> None:
-        """Start loading; the outcome is reported as a message."""
+        """Start to load the models; the outcome arrives as `ModelsReady` or `LoadFailed`."""
 
     def send(self, message: RunJob | CancelJob) -> None:
         """Send a message without waiting."""
@@ -34,7 +35,7 @@ class WorkerTransport(Protocol):
         """Terminate immediately. Safe to call from any thread and more than once."""
 
     def describe_end(self) -> str:
-        """Return how it ended, such as `with status -9`."""
+        """Return how the transport ended, such as `with status -9`, for the log."""
 
 
 class WorkerProcess(PipeWorker):
@@ -47,11 +48,13 @@ class WorkerProcess(PipeWorker):
         self._max_in_flight = settings.max_in_flight
 
     def has_capacity(self, busy: int, images: int) -> bool:
-        """Return whether the device has capacity; a job larger than the device's limit runs alone."""
+        """Return whether the device has capacity for the images of a job."""
+        # A job with more images than the limit never fits: it starts when nothing else runs.
         return busy == 0 or busy + images <= self._max_in_flight
 
     def end(self) -> None:
         """Kill the process."""
+        # Not SIGTERM, which the worker ignores. All state is in the job store, so nothing is lost.
         self.kill()
         self.wait()
 

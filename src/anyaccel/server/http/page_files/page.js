@@ -8,7 +8,7 @@ const POLL_MS = 3000, POLL_WHILE_STARTING_MS = 1000;
 const MAX_STREAMS = 3; // browsers open at most six HTTP/1.1 connections per host
 const RECENT = 20, PAGE = 100, MAX_LISTED = 1000;
 const FAILURES_SHOWN_S = 600;
-const KEY = "anyaccel.key"; // in sessionStorage: the key is gone when the tab closes
+const KEY = "anyaccel.key"; // in sessionStorage, so the API key is deleted when the tab closes
 
 const models = new Map(); // by id, the default first
 const rows = new Map(); // rows of running and failed jobs, by job id
@@ -71,7 +71,7 @@ async function request(path, options = {}) {
     if (response.ok) return response;
     const message = await readMessage(response);
     if (response.status !== 401) throw new ServiceError(response.status, message, readRetry(response));
-    if (key === sessionStorage.getItem(KEY)) await askForKey(key ? message : ""); // else another request got a new key
+    if (key === sessionStorage.getItem(KEY)) await askForKey(key ? message : ""); // otherwise another request has set a new key
   }
 }
 
@@ -83,7 +83,7 @@ async function readMessage(response) {
   try {
     return parse(await response.text()).error.message;
   } catch (error) {
-    return `the service responds with ${response.status} ${response.statusText}`.trim();
+    return `the service returned ${response.status} ${response.statusText}`.trim();
   }
 }
 
@@ -134,7 +134,7 @@ async function* readEvents(response) {
 
 // Running jobs
 
-// Row of one request, from sending it until its images are finished.
+// Row of one request, shown from sending it until its images are finished.
 class Row {
   constructor(body) {
     const count = body.n ?? 1;
@@ -165,12 +165,12 @@ class Row {
     if (hadFocus) this.actions.firstChild?.focus();
   }
 
-  // Apply a job object of the service.
+  // Apply a job object from the service.
   update(job) {
     if (job.attempts < this.job?.attempts) return; // an outdated response
     this.job = job;
     rows.set(job.id, this);
-    if (this.state === "cancelling" && job.state === "running") return; // sent before the cancellation arrived
+    if (this.state === "cancelling" && job.state === "running") return; // response from before the cancellation
     if (job.state === "queued") this.show("queued", job.waiting ? `queued, ${plural(job.waiting, "job", "jobs")} ahead` : "queued, next in line");
     else if (job.state === "running" && (this.state !== "running" || !this.following)) {
       if (this.state !== "running") announce(`Generating: ${this.body.prompt}`);
@@ -271,7 +271,7 @@ async function generate(body) {
   const seed = body.seed ?? String(crypto.getRandomValues(new Uint32Array(1))[0]);
   const payload = { ...body, seed, partial_images: PREVIEWS };
   const row = new Row(body);
-  // The idempotency key makes a retry safe: a request whose response was lost does not become a second job.
+  // The idempotency key makes a retry safe: if only the response was lost, no second job is created.
   const key = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
   const options = { method: "POST", body: toJson(payload), headers: { "Content-Type": "application/json", "Idempotency-Key": key } };
   for (;;) {
@@ -303,7 +303,7 @@ function toJson({ seed, ...fields }) {
   return `{"seed":${BigInt(seed)},${JSON.stringify(fields).slice(1)}`;
 }
 
-// Show a job object: a finished job in the gallery, any other in its row.
+// Show a job object: finished jobs in the gallery, others in their row.
 function updateJob(job, row = rows.get(job.id)) {
   if (deleted.has(job.id)) return; // an outdated response
   if (job.state === "done") {
@@ -318,10 +318,10 @@ function updateJob(job, row = rows.get(job.id)) {
   followSome();
 }
 
-// Whether to add a row for an unknown job: one from before a reload or from another tab.
+// Return whether to add a row for a job from another tab or from before a reload.
 function isShown(job) {
   if (dismissed.has(job.id)) return false;
-  // A row that is being sent has no job id yet, and may be this job.
+  // A row in state "sending" has no job id yet and may be this job.
   if (LIVE.includes(job.state)) return ![...document.querySelectorAll('.row[data-state="sending"]')].length;
   return job.state === "failed" && Date.now() / 1000 - job.ended_at < FAILURES_SHOWN_S;
 }
@@ -330,7 +330,7 @@ function listLive() {
   return [...rows.values()].filter((row) => LIVE.includes(row.state));
 }
 
-// Follow the oldest running jobs, as many as there are free streams.
+// Follow the running jobs first, then the oldest queued ones, up to MAX_STREAMS at the same time.
 function followSome() {
   const live = listLive();
   let free = MAX_STREAMS - live.filter((row) => row.following).length;
@@ -375,7 +375,7 @@ function addToGallery(job) {
     item.element = h("li", { "data-seed": image.seed }, button);
     gallery.set(`${job.id}/${index}`, item);
   });
-  arrange();
+  sortGallery();
 }
 
 // Gallery items, the newest job first.
@@ -383,9 +383,9 @@ function listItems() {
   return [...gallery.values()].sort((a, b) => b.job.created_at - a.job.created_at || a.index - b.index);
 }
 
-function arrange() {
+function sortGallery() {
   const list = $("gallery");
-  // Move only elements that are out of place: moving the focused one would lose the focus.
+  // Move only elements in the wrong position: moving the focused element would remove its focus.
   listItems().forEach((item, position) => {
     if (list.children[position] !== item.element) list.insertBefore(item.element, list.children[position] ?? null);
   });
@@ -437,7 +437,7 @@ function openViewer(item) {
   $("viewer-prompt").textContent = job.request.prompt;
   $("facts").replaceChildren(...listFacts(item).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
   $("download").href = image.url;
-  $("download").download = nameFile(item);
+  $("download").download = makeFileName(item);
   const isEdit = job.request.task !== "generate"; // the input image is not stored
   $("again").hidden = $("vary").hidden = isEdit;
   confirmDelete(false);
@@ -469,7 +469,7 @@ function listFacts({ job, image }) {
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
 }
 
-function nameFile({ job, image }) {
+function makeFileName({ job, image }) {
   const slug = job.request.prompt.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60).replace(/^-+|-+$/g, "");
   return `${slug || "image"}-${image.seed}.${job.request.output_format.replace("jpeg", "jpg")}`;
 }
@@ -566,7 +566,7 @@ function setSize(width, height) {
   showSize();
 }
 
-// Return the request of the form. Values equal to the model's default are left out: not every model accepts them.
+// Return the form as a request body, without values equal to the model's default: not every model accepts them.
 function readForm() {
   const model = currentModel();
   const body = { prompt: $("prompt").value.trim(), n: Number($("count").value) };
@@ -651,7 +651,7 @@ async function poll() {
   } catch (error) {
     if (!(error instanceof ServiceError)) throw error;
     $("queue").textContent = "";
-    notify(error.status ? `Error of the service: ${error.message}.` : "The service does not respond. Retrying.");
+    notify(error.status ? `The service returned an error: ${error.message}.` : "The service does not respond. Retrying.");
     delay = POLL_MS;
   } finally {
     polling = false;
@@ -685,7 +685,7 @@ function addFormListeners() {
     refresh(listed).catch((error) => notify(`${error.message}.`));
   });
   document.addEventListener("visibilitychange", () => {
-    loaded &&= document.hidden; // reload the whole list when the page becomes visible
+    loaded &&= document.hidden; // reload the whole list when the page becomes visible again
     poll();
   });
 }
