@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anyaccel.planning.attention import UNCHANGED, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
@@ -23,7 +23,7 @@ class AllocationTracker(TorchDispatchMode):
     """Current and peak bytes of live storages, without the weights."""
 
     def __init__(
-        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED
+        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED_ATTENTION
     ) -> None:
         super().__init__()
         self.used = self.peak = 0

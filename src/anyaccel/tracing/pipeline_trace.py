@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.attention import UNCHANGED, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.allocation_tracker import AllocationTracker
@@ -56,7 +56,7 @@ class PipelineTrace:
         pipe: Any,
         arguments: Mapping[str, Any],
         workspace: Workspace,
-        attention: AttentionRule = UNCHANGED,
+        attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
         """Call the pipeline once. `setting` is part of the cache key: options that change what the models do."""
