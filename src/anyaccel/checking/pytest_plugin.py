@@ -206,7 +206,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _collect(config: pytest.Config) -> None:
     """Move the ledger of the last test into the ledger of the run."""
     active = config.stash[_ACTIVE]
-    config.stash[_TOTAL].absorb(active.ledger.rows())
+    config.stash[_TOTAL].merge(active.ledger.rows())
     active.ledger.clear()
 
 
@@ -226,7 +226,7 @@ def pytest_testnodedown(node: Any) -> None:
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
     if rows and _TOTAL in node.config.stash:
-        node.config.stash[_TOTAL].absorb([LedgerRow(**row) for row in rows])
+        node.config.stash[_TOTAL].merge([LedgerRow(**row) for row in rows])
 
 
 class _SecondPytest(JsonLineWorker):
