@@ -1,19 +1,19 @@
-"""Run the code blocks of the documentation, and write their real output into the pages.
+"""Run the code blocks of the documentation and write their output into the pages.
 
     .venv/bin/python -m tools.sample_output              # rewrite every block that differs
     .venv/bin/python -m tools.sample_output docs/run.md  # only on these pages
 
 A marker is an HTML comment on the line before a fence:
 
-    <!-- output -->          before ```console: run each line that starts with `$ anyaccel`, and write what it prints
-    <!-- output -->          before ```text: write what the ```python block above prints
+    <!-- output -->          before ```console: run each line that starts with `$ anyaccel`, and write its output
+    <!-- output -->          before ```text: write the output of the ```python block above
     <!-- output: only a b -->  the same, but keep only the lines that start with the word `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
     <!-- output: first 3 -->   the same, but keep only the first three lines
     <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
-    <!-- run: 512 as 64 -->  the same, with one number replaced: a tiny model needs a tiny image
+    <!-- run: 512 as 64 -->  the same, with one number replaced, because tiny models run with tiny images
     <!-- not run -->         before ```python: do not run it
-    <!-- file: NAME.py -->   before ```python: save it under that name, for the commands and blocks that follow
+    <!-- file: NAME.py -->   before ```python: save it under that name for the commands and blocks of the page
     <!-- virtual: NAME -->   anywhere on a page: run its ```python blocks with this virtual device
 
 The blocks of a page share one process, one set of variables and one temporary folder. A hub id in `MODELS` is a folder
@@ -37,10 +37,12 @@ from tests.conftest import run_in_fork
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+# Pages on which every Python block runs.
 RUN_ALL = ("getting-started/*.md", "guides/*.md")
-"""Pages on which every Python block runs."""
+# Columns of the recorded output.
 WIDTH = 100
 _LIMIT_S = 120
+# Printed after each block to split the output of the shared process. ASCII record separator, which no output contains.
 _SEPARATOR = "\x1e"
 _FENCE = re.compile(
     r"(?:^<!-- *(?P<marker>[^\n]*?) *-->\n)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -75,13 +77,15 @@ def _save_lora(folder: Path) -> None:
     pipe = recipes()["stable-diffusion"].make()
     unet = pipe.unet  # type: ignore[attr-defined]
     unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    # The seed depends on the folder, so that two adapters on a page differ.
     generator = torch.Generator().manual_seed(len(str(folder)))
     for name, weight in unet.named_parameters():
-        if "lora" in name:  # a fresh adapter is all zeros, and would change nothing
+        if "lora" in name:  # a new adapter has zero weights and would not change the image
             weight.data = torch.randn(weight.shape, generator=generator) * 0.3
     type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))
 
 
+# Model names on the pages, and the function that writes a tiny version of the model into a folder.
 MODELS: dict[str, Callable[[Path], None]] = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": _save_recipe("stable-diffusion"),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _save_recipe("wan"),
@@ -89,7 +93,6 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "my-lora": _save_lora,
     "other-lora": _save_lora,
 }
-"""Names that the pages use for a model, and what writes a tiny version of it into a folder."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Block:
     marker: str
     text: str
     span: tuple[int, int]
-    """Where the text lies in the page, for rewriting it."""
+    """Start and end of the text in the page."""
 
     @property
     def is_sample(self) -> bool:
@@ -115,7 +118,7 @@ class Block:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """The beginnings of the lines to keep, or `first` and a number; empty for all lines."""
+        """First words of the lines to keep, or `first` and a number; empty keeps all lines."""
         return tuple(self.marker.removeprefix("output").lstrip(": ").removeprefix("only").split())
 
 
@@ -137,30 +140,31 @@ def _needs_run(page: Path, block: Block) -> bool:
 
 
 def _runs(page: Path, block: Block) -> bool:
-    """Whether a block is Python that is executed."""
+    """Return whether a block is Python code to run."""
     if block.language != "python" or block.marker.startswith(("not run", "file:")):
         return False
     return block.marker.startswith("run") or any(page.relative_to(DOCS).match(pattern) for pattern in RUN_ALL)
 
 
 def run_page(page: Path) -> str:
-    """Run the blocks of a page and return the page with their real output."""
+    """Run the blocks of a page and return the page with their output."""
     text, blocks = page.read_text(), read_blocks(page)
     with tempfile.TemporaryDirectory() as folder:
         printed = _run_python(page, blocks, Path(folder) / "python")
         console = Path(folder) / "console"
         _save_files(blocks, console)
         environment = _environment(Path(folder))
-        new: list[tuple[Block, str]] = []
+        outputs: list[tuple[Block, str]] = []
         for number, block in enumerate(blocks):
             if block.is_sample and block.language == "console":
-                new.append((block, "".join(_run_commands(block, console, environment))))
+                outputs.append((block, "".join(_run_commands(block, console, environment))))
             elif block.is_sample:
                 above = max((index for index in printed if index < number), default=None)
                 if above is None:
-                    raise SystemExit(f"{page}: no Python block that runs is above the output")
-                new.append((block, _select(_normalize(printed[above], console), block.prefixes)))
-    for block, output in reversed(new):
+                    raise SystemExit(f"{page}: no Python block runs above the output")
+                outputs.append((block, _select(_normalize(printed[above], console), block.prefixes)))
+    # From the end, so that the spans of earlier blocks stay valid.
+    for block, output in reversed(outputs):
         text = text[: block.span[0]] + output + text[block.span[1] :]
     return text
 
@@ -170,7 +174,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _save_files(blocks: list[Block], folder: Path) -> None:
-    """Write the blocks that are files."""
+    """Write the blocks with a `file:` marker into a folder."""
     folder.mkdir()
     for block in blocks:
         if block.marker.startswith("file:"):
@@ -178,12 +182,12 @@ def _save_files(blocks: list[Block], folder: Path) -> None:
 
 
 def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]:
-    """Run the Python blocks of a page, and return what each prints, by its position."""
-    chosen = [number for number, block in enumerate(blocks) if _runs(page, block)]
-    if not chosen:
+    """Run the Python blocks of a page and return their outputs by position."""
+    numbers = [number for number, block in enumerate(blocks) if _runs(page, block)]
+    if not numbers:
         return {}
     _save_files(blocks, folder)
-    code = "\n".join(blocks[number].text for number in chosen)
+    code = "\n".join(blocks[number].text for number in numbers)
     virtual = _VIRTUAL.search(page.read_text())
 
     def work() -> None:
@@ -196,20 +200,20 @@ def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]
                 save(folder / name)
         variables: dict[str, object] = {"__name__": "__main__"}
         with activate(virtual[1]) if virtual else nullcontext():
-            for number in chosen:
+            for number in numbers:
                 line = page.read_text()[: blocks[number].span[0]].count("\n")
-                # Blank lines first: a traceback then has the line numbers of the page.
+                # Blank lines first, so that a traceback shows the line numbers of the page.
                 exec(compile("\n" * line + blocks[number].code, str(page), "exec"), variables)
                 print(_SEPARATOR, end="", flush=True)
 
-    done = run_in_fork(work, [str(page)], _environment(folder.parent), _LIMIT_S)
-    if done.returncode:
-        raise SystemExit(f"{page}: a Python block fails\n{done.stdout}{done.stderr}")
-    return dict(zip(chosen, done.stdout.split(_SEPARATOR), strict=False))
+    completed = run_in_fork(work, [str(page)], _environment(folder.parent), _LIMIT_S)
+    if completed.returncode:
+        raise SystemExit(f"{page}: a Python block fails\n{completed.stdout}{completed.stderr}")
+    return dict(zip(numbers, completed.stdout.split(_SEPARATOR), strict=False))
 
 
 def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Run each command of a console block, and give its line and its output."""
+    """Run each command of a console block, and yield its line and its output."""
     from anyaccel.cli.main import main
 
     def work() -> None:
@@ -223,9 +227,9 @@ def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> It
         program, *arguments = shlex.split(line.removeprefix("$ "), comments=True)
         if program != "anyaccel":
             raise SystemExit(f"only anyaccel can be run, not {line!r}")
-        done = run_in_fork(work, ["anyaccel", *arguments], environment, _LIMIT_S)
-        # Progress and notes go to stderr: they are shown only where there is nothing else to show.
-        output = done.stdout + (done.stderr if done.returncode and not done.stdout else "")
+        completed = run_in_fork(work, ["anyaccel", *arguments], environment, _LIMIT_S)
+        # stderr has progress and notes, so it is shown only for a command that fails without other output.
+        output = completed.stdout + (completed.stderr if completed.returncode and not completed.stdout else "")
         yield f"{line}\n{_select(_normalize(output, folder), block.prefixes)}"
 
 
@@ -238,6 +242,7 @@ def _select(text: str, prefixes: tuple[str, ...]) -> str:
         return text
     if prefixes[0] == "first":
         return "".join(text.splitlines(keepends=True)[: int(prefixes[1])]) + "…\n"
+    # Not followed by a word character: the prefix `mem` must not select `memory`.
     starts = {prefix: re.compile(rf" *{re.escape(prefix)}(?!\w)") for prefix in prefixes}
     unmatched = [prefix for prefix in prefixes if not any(map(starts[prefix].match, text.splitlines()))]
     if unmatched:
@@ -258,7 +263,7 @@ def _select(text: str, prefixes: tuple[str, ...]) -> str:
 
 
 def _normalize(text: str, folder: Path) -> str:
-    """Replace what belongs to this machine, and trailing spaces."""
+    """Replace paths and versions of this machine, and remove trailing spaces."""
     import torch
 
     text = text.replace(str(folder), ".").replace(torch.__version__, "2.13.0+cpu")
@@ -267,19 +272,20 @@ def _normalize(text: str, folder: Path) -> str:
 
 
 def import_libraries() -> None:
-    """Import what the pages need once, before processes are forked for them."""
+    """Import the libraries once, before the processes of the pages are forked."""
     import diffusers
 
+    # diffusers imports its classes on first access.
     for name in ("StableDiffusionPipeline", "AutoencoderKL", "UNet2DConditionModel"):
         getattr(diffusers, name)
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrite the pages that are named, or all of them."""
+    """Rewrite the given pages, or all pages."""
     import_libraries()
     for page in [Path(argument).resolve() for argument in arguments] or list_pages():
         old, new = page.read_text(), run_page(page)
-        print(f"{page.relative_to(ROOT)}: {'as it was' if new == old else 'rewritten'}", flush=True)
+        print(f"{page.relative_to(ROOT)}: {'unchanged' if new == old else 'rewritten'}", flush=True)
         page.write_text(new)
 
 
