@@ -17,12 +17,13 @@ CHART = Path(__file__).parents[1] / "benchmarks" / "results" / "chart.json"
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the Markdown table, the interactive page and the badges."""
     chart, verifications = read_chart(CHART), tuple(load_verifications().values())
-    # The tables are wide, so the table of contents gives up its column.
+    # Hides the table of contents, because the tables need its width.
     head = "---\nhide: [toc]\n---\n\n"
     files.append(
         File.generated(config, "chart.md", content=head + write_markdown(chart, verifications, "chart-page.html"))
     )
     files.append(File.generated(config, "chart-page.html", content=write_page(as_document(chart, verifications))))
+    # The tables show a badge only in cells that work, so one badge per device is enough.
     for device in chart.devices:
         files.append(
             File.generated(config, f"badges/{device}.svg", content=make_badge(device, "works (virtual)", "works"))

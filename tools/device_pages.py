@@ -7,13 +7,15 @@ from anyaccel.backends.registry import build_registry
 from anyaccel.backends.sheet import Sheet
 from anyaccel.backends.sheet_text import SheetRow, describe_sheet
 
+# Value of the `Devices` entry in mkdocs.yml, which the generated pages replace.
 PLACEHOLDER = "devices"
-# The tables are wide, so the table of contents gives up its column.
+# Hides the table of contents, because the tables need its width.
 _WIDE = ["---", "hide: [toc]", "---", ""]
 
 
 def sheets() -> list[Sheet]:
-    """Return the built-in sheets in order of preference. Backend plugins document themselves."""
+    """Return the built-in sheets in order of preference."""
+    # Without plugins: what is installed on the build machine must not change the pages.
     return [sheet for backend in build_registry([]).backends.values() for sheet in backend.sheets]
 
 
@@ -75,4 +77,5 @@ def _write_row(row: SheetRow) -> str:
     source = f" [{row.evidence}]({row.source})" if linked else f" {row.evidence}: {row.source}" if row.source else ""
     against = f" **[contradicted]({row.contradicted_by})**" if row.contradicted_by.startswith("http") else ""
     cells = (f"`{row.subject}`", row.verdict, f"{row.says}{source}{against}")
+    # A pipe in a text would start a new column.
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

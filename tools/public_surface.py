@@ -1,7 +1,7 @@
 """Write the generated blocks of `docs/internals/public-surface.md`: run `python tools/public_surface.py`.
 
-A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. `tests/test_public_surface.py` fails if the page and
-the code differ.
+A block is the text between `<!-- generated: NAME -->` and `<!-- end -->`. `tests/test_public_surface.py` fails if the
+page and the code differ.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ PAGE = ROOT / "docs" / "internals" / "public-surface.md"
 MODULES = ("anyaccel", "anyaccel.backends", "anyaccel.recipes", "anyaccel.errors", "anyaccel.checking.pytest_plugin")
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Ways to access an environment variable. ANYACCEL_ names also match as constants.
 _VARIABLE = re.compile(
     r"""["'](ANYACCEL_[A-Z_]+)["']"""
     r"""|environ(?:\.get\(|\.pop\(|\.setdefault\(|\[)\s*["'](\w+)["']"""
@@ -33,6 +34,7 @@ _VARIABLE = re.compile(
 )
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "minLength": "length ≥", "maxLength": "length ≤"}
 
+# Meaning of each environment variable. `list_variables` fails if the code has others.
 VARIABLES = {
     "ANYACCEL_API_KEYS": "API keys of `anyaccel serve`, separated by commas; adds to `--api-key`",
     "ANYACCEL_CACHE": "The cache directory; default `$XDG_CACHE_HOME/anyaccel` or `~/.cache/anyaccel`",
@@ -50,7 +52,6 @@ VARIABLES = {
     "WORLD_SIZE": "Read for `parallel=`; set by torchrun",
     "XDG_CACHE_HOME": "The parent of the cache directory if `ANYACCEL_CACHE` is not set",
 }
-"""The meaning of each variable; a new one in the code needs a line here."""
 
 
 def main() -> None:
@@ -93,6 +94,7 @@ def list_place_options() -> str:
         for value in vars(module).values()
         if dataclasses.is_dataclass(value) and isinstance(value, type) and value.__module__ == module.__name__
     ]
+    # Fails if the module gets a second dataclass, which this table would not show.
     (options,) = kinds
     rows = [(f"`{field.name}`", f"`{field.type}`", f"`{field.default!r}`") for field in dataclasses.fields(options)]
     return _table(("Option", "Type", "Default"), rows)
@@ -109,14 +111,15 @@ def list_commands() -> str:
 
 def list_variables() -> str:
     """Return a table of the environment variables that the code reads or sets."""
-    found: set[str] = set()
+    names: set[str] = set()
+    # From the source text, because an import does not show which variables the code reads.
     for path in SOURCE.rglob("*.py"):
         for groups in _VARIABLE.findall(path.read_text(encoding="utf-8")):
-            found.update(filter(None, groups))
-    unknown = found ^ set(VARIABLES)
-    if unknown:
-        raise SystemExit(f"VARIABLES in {__file__} and the code differ: {', '.join(sorted(unknown))}")
-    return _table(("Variable", "Meaning"), [(f"`{name}`", VARIABLES[name]) for name in sorted(found)])
+            names.update(filter(None, groups))
+    mismatched = names ^ set(VARIABLES)
+    if mismatched:
+        raise SystemExit(f"VARIABLES in {__file__} and the code differ: {', '.join(sorted(mismatched))}")
+    return _table(("Variable", "Meaning"), [(f"`{name}`", VARIABLES[name]) for name in sorted(names)])
 
 
 def list_routes() -> str:
@@ -124,7 +127,7 @@ def list_routes() -> str:
     rows = []
     for path, methods in _read_openapi()["paths"].items():
         for method, operation in methods.items():
-            parameters = [f"`{one['name']}` ({one['in']})" for one in operation.get("parameters", ())]
+            parameters = [f"`{parameter['name']}` ({parameter['in']})" for parameter in operation.get("parameters", ())]
             body = operation.get("requestBody", {}).get("content", {})
             parameters += [f"{kind}: {_name_schema(content)}" for kind, content in body.items()]
             statuses = ", ".join(sorted(operation["responses"]))
@@ -139,8 +142,9 @@ def list_request_fields() -> str:
         for operation in methods.values():
             for kind, content in operation.get("requestBody", {}).get("content", {}).items():
                 name = _name_schema(content)
-                known = document["components"]["schemas"].get(name.strip("`"))
-                schemas[name if known else f"`{path}` ({kind})"] = known or content["schema"]
+                schema = document["components"]["schemas"].get(name.strip("`"))
+                # An inline schema has no name, so its endpoint identifies it.
+                schemas[name if schema else f"`{path}` ({kind})"] = schema or content["schema"]
     rows = []
     for name, schema in sorted(schemas.items()):
         required = schema.get("required", ())
@@ -162,6 +166,7 @@ def list_metrics() -> str:
     rows = [
         (f"`{family.name}`", family.type, ", ".join(labels.get(family.name, ())))
         for family in sorted(families, key=lambda family: family.name)
+        # prometheus_client adds the creation time of each counter and histogram as a metric.
         if not family.name.endswith("_created")
     ]
     return _table(("Metric", "Type", "Labels"), rows)
@@ -169,12 +174,13 @@ def list_metrics() -> str:
 
 def list_entry_points() -> str:
     """Return a table of the entry points that the package declares."""
+    # Parsed by hand: tomllib requires Python 3.11.
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     rows, group = [], ""
     for line in text.splitlines():
         if match := re.fullmatch(r"\[(.*)\]", line):
-            found = re.fullmatch(r"project\.(scripts|entry-points\.(.+))", match[1])
-            group = "" if found is None else "console_scripts" if found[1] == "scripts" else found[2].strip('"')
+            table = re.fullmatch(r"project\.(scripts|entry-points\.(.+))", match[1])
+            group = "" if table is None else "console_scripts" if table[1] == "scripts" else table[2].strip('"')
         elif group and (pair := re.fullmatch(r'(\S+) = "(.+)"', line)):
             rows.append((f"`{group}`", f"`{pair[1]}`", f"`{pair[2]}`"))
     return _table(("Group", "Name", "Target"), rows)
@@ -223,8 +229,9 @@ def _describe_object(value: Any) -> str:
 def _describe_signature(function: Callable[..., Any]) -> str:
     """Return the parameters with their defaults; annotations are left out."""
     signature = inspect.signature(function)
-    plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    # Defaults such as `<function f at 0x7f…>` contain an address that changes with every run.
     return re.sub(r"<(?:function|class|enum) ?'?([\w.<>]+)'?[^>]*>", r"\1", text)
 
 
@@ -232,6 +239,7 @@ def _find_members(kind: type) -> list[str]:
     """Return the public members that classes of anyaccel define; those of diffusers are left out."""
     members = []
     for name in sorted({name for base in kind.__mro__ if _is_ours(base) for name in _list_own(base)}):
+        # Static, because `getattr` unwraps classmethods and staticmethods.
         value = inspect.getattr_static(kind, name, None)
         is_call = isinstance(value, classmethod | staticmethod) or inspect.isfunction(value)
         members.append(f"{name}{_describe_signature(getattr(kind, name)) if is_call else ''}")
@@ -247,19 +255,21 @@ def _list_own(kind: type) -> list[str]:
 
 
 def _walk_commands(command: Any, path: str) -> Iterable[tuple[str, ...]]:
-    parameters = [one for one in command.params if one.name != "help"]
-    for one in parameters:
-        flags = ", ".join(f"`{flag}`" for flag in (*one.opts, *one.secondary_opts))
-        shown = flags if one.param_type_name == "option" else f"{one.metavar or one.name.upper()} (argument)"
-        default = one.default() if callable(one.default) else one.default
+    parameters = [parameter for parameter in command.params if parameter.name != "help"]
+    for parameter in parameters:
+        is_option = parameter.param_type_name == "option"
+        flags = ", ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
+        label = flags if is_option else f"{parameter.metavar or parameter.name.upper()} (argument)"
+        default = parameter.default() if callable(parameter.default) else parameter.default
         default = default.value if isinstance(default, enum.Enum) else default
+        # Since Click 8.3, an option without a default has a sentinel instead of None.
         absent = default is None or type(default).__name__ in ("Sentinel", "_Unset") or default in ((), [])
-        text = "required" if one.required else "" if absent else f"`{default!r}`"
-        yield f"`{path}`", shown, text
+        text = "required" if parameter.required else "" if absent else f"`{default!r}`"
+        yield f"`{path}`", label, text
     if not parameters:
         yield f"`{path}`", "", ""
-    for name, inner in sorted(getattr(command, "commands", {}).items()):
-        yield from _walk_commands(inner, f"{path} {name}")
+    for name, subcommand in sorted(getattr(command, "commands", {}).items()):
+        yield from _walk_commands(subcommand, f"{path} {name}")
 
 
 def _make_service(folder: Path) -> Any:
@@ -299,10 +309,11 @@ def _describe_type(content: dict[str, Any]) -> str:
 
 
 def _read_metric_labels() -> dict[str, tuple[str, ...]]:
-    """Return the labels of each metric, which has no sample before it is used."""
+    """Return the labels of each metric, from the source text."""
+    # A metric with labels has no samples before its first use: https://github.com/prometheus/client_python/pull/589
     text = (SOURCE / "server" / "jobs" / "metrics.py").read_text(encoding="utf-8")
-    found = re.findall(r'\(\s*"(anyaccel_\w+)",\s*"[^"]*",\s*\[([^\]]*)\]', text)
-    return {name: tuple(re.findall(r'"(\w+)"', labels)) for name, labels in found}
+    metrics = re.findall(r'\(\s*"(anyaccel_\w+)",\s*"[^"]*",\s*\[([^\]]*)\]', text)
+    return {name: tuple(re.findall(r'"(\w+)"', labels)) for name, labels in metrics}
 
 
 if __name__ == "__main__":

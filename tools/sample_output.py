@@ -1,4 +1,4 @@
-"""Run the code blocks of the documentation, and write their real output into the pages.
+"""Run the code blocks of the documentation and write their output into the pages.
 
     .venv/bin/python -m tools.sample_output              # rewrite every block that differs
     .venv/bin/python -m tools.sample_output docs/run.md  # only on these pages
@@ -7,13 +7,13 @@ A marker is an HTML comment on the line before a fence:
 
     <!-- output -->          before ```console: run each line that starts with `$ anyaccel` or `$ python FILE`, and write
                              what it prints to stdout
-    <!-- output -->          before ```text: write what the ```python block above prints
+    <!-- output -->          before ```text: write the output of the ```python block above
     <!-- output: only a b -->  the same, but keep only the lines that start with the word `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
     <!-- output: first 3 -->   the same, but keep only the first three lines
     <!-- output: stderr -->    the same, but write what the command prints to stderr
     <!-- run -->             before ```python: run it. On the pages in `RUN_ALL` every block runs without this marker
-    <!-- run: 512 as 64 -->  the same, with one number replaced: a tiny model needs a tiny image
+    <!-- run: 512 as 64 -->  the same, with one number replaced, because tiny models run with tiny images
     <!-- not run -->         before ```python: do not run it
     <!-- file: NAME -->      before any block: save it under that name, for the commands and blocks of the page
     <!-- virtual: NAME -->   anywhere on a page: run its ```python blocks with this virtual device
@@ -40,10 +40,12 @@ from tests.conftest import run_in_fork
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+# Pages on which every Python block runs.
 RUN_ALL = ("getting-started/*.md", "guides/*.md")
-"""Pages on which every Python block runs."""
+# Columns of the recorded output.
 WIDTH = 100
 _LIMIT_S = 120
+# Printed after each block to split the output of the shared process. ASCII record separator, which no output contains.
 _SEPARATOR = "\x1e"
 _FENCE = re.compile(
     r"(?:^<!-- *(?P<marker>[^\n]*?) *-->\n)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -78,13 +80,15 @@ def _save_lora(folder: Path) -> None:
     pipe = recipes()["stable-diffusion"].make()
     unet = pipe.unet  # type: ignore[attr-defined]
     unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    # The seed depends on the folder, so that two adapters on a page differ.
     generator = torch.Generator().manual_seed(len(str(folder)))
     for name, weight in unet.named_parameters():
-        if "lora" in name:  # a fresh adapter is all zeros, and would change nothing
+        if "lora" in name:  # a new adapter has zero weights and would not change the image
             weight.data = torch.randn(weight.shape, generator=generator) * 0.3
     type(pipe).save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(unet))
 
 
+# Model names on the pages, and the function that writes a tiny version of the model into a folder.
 MODELS: dict[str, Callable[[Path], None]] = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": _save_recipe("stable-diffusion"),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _save_recipe("wan"),
@@ -92,7 +96,6 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "my-lora": _save_lora,
     "other-lora": _save_lora,
 }
-"""Names that the pages use for a model, and what writes a tiny version of it into a folder."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Block:
     marker: str
     text: str
     span: tuple[int, int]
-    """Where the text lies in the page, for rewriting it."""
+    """Start and end of the text in the page."""
 
     @property
     def is_sample(self) -> bool:
@@ -118,7 +121,7 @@ class Block:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """The beginnings of the lines to keep, or `first` and a number; empty for all lines."""
+        """First words of the lines to keep, or `first` and a number; empty keeps all lines."""
         words = self.marker.removeprefix("output").lstrip(": ").removeprefix("stderr").lstrip()
         return tuple(words.removeprefix("only").split())
 
@@ -146,14 +149,14 @@ def _needs_run(page: Path, block: Block) -> bool:
 
 
 def _runs(page: Path, block: Block) -> bool:
-    """Whether a block is Python that is executed."""
+    """Return whether a block is Python code to run."""
     if block.language != "python" or block.marker.startswith(("not run", "file:")):
         return False
     return block.marker.startswith("run") or any(page.relative_to(DOCS).match(pattern) for pattern in RUN_ALL)
 
 
 def run_page(page: Path) -> str:
-    """Run the blocks of a page and return the page with their real output."""
+    """Run the blocks of a page and return the page with their output."""
     text, blocks = page.read_text(), read_blocks(page)
     with tempfile.TemporaryDirectory() as folder:
         printed = _run_python(page, blocks, Path(folder) / "python")
@@ -161,16 +164,17 @@ def run_page(page: Path) -> str:
         _save_files(blocks, console)
         _save_models("".join(block.text for block in blocks if block.marker.startswith("file:")), console)
         environment = _environment(Path(folder))
-        new: list[tuple[Block, str]] = []
+        outputs: list[tuple[Block, str]] = []
         for number, block in enumerate(blocks):
             if block.is_sample and block.language == "console":
-                new.append((block, "".join(_run_commands(block, console, environment))))
+                outputs.append((block, "".join(_run_commands(block, console, environment))))
             elif block.is_sample:
                 above = max((index for index in printed if index < number), default=None)
                 if above is None:
-                    raise SystemExit(f"{page}: no Python block that runs is above the output")
-                new.append((block, _select(_normalize(printed[above], console), block.prefixes)))
-    for block, output in reversed(new):
+                    raise SystemExit(f"{page}: no Python block runs above the output")
+                outputs.append((block, _select(_normalize(printed[above], console), block.prefixes)))
+    # From the end, so that the spans of earlier blocks stay valid.
+    for block, output in reversed(outputs):
         text = text[: block.span[0]] + output + text[block.span[1] :]
     return text
 
@@ -180,7 +184,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _save_files(blocks: list[Block], folder: Path) -> None:
-    """Write the blocks that are files."""
+    """Write the blocks with a `file:` marker into a folder."""
     folder.mkdir()
     for block in blocks:
         if block.marker.startswith("file:"):
@@ -202,12 +206,12 @@ def _save_models(code: str, folder: Path) -> None:
 
 
 def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]:
-    """Run the Python blocks of a page, and return what each prints, by its position."""
-    chosen = [number for number, block in enumerate(blocks) if _runs(page, block)]
-    if not chosen:
+    """Run the Python blocks of a page and return their outputs by position."""
+    numbers = [number for number, block in enumerate(blocks) if _runs(page, block)]
+    if not numbers:
         return {}
     _save_files(blocks, folder)
-    _save_models("\n".join(blocks[number].text for number in chosen), folder)
+    _save_models("\n".join(blocks[number].text for number in numbers), folder)
     virtual = _VIRTUAL.search(page.read_text())
 
     def work() -> None:
@@ -217,20 +221,20 @@ def _run_python(page: Path, blocks: list[Block], folder: Path) -> dict[int, str]
         sys.path.insert(0, str(folder))
         variables: dict[str, object] = {"__name__": "__main__"}
         with activate(virtual[1]) if virtual else nullcontext():
-            for number in chosen:
+            for number in numbers:
                 line = page.read_text()[: blocks[number].span[0]].count("\n")
-                # Blank lines first: a traceback then has the line numbers of the page.
+                # Blank lines first, so that a traceback shows the line numbers of the page.
                 exec(compile("\n" * line + blocks[number].code, str(page), "exec"), variables)
                 print(_SEPARATOR, end="", flush=True)
 
-    done = run_in_fork(work, [str(page)], _environment(folder.parent), _LIMIT_S)
-    if done.returncode:
-        raise SystemExit(f"{page}: a Python block fails\n{done.stdout}{done.stderr}")
-    return dict(zip(chosen, done.stdout.split(_SEPARATOR), strict=False))
+    completed = run_in_fork(work, [str(page)], _environment(folder.parent), _LIMIT_S)
+    if completed.returncode:
+        raise SystemExit(f"{page}: a Python block fails\n{completed.stdout}{completed.stderr}")
+    return dict(zip(numbers, completed.stdout.split(_SEPARATOR), strict=False))
 
 
 def _run_commands(block: Block, folder: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Run each command of a console block, and give its line and its output."""
+    """Run each command of a console block, and yield its line and its output."""
     from anyaccel.cli.main import main
 
     def run_anyaccel() -> None:
@@ -268,6 +272,7 @@ def _select(text: str, prefixes: tuple[str, ...]) -> str:
         return text
     if prefixes[0] == "first":
         return "".join(text.splitlines(keepends=True)[: int(prefixes[1])]) + "…\n"
+    # Not followed by a word character: the prefix `mem` must not select `memory`.
     starts = {prefix: re.compile(rf" *{re.escape(prefix)}(?!\w)") for prefix in prefixes}
     unmatched = [prefix for prefix in prefixes if not any(map(starts[prefix].match, text.splitlines()))]
     if unmatched:
@@ -288,7 +293,7 @@ def _select(text: str, prefixes: tuple[str, ...]) -> str:
 
 
 def _normalize(text: str, folder: Path) -> str:
-    """Replace what belongs to this machine, and trailing spaces."""
+    """Replace paths and versions of this machine, and remove trailing spaces."""
     import torch
 
     text = text.replace(f"{folder}/", "").replace(str(folder), ".").replace(torch.__version__, "2.13.0+cpu")
@@ -297,7 +302,7 @@ def _normalize(text: str, folder: Path) -> str:
 
 
 def import_libraries() -> None:
-    """Import what the pages need once, before processes are forked for them."""
+    """Import the libraries once, before the processes of the pages are forked."""
     import diffusers
     import transformers
 
@@ -310,11 +315,11 @@ def import_libraries() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrite the pages that are named, or all of them."""
+    """Rewrite the given pages, or all pages."""
     import_libraries()
     for page in [Path(argument).resolve() for argument in arguments] or list_pages():
         old, new = page.read_text(), run_page(page)
-        print(f"{page.relative_to(ROOT)}: {'as it was' if new == old else 'rewritten'}", flush=True)
+        print(f"{page.relative_to(ROOT)}: {'unchanged' if new == old else 'rewritten'}", flush=True)
         page.write_text(new)
 
 

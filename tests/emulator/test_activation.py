@@ -100,7 +100,7 @@ def test_plain_diffusers_runs_with_the_variable_and_writes_a_ledger(tmp_path: Pa
         ),
         ("neuron:", "'' is neither an index nor a memory size"),
         ("neuron,count=0", "must be from 1 to 999"),
-        ("neuron:2", "use ANYACCEL_VIRTUAL=neuron,count=2; elsewhere, write virtual:neuron,count=2"),
+        ("neuron:2", "use ANYACCEL_VIRTUAL=neuron,count=2; elsewhere, use virtual:neuron,count=2"),
         ("neuron:2", "and neuron:1 for the last one"),
         ("neuron:0", "contains a device index"),
         ("hpu,memory=lots", "'lots' is not a valid memory size"),

@@ -28,6 +28,7 @@ class _Variant:
     def __init__(self, name: str, case: BenchCase, folder: Path, warm: int) -> None:
         self.name, self.seconds = name, list[float]()
         self.row: dict[str, Any] = {}
+        # One process per variant: compiled models in one process slow each other down, because all guards are checked.
         self.worker = JsonLineWorker("anyaccel.bench.worker")
         self.worker.send({"case": case.to_dict(), "variant": name, "folder": str(folder), "warm": warm})
 
@@ -94,6 +95,7 @@ def run_together(
                 stack.callback(variant.worker.kill)
                 variant.worker.send("warm")
                 variants.append(variant)
+                # Concurrent warmup saves compile time, but all first images then compete for the cores.
                 if not concurrent_warmup:
                     _wait_for_warmup(variant, case, on_progress)
             started.append((case, variants, case_folder))
@@ -131,6 +133,7 @@ def _measure(
                 variant.seconds.append(answer["seconds"])
     rows = {variant.name: _summarize(variant, folder, reference) for variant in variants}
     if all(variant.failed for variant in variants):
+        # The error of anyaccel is the one to report; the stock variants are only the comparison.
         failure = rows.get(OURS) or next(iter(rows.values()))
         return head | {"error": failure["error"], "hint": failure["hint"], "failed": rows}
     return head | {"reference": reference, "variants": rows} | _compare(rows, folder)

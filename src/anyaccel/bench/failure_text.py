@@ -12,6 +12,7 @@ from anyaccel.errors import AnyaccelError, summarize_error
 __all__ = ["make_exit_row", "make_failure_row"]
 
 _MAX_LINES = 60
+# Part of the error text of TorchInductor if there is no C++ compiler.
 _COMPILER = "C++ compiler"
 
 

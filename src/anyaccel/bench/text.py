@@ -9,6 +9,7 @@ from anyaccel.units import readable
 
 __all__ = ["format_bench"]
 
+# Columns of the bar of the slowest variant.
 _BAR_WIDTH = 30
 
 
@@ -16,6 +17,7 @@ def format_bench(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table."""
     for row in rows:
         yield f"{row['title']}{', random weights' if row['random_weights'] else ''}"
+        # A row with an error has no measured variants, only failed ones.
         variants = row["failed"] if "error" in row else row["variants"]
         slowest = max((variant["median_s"] for variant in variants.values() if "median_s" in variant), default=0.0)
         for name, variant in variants.items():

@@ -47,6 +47,7 @@ class _BenchWorker:
         """Generate the first images and save the last one for the comparison."""
         import numpy
 
+        # Read right after the first image, so that the compile times explain its time.
         first_s, compile_times = self.generate()[1], _read_compile_times()
         output = None
         for _ in range(images - 1):
@@ -64,6 +65,7 @@ class _BenchWorker:
         from anyaccel.bench.case import FAST, OURS
         from anyaccel.errors import NotMeasurableError
 
+        # After the timed images, because the profiler slows a call down.
         result: dict[str, Any] = {}
         with contextlib.suppress(NotMeasurableError):
             self.opened.driver.reset_peak_memory(self.opened.index)

@@ -1,1 +1,1 @@
-"""Knowing that a pipeline is portable, without the hardware."""
+"""Portability checks of pipelines on virtual devices, without the hardware."""

@@ -1,4 +1,4 @@
-"""Baselines: an earlier report with accepted findings; a check then fails only on new ones."""
+"""Baselines: earlier reports with accepted findings, which make a check fail only on new ones."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from typing import Any
 from anyaccel.checking.report import DeviceReport, Report, Violation
 from anyaccel.errors import UsageError
 
-__all__ = ["drop_known_failures", "read_baseline"]
+__all__ = ["drop_known_findings", "read_baseline"]
 
-# Device, limit, file name and source text. There is no line number, so a line may move.
+# Device, limit, file name and source text. No line number, because edits above a line move it.
 FindingKey = tuple[str, str, str, str]
 
 
 def read_baseline(path: str) -> Counter[FindingKey]:
     """Read the JSON report at `path` and return how often each finding occurs in it."""
     try:
-        # File names instead of paths: the baseline may come from another checkout.
         devices = json.loads(Path(path).read_text(encoding="utf-8"))["devices"]
         return Counter(_make_key(name, entry) for name, device in devices.items() for entry in device["violations"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} is not a report of an earlier check: {error}", hint=f"anyaccel check … --json > {path}"
+            f"{path} is not a report of an earlier check: {error}",
+            hint=f"create one with `anyaccel check … --json > {path}`",
         ) from error
 
 
 def _make_key(device: str, entry: dict[str, Any]) -> FindingKey:
+    # The file name without its folder: the baseline may come from another checkout.
     return device, str(entry["limit"]), Path(str(entry["file"])).name, str(entry["code"])
 
 
-def drop_known_failures(report: Report, known: Counter[FindingKey]) -> Report:
+def drop_known_findings(report: Report, baseline: Counter[FindingKey]) -> Report:
     """Return the report without the findings of a baseline. A wrong image or a failed run is always reported."""
-    remaining = Counter(known)
+    remaining = Counter(baseline)
     devices = {name: _drop_known(device, remaining) for name, device in report.devices.items()}
     count = sum(len(device.violations) for device in report.devices.values())
     count -= sum(len(device.violations) for device in devices.values())

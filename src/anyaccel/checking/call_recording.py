@@ -1,8 +1,9 @@
-"""Recording of every model call of a pipeline, to compare the calls on another device with it."""
+"""Recorder for the model calls of a pipeline, and the comparison with the same calls on another device."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Comparison:
 
     name: str
     index: int
-    """Number of the call of this model; for a denoiser, the step."""
+    """Position among the calls of this model, from 0; for a denoiser, the step."""
     isolated_error: float | None
     """Relative error with the CPU's inputs; None if the calls cannot be compared."""
     accumulated_error: float | None
@@ -67,14 +68,14 @@ def comparing(pipe: Any, expected: list[RecordedCall]) -> Iterator[list[Comparis
     def compare(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = counts.get(name, 0)
         counts[name] = index + 1
-        reference = next((recorded for at, recorded in enumerate(_calls_of(expected, name)) if at == index), None)
+        reference = next(itertools.islice(_calls_of(expected, name), index, None), None)
         isolated_error = None
         if reference is not None:
             replaced = _replace_tensors((args, kwargs), reference.inputs)
             if replaced is not None:
                 cpu_args, cpu_kwargs = replaced
                 isolated_error = _relative_error(reference.outputs, find_tensors(call(*cpu_args, **cpu_kwargs)))
-        # The pipeline continues with the output for its own inputs, so its run is unchanged.
+        # The pipeline continues with the output for its own inputs, so the comparison does not change its image.
         output = call(*args, **kwargs)
         tensors = list(find_tensors(output))
         accumulated_error = _relative_error(reference.outputs, tensors) if reference is not None else None
@@ -133,7 +134,7 @@ def _intercepting(pipe: Any, interceptor: Interceptor) -> Iterator[None]:
 
 @contextmanager
 def _replacing_method(component: torch.nn.Module, method: str, intercept: Callable[..., Any]) -> Iterator[None]:
-    # `vars` instead of `setattr`: the instance attribute shadows the method without touching the class.
+    # An instance attribute shadows the method of this component; other pipelines share the class.
     previous, call = vars(component).get(method), getattr(component, method)
     vars(component)[method] = lambda *args, **kwargs: intercept(call, args, kwargs)
     try:
@@ -169,7 +170,7 @@ def _replace_tensors(value: Any, recorded: tuple[torch.Tensor, ...]) -> Any | No
         return {name: replace(element) for name, element in item.items()} if type(item) is dict else item
 
     replaced = replace(value)
-    # Tensors in other containers were found but not replaced; then nothing can be compared.
+    # `find_tensors` also yields tensors in other containers, such as model outputs, which `replace` does not rebuild.
     return replaced if next(remaining, None) is None else None
 
 

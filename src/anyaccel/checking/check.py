@@ -37,7 +37,9 @@ def check(
     """
     if plain and compile:
         raise UsageError("plain and compile cannot be combined: only anyaccel compiles", hint="use one of the two")
+    # Before the fork or the new process, so that a misspelled name fails immediately.
     devices = find_devices(device)
+    # Virtual devices need forks of a single-threaded process.
     if not can_fork():
         options = {"plain": plain, "strict": strict, "compile": compile}
         return check_in_fresh_process(
@@ -60,9 +62,10 @@ def find_devices(names: str | Sequence[str]) -> list[str]:
     requested = [names] if isinstance(names, str) else list(names)
     if requested == [_ALL]:
         return supported
-    # Products and aliases such as `gaudi2` become the name of their device.
+    # Virtual devices exist per device and not per product, so `gaudi2` becomes `hpu`.
     requested = [DeviceSpec.parse(name, load_registry()).require_name() for name in requested]
     for name in requested:
         if name not in supported:
             raise UsageError(f"unknown virtual device {name!r}", hint=nearest(name, [*supported, _ALL]))
+    # Without duplicates: the report has one entry per device.
     return list(dict.fromkeys(requested))

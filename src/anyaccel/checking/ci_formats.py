@@ -14,7 +14,7 @@ __all__ = ["as_github", "as_sarif"]
 
 _GITHUB_LEVELS: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "notice", "slow": "notice"}
 _SARIF_LEVELS: dict[Effect, str] = {"error": "error", "wrong": "error", "narrowed": "note", "slow": "note"}
-# A rule id: code scanning matches alerts of different runs by it, so it must not change.
+# Rule id of failures without a line. Code scanning matches alerts of different runs by rule id, so it must not change.
 _FAILURE_RULE = "picture"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -33,12 +33,12 @@ def as_github(report: Report) -> Iterator[str]:
 
 
 def _failures(report: Report) -> Iterator[tuple[DeviceReport, str]]:
-    """Yield failures of a device that belong to no line of code."""
+    """Yield the failures of each device that cannot be attributed to a line of code."""
     for device in report.devices.values():
         if not device.finished:
             yield device, f"stops: {device.error}"
         elif device.max_difference is None:
-            yield device, "the image has another shape than the CPU's"
+            yield device, "the image has a different shape than the CPU's"
         elif device.max_difference > TOLERANCE:
             yield device, f"wrong image: it differs from the CPU's by {device.max_difference:.1e}"
 
@@ -60,7 +60,8 @@ def _label(device: DeviceReport) -> str:
 
 def _escape(text: str, extra: str = "") -> str:
     """Escape a value of a GitHub workflow command; properties also need commas and colons escaped (`extra`)."""
-    # The percent sign comes first, so that escapes are not escaped again.
+    # GitHub does not document the escapes: https://github.com/github/docs/issues/11713. The percent sign comes first,
+    # because each later replacement inserts one.
     for character in f"%\r\n{extra}":
         text = text.replace(character, f"%{ord(character):02X}")
     return text

@@ -37,6 +37,7 @@ class CheckTask:
 
 def can_fork() -> bool:
     """Return whether this process can be forked: torch is not imported yet, or uses one thread."""
+    # Not imported here: a process without torch has no OpenMP threads, and the import takes seconds.
     torch = sys.modules.get("torch")
     return torch is None or torch.get_num_threads() == 1
 

@@ -74,7 +74,7 @@ class HardwareReport:
 
 
 def check_on_hardware(
-    what: Any,
+    target: Any,
     device: str = "auto",
     *,
     dtype: str | None = None,
@@ -83,14 +83,14 @@ def check_on_hardware(
 ) -> HardwareReport:
     """Run a model with its own weights on the CPU in float32 and on a device, and compare every call of its components.
 
-    `what` is a hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline. Further
-    keyword arguments go to the pipeline call. Progress messages go to `on_message`.
+    `target` is a hub id, a folder, the embedded model's name, a recipe, `package.module:function` or a pipeline.
+    Further keyword arguments go to the pipeline call. Progress messages go to `on_message`.
     """
     spec = read_device(device)
     # Opening the device first raises for a missing one now, not after minutes on the CPU.
     if not spec.virtual and open_device(spec).sheet.is_host:
         on_message("note: no accelerator is selected or available; this compares the CPU with itself")
-    name, recipe = _load_target(what, call)
+    name, recipe = _load_target(target, call)
     pipe: Any = recipe.make()
     on_message("running on the CPU in float32")
     place(pipe, "cpu", dtype="float32")
@@ -119,24 +119,23 @@ def check_on_hardware(
     )
 
 
-def _load_target(what: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
-    """Return the name and the recipe of a model, with its own weights if it has any."""
+def _load_target(target: Any, call: dict[str, Any]) -> tuple[str, Recipe]:
+    """Return the name and the recipe of a model with its own weights; recipes have random ones."""
     from anyaccel.generation.model_name import resolve_model
     from anyaccel.recipes import recipes
 
-    if isinstance(what, str) and what not in recipes() and ":" not in what:
-        # `read_target` alone would build a small model with random weights from the configs.
+    if isinstance(target, str) and target not in recipes() and ":" not in target:
+        # Without this, `read_target` would build a small model with random weights from the configs.
         from anyaccel.runtime.pipeline import DiffusionPipeline
 
-        named = resolve_model(what)
-        target = read_target(DiffusionPipeline.from_pretrained(named.source), call)
-        return named.name, target.recipe
-    target = read_target(what, call)
-    return target.name, target.recipe
+        model = resolve_model(target)
+        return model.name, read_target(DiffusionPipeline.from_pretrained(model.source), call).recipe
+    resolved = read_target(target, call)
+    return resolved.name, resolved.recipe
 
 
 def _run_or_none(recipe: Recipe, pipe: Any) -> Any:
-    """Return the image, or None if it is not finite."""
+    """Return the image, or None if it contains NaN or Inf."""
     try:
         return run(recipe, pipe)
     except AnyaccelError:
@@ -182,7 +181,7 @@ def describe_hardware_report(report: HardwareReport) -> Iterator[str]:
             errors = ("?" if error is None else f"{error:.0e}" for error in component.accumulated_error)
             yield "    accumulated by call: " + " ".join(errors)
     if report.max_difference is None:
-        yield "  the image contains NaN or Inf, or has another size"
+        yield "  the image contains NaN or Inf, or has a different size"
     elif report.psnr_db is None:
         yield "  the image is bitwise identical to the CPU's"
     else:

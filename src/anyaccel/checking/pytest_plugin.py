@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the command-line options."""
     group = parser.getgroup("anyaccel", "virtual and real accelerators")
     group.addoption("--accelerator", metavar="NAME", help="run the whole suite with this virtual accelerator")
-    group.addoption("--accelerator-strict", action="store_true", help="raise where the device would")
+    group.addoption("--accelerator-strict", action="store_true", help="raise an error where the real device would")
     group.addoption("--accelerator-real", action="store_true", help="run the marked tests on real devices")
     group.addoption("--accelerator-second", action="store_true", help="internal: the process that runs marked tests")
 
@@ -124,14 +124,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(_NAME, marker.args, ids=[str(name) for name in marker.args])
 
 
-def _check_marker(marker: pytest.Mark, where: str, *, real: bool) -> None:
+def _check_marker(marker: pytest.Mark, nodeid: str, *, real: bool) -> None:
     if not marker.args:
-        raise pytest.UsageError(f'{where}: the marker needs a device: @pytest.mark.accelerator("mps")')
+        raise pytest.UsageError(f'{nodeid}: the marker needs a device: @pytest.mark.accelerator("mps")')
     unknown = set(marker.kwargs) - {"strict", "count", "memory"}
     if unknown:
         raise pytest.UsageError(
-            f"{where}: the marker accepts strict, count and memory, not {', '.join(sorted(unknown))}"
+            f"{nodeid}: the marker accepts strict, count and memory, not {', '.join(sorted(unknown))}"
         )
+    # With --accelerator-real, a device that cannot be virtual, such as cuda, is valid too.
     for name in marker.args if not real else ():
         _check_device(name)
 
@@ -193,7 +194,7 @@ def _skip_for_other_devices(item: pytest.Item, device: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start each test with an empty ledger, and strict if its marker says so."""
+    """Start each test with an empty ledger, and apply `strict` of its marker."""
     active = item.config.stash.get(_ACTIVE, None)
     if active is None or not item.config.getoption("--accelerator"):
         return
@@ -206,7 +207,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _collect(config: pytest.Config) -> None:
     """Move the ledger of the last test into the ledger of the run."""
     active = config.stash[_ACTIVE]
-    config.stash[_TOTAL].absorb(active.ledger.rows())
+    config.stash[_TOTAL].merge(active.ledger.rows())
     active.ledger.clear()
 
 
@@ -226,7 +227,7 @@ def pytest_testnodedown(node: Any) -> None:
 
     rows = getattr(node, "workeroutput", {}).get("anyaccel", [])
     if rows and _TOTAL in node.config.stash:
-        node.config.stash[_TOTAL].absorb([LedgerRow(**row) for row in rows])
+        node.config.stash[_TOTAL].merge([LedgerRow(**row) for row in rows])
 
 
 class _SecondPytest(JsonLineWorker):

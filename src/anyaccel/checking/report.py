@@ -12,7 +12,7 @@ from anyaccel.checking.report_text import describe_report
 __all__ = ["TOLERANCE", "DeviceReport", "Graphs", "Report", "State", "Violation"]
 
 # State of a pipeline on a device. `works`: correct image. `waits`: correct, but the CPU waits for the device at every
-# step. `wrong`: another image, without an error. `stops`: an error.
+# step. `wrong`: a different image, without an error. `stops`: an error.
 State: TypeAlias = Literal["works", "waits", "wrong", "stops"]
 
 # Allowed difference of a float32 image (values from 0 to 1) from the CPU's.
@@ -87,7 +87,7 @@ class DeviceReport:
 
     @property
     def is_right(self) -> bool:
-        """Whether the image equals the CPU's and no line hits a limit with silently wrong results."""
+        """Whether the image matches the CPU's and no line hits a limit with silently wrong results."""
         same = self.max_difference is not None and self.max_difference <= TOLERANCE
         return self.finished and same and not self.of("wrong")
 
@@ -99,7 +99,6 @@ class DeviceReport:
     @property
     def state(self) -> State:
         """The worst state that applies."""
-        # From the worst state to the best.
         if not self.runs:
             return "stops"
         if not self.is_right:
@@ -113,8 +112,8 @@ class DeviceReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
         # Properties are not fields, so `asdict` leaves them out.
-        answers = {"runs": self.runs, "right": self.is_right, "passes": self.passes, "state": self.state}
-        return asdict(self) | answers
+        verdicts = {"runs": self.runs, "right": self.is_right, "passes": self.passes, "state": self.state}
+        return asdict(self) | verdicts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["describe_device", "describe_report", "describe_verdict"]
 
 _SEVERE_EFFECTS = ("error", "wrong")
-# Source lines that are listed for a limit which only costs time or precision.
+# Number of source lines listed for a limit that costs only time or precision.
 _MAX_LINES = 3
 _DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 
@@ -24,7 +24,7 @@ _DEFAULT_WIDTH, _MIN_WIDTH, _MAX_WIDTH = 100, 60, 120
 def describe_report(report: Report, width: int | None = None) -> Iterator[str]:
     """Yield the lines of a report: for each device its verdict, then the limits that were hit, the worst first.
 
-    The width is that of the terminal unless it is given.
+    `width` defaults to the width of the terminal.
     """
     yield f"{report.target}: {report.pipeline}"
     for note in report.notes:
@@ -41,9 +41,9 @@ def describe_verdict(report: DeviceReport) -> str:
     if not report.runs:
         return f"would fail: {_count(report.of('error'), 'error')}"
     if report.of("wrong"):
-        return f"would give a wrong image without an error: {_count(report.of('wrong'), 'silent error')}"
+        return f"would silently produce a wrong image: {_count(report.of('wrong'), 'silent error')}"
     if not report.is_right:
-        return "gives a different image than the CPU"
+        return "produces a different image than the CPU"
     return f"passes ({report.known} known findings ignored)" if report.known else "passes"
 
 

@@ -62,9 +62,9 @@ def run_on_devices(
     def check(device: str) -> DeviceReport:
         try:
             report = run_on_device(device, [recipe], expected, [mode])[0]
-        except (VirtualDeviceError, TimeoutError) as death:  # the other devices still get their reports
+        except (VirtualDeviceError, TimeoutError) as error:  # the other devices still get their reports
             report = DeviceReport(
-                device=device, virtual=True, placed=mode.placed, finished=False, error=first_line(death)
+                device=device, virtual=True, placed=mode.placed, finished=False, error=first_line(error)
             )
         if on_report:
             on_report(report)
@@ -88,7 +88,7 @@ def run_on_cpu(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 
 def _run_reference(recipe: Recipe) -> Any:
-    """Run a pipeline on the CPU. If it fails there, raise, because no device is the cause."""
+    """Run a pipeline on the CPU; raise if it fails there, because then no device is the cause."""
     try:
         return run(recipe, recipe.make())
     except AnyaccelError as error:
@@ -116,7 +116,7 @@ def _forked_process() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)  # several processes run at the same time
-    # Pipelines print, and native libraries write to file descriptor 1. Neither belongs into a JSON report.
+    # Pipelines print, and native libraries write to file descriptor 1. Neither belongs in a JSON report.
     sys.stdout = sys.stderr
     with contextlib.suppress(OSError):
         os.dup2(2, 1)

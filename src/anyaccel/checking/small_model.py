@@ -63,7 +63,7 @@ def _make_components(folder: ModelFolder, base: Recipe) -> dict[str, Any]:
     """Return the components, rebuilt if their class is the recipe's, and the options of the pipeline itself."""
     tiny: Any = base.make()
     components = dict(tiny.components)
-    # Options such as `is_distilled` are in model_index.json beside the components.
+    # Options such as `is_distilled` are in model_index.json next to the components.
     options = {name for name in tiny.config if not name.startswith("_")} - set(components)
     components |= {name: value for name, value in folder.switches.items() if name in options}
     for component in folder.components:
@@ -83,7 +83,7 @@ def _rebuild(tiny: Any, config: Mapping[str, Any]) -> Any:
     """Return a component of the same class with the options of the model and the sizes of the tiny one."""
     tiny_config = tiny.config.to_dict() if hasattr(tiny.config, "to_dict") else dict(tiny.config)
     merged = merge_config(config, tiny_config)
-    if hasattr(tiny.config, "to_dict"):  # a transformers config; diffusers has dicts
+    if hasattr(tiny.config, "to_dict"):  # a transformers config; diffusers uses dicts
         return type(tiny)(type(tiny.config)(**merged))
     return type(tiny).from_config(merged)
 

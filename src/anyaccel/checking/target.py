@@ -34,17 +34,17 @@ class CheckTarget:
     notes: tuple[str, ...] = ()
 
 
-def read_target(what: Any, call: Mapping[str, Any]) -> CheckTarget:
+def read_target(target: Any, call: Mapping[str, Any]) -> CheckTarget:
     """Resolve the argument of `check`; `call` overrides the default arguments of the pipeline call."""
-    if not isinstance(what, str | Path):
-        return _override_call(_from_pipeline(what), call)
-    text = str(find_embedded_model()) if str(what) == NAME else str(what)
+    if not isinstance(target, str | Path):
+        return _override_call(_from_pipeline(target), call)
+    text = str(find_embedded_model()) if str(target) == NAME else str(target)
     if Path(text).expanduser().is_dir():
         small = make_small_model(Path(text).expanduser())
-        return _override_call(CheckTarget(name=str(what), recipe=small.recipe, notes=small.notes), call)
-    described = find_bundled_configs(text)
-    if described is not None:
-        small = make_small_model(described)
+        return _override_call(CheckTarget(name=str(target), recipe=small.recipe, notes=small.notes), call)
+    configs = find_bundled_configs(text)
+    if configs is not None:
+        small = make_small_model(configs)
         return _override_call(CheckTarget(name=text, recipe=small.recipe, notes=small.notes), call)
     if text in recipes():
         return _override_call(CheckTarget(name=text, recipe=recipes()[text]), call)
@@ -52,8 +52,8 @@ def read_target(what: Any, call: Mapping[str, Any]) -> CheckTarget:
     if colon and not text.startswith("/"):
         return _override_call(_from_factory(text, module, function), call)
     raise ModelError(
-        f"{text} is not a folder, a recipe or a package.module:function",
-        hint=f"give a folder with a model_index.json, or a function that creates a pipeline; "
+        f"{text} is not a folder, a recipe or package.module:function",
+        hint=f"pass a folder with a model_index.json, or a function that creates a pipeline; "
         f"{nearest(text, [*list_bundled_models(), *recipes()])}",
     )
 
@@ -70,7 +70,7 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
     # The console script does not put the working directory on the path, unlike `python -m`.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    with contextlib.redirect_stdout(sys.stderr):  # its output must not end up in a JSON report
+    with contextlib.redirect_stdout(sys.stderr):  # prints of the user's code must not end up in a JSON report
         try:
             make: Callable[[], Any] = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
@@ -86,7 +86,7 @@ def _from_factory(text: str, module: str, function: str) -> CheckTarget:
                 f"{text} fails: {describe_failure(error)}",
                 hint="it must take no arguments and return a pipeline",
             ) from error
-    # `(pipe, arguments)` is allowed as well.
+    # The function may also return `(pipe, arguments)`.
     pipe, call = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     return _from_pipeline(pipe, text, call)
 
@@ -96,7 +96,7 @@ def _from_pipeline(pipe: Any, name: str = "", call: Mapping[str, Any] | None = N
     if not hasattr(pipe, "components") and hasattr(pipe, "init_pipeline"):
         pipe = pipe.init_pipeline()
     if not callable(pipe) or not hasattr(pipe, "components"):
-        raise UsageError(f"{type(pipe).__name__} is not a pipeline", hint="give a diffusers pipeline or its folder")
+        raise UsageError(f"{type(pipe).__name__} is not a pipeline", hint="pass a diffusers pipeline or its folder")
     kind = type(pipe).__name__
     recipe = Recipe(
         name=name or kind,

@@ -80,7 +80,7 @@ def show_chart(
         print(json.dumps(_as_document(chart), separators=(",", ":")))
     else:
         print("\n".join(_format_table(chart)))
-    if any(_has_unknown_failure(row) for row in chart.lines):
+    if any(_has_unknown_failure(row) for row in chart.rows):
         raise typer.Exit(1)
 
 
@@ -132,7 +132,7 @@ def _read_checkpoint(
             f"{checkpoint} was saved with other package versions or devices",
             hint="delete it, or give another file to --keep",
         )
-    return saved.lines, saved.seconds
+    return saved.rows, saved.seconds
 
 
 def _lock_checkpoint(checkpoint: Path | None) -> AbstractContextManager[object]:
@@ -193,8 +193,8 @@ def _format_table(chart: Chart) -> list[str]:
     lines = [f"{'device':10}{'pipelines':>10}{'plain diffusers':>18}{'placed':>9}     (working; virtual devices)"]
     for device in chart.devices:
         plain, placed = chart.count(device, "plain", "works"), chart.count(device, "placed", "works")
-        lines.append(f"{device:10}{len(chart.lines):10}{plain:18}{placed:9}")
-    for row in chart.lines:
+        lines.append(f"{device:10}{len(chart.rows):10}{plain:18}{placed:9}")
+    for row in chart.rows:
         for cell in row.cells:
             if cell.placed.state != "works":
                 reason = find_reason(row.recipe) or cell.placed.error or "unknown reason"

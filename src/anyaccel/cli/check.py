@@ -122,7 +122,7 @@ def _check_virtual(
     # Virtual devices run in forked processes, and the threads of torch do not survive a fork. torch reads the variable
     # when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from anyaccel.checking.baseline import drop_known_failures, read_baseline
+    from anyaccel.checking.baseline import drop_known_findings, read_baseline
     from anyaccel.checking.check import check, find_devices
 
     # Read before the check, which takes minutes: the file may be missing.
@@ -139,7 +139,7 @@ def _check_virtual(
     with cleanup_on_exit() as display:
         display.start_phase(f"Checking {target}")
         report = check(target, names, **modes, on_report=show_progress, **call)
-    return report if known_failures is None else drop_known_failures(report, known_failures)
+    return report if known_failures is None else drop_known_findings(report, known_failures)
 
 
 def _check_hardware(

@@ -45,6 +45,7 @@ def find_device_slots(device: str) -> DeviceSlots:
         return slots_from_name(device)
     if spec.name != AUTO and spec.index is None and sheet(spec).is_host:
         return DeviceSlots(device=spec.name, name=spec.name, count=_count_cores(), on_host=True)
+    # A driver may also crash during detection; the process then dies instead of the command.
     with PipeWorker(_run_detection, device, name="anyaccel-devices") as process:
         try:
             result: DeviceSlots | Exception = process.receive()
@@ -132,6 +133,7 @@ def claim_device(name: str) -> tuple[str, IO[bytes]]:
 
     Ray counts custom resources, but does not assign device indices to them.
     """
+    # One folder per user, because another user could not open the lock files. Windows has no getuid.
     user = getattr(os, "getuid", int)()
     folder = Path(tempfile.gettempdir()) / f"anyaccel-devices-{user}"
     folder.mkdir(exist_ok=True)

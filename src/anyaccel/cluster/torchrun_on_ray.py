@@ -44,6 +44,8 @@ class _Rank:
         """Return the IP address of this node and a free port on it."""
         from ray import util
 
+        # Another process may bind the port before rank 0 does (https://github.com/pytorch/pytorch/pull/13109), but a
+        # fixed port would collide with every other run on the node.
         with socket.socket() as listener:
             listener.bind(("", 0))
             port = int(listener.getsockname()[1])
@@ -51,6 +53,7 @@ class _Rank:
 
     def run(self, rank: int, command: list[str], folder: str, environment: dict[str, str]) -> RankResult:
         """Run the process until it ends; it is killed if this actor dies."""
+        # `ray.kill` runs no cleanup in the actor, so `end_with_parent` makes the kernel kill the process.
         completed = subprocess.run(
             command, env={**os.environ, **environment}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, check=False, preexec_fn=partial(end_with_parent, os.getpid()),
@@ -78,10 +81,12 @@ def run_ranks(command: Sequence[str], ranks: int, options: Mapping[str, Any]) ->
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
             }
+            # LOCAL_RANK counts the ranks of one node, as in torchrun.
             ranks_per_node[node] += 1
             pending[actor.run.remote(rank, list(command), os.getcwd(), environment)] = rank
         return _wait(ray, pending)
     finally:
+        # Killing an actor also kills the process of its rank, which may wait for a rank that failed.
         for actor in actors:
             ray.kill(actor)
 

@@ -1,6 +1,6 @@
-"""A proxy of torch's CUDA module that answers a script's calls for the actual device.
+"""A proxy of torch's CUDA module that maps a script's calls to the actual device.
 
-Libraries that support several devices (diffusers, accelerate) still see the real module.
+Libraries that support several devices (diffusers, accelerate) still get the real module.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from anyaccel.errors import NotMeasurableError, UnmappedError
 __all__ = ["CudaModuleProxy", "install_cuda_proxy"]
 
 _GRAPH = "CUDA graphs are a feature of NVIDIA's driver"
+# Why a function has no equivalent on other devices, for the error text.
 _REASONS = {
     "CUDAGraph": _GRAPH,
     "graph": _GRAPH,
@@ -37,7 +38,8 @@ _REASONS = {
     "MemPool": "it configures NVIDIA's allocator",
     "CUDAPluggableAllocator": "it configures NVIDIA's allocator",
 }
-_NO_FIGURE = float("nan")
+# The value of a statistic that the device does not report. Formatting and arithmetic work with NaN, not with None.
+_NOT_REPORTED = float("nan")
 
 
 class CudaModuleProxy:
@@ -65,7 +67,7 @@ class CudaModuleProxy:
 
     @property
     def nvtx(self) -> Any:
-        """Marks for NVIDIA's profiler, ignored: no result depends on them."""
+        """NVTX markers for NVIDIA's profiler. They are ignored, because they do not affect results."""
         self._migration.note("NVTX marks are ignored: they are for NVIDIA's profiler")
         nothing = self._do_nothing
         return SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing, range=lambda *a, **k: nullcontext())
@@ -180,13 +182,13 @@ class CudaModuleProxy:
         """Set the CPU's random state."""
         torch.set_rng_state(next(iter(states)))
 
-    def _read(self, figure: Any) -> Any:
-        """Return a memory figure; NaN if the device does not report it."""
+    def _read(self, read_statistic: Any) -> Any:
+        """Return a memory statistic; NaN if the device does not report it."""
         try:
-            return figure()
+            return read_statistic()
         except NotMeasurableError as error:
             self._migration.note(f"{error.message}; returned nan")
-            return _NO_FIGURE  # formatting and arithmetic with NaN work, with None they would not
+            return _NOT_REPORTED
 
     def memory_allocated(self, device: Any = None) -> Any:
         """Return the bytes in use by tensors."""
@@ -203,25 +205,25 @@ class CudaModuleProxy:
     def mem_get_info(self, device: Any = None) -> tuple[Any, Any]:
         """Return the free and total bytes."""
         memory = self._read(lambda: self._driver.memory(self._index(device)))
-        return (_NO_FIGURE, _NO_FIGURE) if memory is _NO_FIGURE else (memory.free_bytes, memory.total_bytes)
+        return (_NOT_REPORTED, _NOT_REPORTED) if memory is _NOT_REPORTED else (memory.free_bytes, memory.total_bytes)
 
     def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        """Return the available figures under the keys that scripts read."""
+        """Return the available statistics under the keys that scripts read."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
         return {
-            f"{kind}_bytes.all.{moment}": figure
+            f"{kind}_bytes.all.{moment}": size
             for kind in ("allocated", "reserved", "active")
-            for moment, figure in (("current", used), ("peak", peak))
+            for moment, size in (("current", used), ("peak", peak))
         }
 
     def memory_summary(self, device: Any = None, abbreviated: bool = False) -> str:
-        """Return the figures as text."""
+        """Return the memory in use and its peak as text."""
         used, peak = self.memory_allocated(device), self.max_memory_allocated(device)
         return f"{self._migration.title}: {used} bytes in use, peak {peak}"
 
 
 def install_cuda_proxy(migration: Migration) -> None:
-    """Make torch's CUDA module answer scripts through the proxy."""
+    """Route a script's access to torch's CUDA module through the proxy."""
     module: Any = torch.get_device_module(migration.source_type)
     proxy = CudaModuleProxy(migration, module)
 

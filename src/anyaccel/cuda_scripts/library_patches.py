@@ -76,7 +76,7 @@ class _PatchOnImport(importlib.abc.MetaPathFinder):
 
 
 def _replace_method(cls: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a method by `make(function)`, if the class has it."""
+    """Replace a method with `make(method)`, if the class itself defines it."""
     # vars, not getattr: an inherited method is patched on the class that defines it.
     before = vars(cls).get(name)
     if before is None:

@@ -22,7 +22,7 @@ from anyaccel.planning.plan import Plan, make_plan
 
 __all__ = ["Migration", "ScriptLine", "is_device_aware_library", "read_site"]
 
-# Libraries that support several devices themselves: their calls to the CUDA module get the real answers.
+# Libraries that support several devices themselves: their calls reach the real CUDA module.
 _DEVICE_AWARE = frozenset(
     {"torch", "torchvision", "torchaudio", "torchao", "diffusers", "transformers", "accelerate", "peft", "safetensors"}
     | {"huggingface_hub", "triton", "xformers", "bitsandbytes", "anyaccel"}
@@ -48,7 +48,7 @@ def is_device_aware_library(frame: FrameType) -> bool:
 
 def read_site(depth: int = 1) -> ScriptLine | None:
     """Return the innermost line of the script on the stack; None in a thread of a library."""
-    # Frames of torch and diffusers between the script and here are skipped.
+    # Skip the frames of torch and diffusers between the script and this function.
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and is_device_aware_library(frame):
         frame = frame.f_back
@@ -65,7 +65,7 @@ class Migration:
     sites: dict[ScriptLine, dict[str, None]] = field(default_factory=dict)
     """The mapped calls by line, in order."""
     notes: dict[str, ScriptLine | None] = field(default_factory=dict)
-    """Calls that were ignored or answered differently, with the first line of each."""
+    """Notes about calls that are ignored or return something else than on CUDA, with the first line of each."""
     pipelines: int = 0
     """Number of placed pipelines."""
 

@@ -20,6 +20,7 @@ from anyaccel.errors import AnyaccelError, UsageError
 
 __all__ = ["run_script", "start_migration"]
 
+# Packages that support only CUDA, with the description for the summary.
 _FOR_CUDA_ONLY = {
     "apex": "a library of CUDA kernels",
     "bitsandbytes": "a library of CUDA kernels",
@@ -88,6 +89,7 @@ def _read_code(path: str) -> bytes:
         reason = "is a folder" if os.path.isdir(path) else "does not exist"
         raise UsageError(f"{path} {reason}", hint="anyaccel run [--device NAME] SCRIPT.py [ARGUMENT]…")
     try:
+        # Not `open`: audit hooks must see that the file is code, as with `python SCRIPT`.
         with io.open_code(str(Path(path).absolute())) as file:
             return file.read()
     except OSError as error:
@@ -137,6 +139,7 @@ def _find_reason(error: Exception, source_type: str) -> str:
             return "it builds an extension from CUDA kernels"
         if module.partition(".")[0] in _FOR_CUDA_ONLY:
             return f"{module.partition('.')[0]} is {_FOR_CUDA_ONLY[module.partition('.')[0]]}"
+    # Last, because a word in the error text is the weakest evidence.
     if source_type in str(error).lower() or "nvidia" in str(error).lower():
         return "this call uses CUDA and is not mapped; please open an issue with this line"
     return ""

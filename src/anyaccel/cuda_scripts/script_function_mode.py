@@ -25,6 +25,7 @@ __all__ = ["ScriptFunctionMode", "install_function_mode"]
 
 Tensor = torch.Tensor
 Kwargs = dict[str, Any]
+# Functions that read `device` before a function mode runs; see their entries in `emulator/torch_patches.py`.
 _BUILDERS = ("tensor", "as_tensor", "asarray", "from_dlpack")
 
 
@@ -32,6 +33,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
     """Maps the device of a torch call, then applies the workarounds of a pipeline."""
 
     def __init__(self, migration: Migration, mode: PipelineFunctionMode) -> None:
+        # Only the keys are used, to know which functions draw random values.
         draws = noise.make_handlers(migration.device, {})
         on_device = {func: _draw_on_device(handler) for func, handler in mode.handlers.items() if func in draws}
         super().__init__({**mode.handlers, **on_device}, mode.host_transfer)
@@ -56,6 +58,7 @@ class ScriptFunctionMode(PipelineFunctionMode):
             func, args, kwargs = translator(func, args, kwargs or {})
         elif kwargs and kwargs.get("device") is not None:
             func, args, kwargs = self._translate_keyword(func, args, kwargs)
+        # `==` instead of `is`: every access to a getter creates a new method wrapper.
         elif func == self.is_cuda_getter:
             return self._is_on_accelerator(args[0], sys._getframe(1))
         elif func in self.replacements:
@@ -145,7 +148,7 @@ def _ignore_stream(self: Tensor, stream: Any) -> None:
 
 
 def _translate_builder(build: Callable[..., Any], migration: Migration) -> Callable[..., Any]:
-    """Translate the device of `torch.tensor([1], device=…)`, which a virtual device handles before any mode."""
+    """Translate the `device` argument of `torch.tensor` and similar functions before a virtual device reads it."""
 
     @functools.wraps(build)
     def build_on_device(*args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,7 @@ def _choose_backend(original: Any, migration: Migration) -> Any:
         if reason:
             migration.note(reason)
             return model
-        # `mode` and `options` are inductor's.
+        # `mode` and `options` configure inductor; other backends do not accept them.
         changed = {name: value for name, value in options.items() if name not in ("mode", "options", "backend")}
         if rule.static:
             changed["dynamic"] = False

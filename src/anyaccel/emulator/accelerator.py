@@ -19,7 +19,7 @@ __all__ = ["VirtualAccelerator"]
 
 @dataclass
 class VirtualAccelerator:
-    """A virtual accelerator and the record of what a program did with it."""
+    """One virtual accelerator: its sheet, its devices, their memory, and the ledger of limits that a program hit."""
 
     sheet: Sheet
     count: int = 1
@@ -37,7 +37,7 @@ class VirtualAccelerator:
         self.round_trips = 0
 
     def restart(self, sheet: Sheet, capacity_bytes: int | None, strict: bool) -> None:
-        """Enforce limits again with new options and an empty ledger. Tensors still alive keep counting."""
+        """Enforce limits again with new options and an empty ledger; live tensors still count as used memory."""
         self.sheet, self.strict, self.capacity_bytes = sheet, strict, capacity_bytes
         self.limits = LimitIndex(sheet)
         # Not a new tracker: tensors of the previous run still use memory.

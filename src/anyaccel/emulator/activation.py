@@ -74,13 +74,13 @@ def start_spec(spec: DeviceSpec) -> DeviceSpec:
 def _install(accelerator: VirtualAccelerator) -> VirtualAccelerator:
     load_dynamo()  # before the patches: at import, Dynamo compares torch.Tensor.__new__ with its own copy
     module = make_device_module(accelerator)
-    # An operation with a limit must reach dispatch as called, or the limit would never be seen.
+    # An operation with a limit must reach dispatch as called, or its limit would never be checked.
     undecomposed = [name for name in accelerator.limits.operations if "." not in name]
     register_device(accelerator.name, module, undecomposed)
-    # Before the patches, which use the functions of the device module.
     activate(accelerator, dispatch)
     install_vendor_packages(accelerator, module)
     install_generator(accelerator)
+    # After `register_device`: some of these patches read the functions of the registered module.
     install_device_patches(accelerator)
     install_ordinal_devices(accelerator)
     install_compiler(accelerator)
@@ -104,7 +104,7 @@ def _restart(
         )
     if count > running.count:
         raise VirtualDeviceError(
-            f"this process started with count={running.count}; count={count} is not possible any more",
+            f"count={count} is not possible: this process started with count={running.count}",
             hint="start with the larger count",
         )
     # The sheet may be narrowed to another product, so the registered device changes with it.

@@ -124,7 +124,7 @@ def _record_graph(
     accelerator: VirtualAccelerator, compiler: Compiler, module: torch.fx.GraphModule, example_inputs: list[Any]
 ) -> None:
     inputs = tuple(_format_input(value) for value in example_inputs)
-    # The code alone is not a key: the same code is compiled again for other input shapes.
+    # The code is not a sufficient key: the same code is compiled again for other input shapes.
     digest = hashlib.sha256("\n".join([module.code, *inputs]).encode()).hexdigest()[:32]
     recompiles = is_recompiling()
     graph = Graph(digest, inputs, _load_or_write_artifact(compiler, digest, inputs), recompiles)

@@ -79,7 +79,7 @@ def _build_on_cpu(build: Callable[..., torch.Tensor], accelerator: VirtualAccele
 
 
 def _read_scalars(data: Any) -> Any:
-    """Replace device tensors in nested lists by their values; each is a host read, as on hardware."""
+    """Replace device tensors in nested lists with their values; each is a host read, as on hardware."""
     if isinstance(data, VirtualTensor):
         return data.item() if data.numel() == 1 else data.tolist()
     return [_read_scalars(item) for item in data] if isinstance(data, list | tuple) else data
@@ -106,6 +106,7 @@ def _swap_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
     def apply_to_all(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         _detach_computed_weights(self)  # swap_tensors rejects parameters that an autograd graph references
         before = torch.__future__.get_swap_module_params_on_conversion()
+        # torch swaps by itself if the result is a wrapper tensor; the flag is for moves from the device to the CPU.
         on_device = any(isinstance(parameter, VirtualTensor) for parameter in read_parameter_table(self).values())
         torch.__future__.set_swap_module_params_on_conversion(before or on_device)
         try:
@@ -141,6 +142,7 @@ def _replace_data(plain: Any) -> property:
 
     def write(self: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(self, VirtualTensor) and isinstance(value, VirtualTensor):
+            # The setter changes only the wrapper; the data is in the inner tensor.
             plain.__set__(self, value)
             self._inner = value._inner.detach()
         elif isinstance(self, VirtualTensor) or isinstance(value, VirtualTensor):
@@ -158,10 +160,12 @@ def _pin_memory(pinned: weakref.WeakSet[torch.UntypedStorage]) -> Callable[..., 
     """Return a `Tensor.pin_memory` that copies and records the storage; torch's requires a driver."""
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        # A Python function must call the active function modes itself; torch's C++ method does it implicitly.
         if has_torch_function_unary(self):
             result: torch.Tensor = handle_torch_function(pin_memory, (self,), self, device=device)
             return result
         if not is_host(self.device):
+            # The text of torch's own error.
             raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
         if self.untyped_storage() in pinned:
             return self

@@ -64,7 +64,7 @@ def install_generator(accelerator: VirtualAccelerator) -> None:
             parsed = torch.device(device)
             if parsed.type != accelerator.name:
                 return original(parsed)
-            # Devices without random numbers fail here, before the first draw.
+            # A device without a random number generator fails here, before the first draw.
             if accelerator.enforcing and accelerator.limits.random is not None:
                 accelerator.hit_limit("random_numbers", accelerator.limits.random, "torch.Generator")
             return _make_generator(parsed if parsed.index is not None else accelerator.device())

@@ -88,8 +88,8 @@ class Ledger:
         with self._lock:
             return dict(self._round_trips)
 
-    def absorb(self, rows: Iterable[LedgerRow]) -> None:
-        """Add the rows of another ledger. Rows do not contain round trips per step: those stay unchanged."""
+    def merge(self, rows: Iterable[LedgerRow]) -> None:
+        """Add the rows of another ledger. Rows have no round trips per step, so `round_trips` does not change."""
         with self._lock:
             for row in rows:
                 key = (row.limit, row.effect, row.operation, row.file, row.line)

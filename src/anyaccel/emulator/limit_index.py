@@ -14,6 +14,7 @@ from anyaccel.upstream.torch_internals import read_schema
 
 __all__ = ["LimitIndex", "OperationFacts", "read_operation"]
 
+# Names of aten operations without their overloads, by the property that a limit can depend on.
 _RANDOM = {
     "bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial", "native_dropout",
     "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_",
@@ -103,7 +104,7 @@ class LimitIndex:
         ]
 
     def match_operation(self, facts: OperationFacts, args: Any, result: Any) -> list[tuple[str, Limit]]:
-        """Return the limits of the operation that a call hits."""
+        """Return the operation limits that a call hits."""
         return [
             (name, limit)
             for operation in {facts.name, facts.overload}

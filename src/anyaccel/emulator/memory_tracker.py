@@ -19,6 +19,7 @@ class MemoryTracker:
         self.capacity_bytes = capacity_bytes
         # Reentrant: garbage collection can run a storage's weakref callback while this thread holds the lock.
         self._lock = threading.RLock()
+        # By address of the storage: a weak reference to it, its device index and its size in bytes.
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._used = [0] * count
         self._peak = [0] * count
@@ -57,7 +58,7 @@ class MemoryTracker:
         return self._used[index]
 
     def peak(self, index: int) -> int:
-        """Return the most bytes in use since the last reset."""
+        """Return the peak number of bytes in use since the last reset."""
         return self._peak[index]
 
     def reset_peak(self, index: int) -> None:

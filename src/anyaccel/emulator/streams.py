@@ -23,10 +23,10 @@ class Stream:
         self.event.wait_for_device()
 
     def wait_stream(self, other: Any) -> None:
-        """Return: the other stream's work is complete."""
+        """Return immediately: the other stream's work is already complete."""
 
     def wait_event(self, event: Any) -> None:
-        """Return: the event is complete."""
+        """Return immediately: the event is already complete."""
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, by default a new one, and return it."""
@@ -38,6 +38,7 @@ class Stream:
         """Return whether the work is complete."""
         return True
 
+    # `torch.NAME.stream(stream)` returns the stream itself, so a stream must be a context manager.
     def __enter__(self) -> Stream:
         return self
 
@@ -45,7 +46,7 @@ class Stream:
 
 
 class Event:
-    """A time of the CPU's clock, read when the device has completed its work."""
+    """A CPU timestamp, taken when the device has completed its work."""
 
     wait_for_device: Callable[[], None]
 
@@ -54,14 +55,15 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         """Wait for the device and read the clock."""
+        # Without the wait, `elapsed_time` would measure only how long it takes to enqueue the work.
         type(self).wait_for_device()
         self.time_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Return: the event is complete."""
+        """Return immediately: the event is already complete."""
 
     def synchronize(self) -> None:
-        """Return: the event is complete."""
+        """Return immediately: the event is already complete."""
 
     def query(self) -> bool:
         """Return whether the event is complete."""
@@ -69,11 +71,11 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         """Return the milliseconds from this event to another."""
-        return (other.time_s - self.time_s) * 1000.0
+        return (other.time_s - self.time_s) * 1000.0  # milliseconds, like torch's events
 
 
 def make_stream_classes(wait_for_device: Callable[[], None]) -> tuple[type[Stream], type[Event]]:
     """Return the classes `Stream` and `Event` of a device."""
-    # torch.NAME.Event() takes no device: the class itself must know how to wait.
+    # torch.NAME.Event() has no device argument, so the class itself must know how to wait.
     event = type("Event", (Event,), {"wait_for_device": staticmethod(wait_for_device)})
     return type("Stream", (Stream,), {"event": event}), event

@@ -14,6 +14,7 @@ from anyaccel.upstream.torch_internals import disable_torch_function, find_rebui
 
 __all__ = ["VirtualTensor", "activate", "active", "wrap"]
 
+# Set by `activate`. This module cannot import `dispatch`, because dispatch.py imports this module.
 _ACTIVE: list[VirtualAccelerator] = []
 _DISPATCH: list[Callable[[Any, Any, dict[str, Any]], Any]] = []
 
@@ -42,9 +43,10 @@ class VirtualTensor(torch.Tensor):
         # accelerate's offload calls `type(parameter)(data, requires_grad=…)`, without a device.
         if device is None:
             return torch.nn.Parameter(inner, requires_grad)
-        # A view created in inference mode of a normal tensor is a normal tensor, and has a version counter.
-        outlives = torch.is_inference_mode_enabled() and not inner.is_inference()
-        with torch.inference_mode(False) if outlives else nullcontext():
+        # In inference mode, a view of a normal tensor is still a normal tensor with a version counter. Its wrapper
+        # must be a normal tensor too.
+        needs_normal_tensor = torch.is_inference_mode_enabled() and not inner.is_inference()
+        with torch.inference_mode(False) if needs_normal_tensor else nullcontext():
             wrapper: VirtualTensor = make_wrapper_subclass(
                 cls,
                 inner.size(),
@@ -93,8 +95,8 @@ class VirtualTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         active().record_host_read("aten::print")
-        shown = repr(self._inner.detach())
-        return f"{shown[:-1]}, device='{self.device}')"
+        text = repr(self._inner.detach())
+        return f"{text[:-1]}, device='{self.device}')"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
@@ -111,7 +113,7 @@ class VirtualTensor(torch.Tensor):
         super().__setitem__(_convert_list_indices(key), value)
 
     def data_ptr(self) -> int:
-        """Return the address of the data, useful only to tell tensors apart."""
+        """Return the address of the inner tensor's data; use it only to compare tensors."""
         return self._inner.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -121,7 +123,7 @@ class VirtualTensor(torch.Tensor):
         return self._inner.untyped_storage()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle like torch pickles other devices' tensors: CPU data and the device."""
+        """Pickle the CPU data and the device, as torch does for tensors of other devices."""
         values = (self._inner.detach(), self.dtype, str(self.device), self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             plain = VirtualTensor(self._inner.detach(), self.device)

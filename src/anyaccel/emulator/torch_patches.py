@@ -23,6 +23,7 @@ __all__ = ["PATCHES", "Patch", "apply_patch", "find_patch", "patched", "remove_p
 Wrap = Callable[[Any], Any]
 # The torch releases with which every entry was tested.
 KNOWN_GOOD = ("2.13",)
+# Marks a missing attribute, because None can be the value of an existing one.
 _ABSENT = object()
 
 
@@ -54,6 +55,7 @@ _FIRST_ARGUMENT = "The device is an argument of a constructor, which __torch_fun
 
 _NOT_COMPILED = "The functions of this module raise or return defaults in a torch built without the device."
 
+# `apply_patch` rejects every name without an entry, so each patch has a reason and a link to check after an upgrade.
 PATCHES: tuple[Patch, ...] = (
     *_list_patches(
         "torch",
@@ -208,17 +210,19 @@ class _Replacement:
             # An inherited attribute must not become an own attribute: it is deleted instead.
             if own is not _ABSENT:
                 setattr(owner, attribute, own)
+            # `__class__` is a descriptor, never in the owner's `__dict__`, and cannot be deleted.
             elif attribute == "__class__":
                 setattr(owner, attribute, self.original)
             else:
                 delattr(owner, attribute)
 
 
+# Patched attributes by name. The original is read once, before the first layer replaces it.
 _REPLACEMENTS: dict[str, _Replacement] = {}
 
 
 def apply_patch(name: str, wrap: Wrap, user: str) -> None:
-    """Replace an attribute of the table by `wrap(original)`. A second layer of a user replaces the first."""
+    """Replace an attribute of the table with `wrap(original)`. A second layer of a user replaces the first."""
     if name not in _REPLACEMENTS:
         _REPLACEMENTS[name] = _read_original(name, find_patch(name))
     # A dict keeps the position of an existing key: a replaced layer stays where it was.
@@ -283,6 +287,7 @@ class _ReplacedClass(type):
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.original)
 
+    # Code that imported the original class earlier compares it with this one, also as a key of a dict.
     def __eq__(cls, other: object) -> bool:
         return other is cls or bool(other == cls.original)
 

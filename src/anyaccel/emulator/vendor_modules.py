@@ -28,7 +28,7 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
     "habana_frameworks.torch": {"wrap_in_hpu_graph": lambda module, *args, **kwargs: module}
 }
 
-# Reported capacity of a device without a configured one.
+# Capacity that a device reports if none is configured.
 UNLIMITED_BYTES = 64 * 2**30
 
 
@@ -71,7 +71,7 @@ def _make_device_functions(accelerator: VirtualAccelerator) -> dict[str, Any]:
             accelerator.current_index = before
 
     def do_nothing(*args: Any, **kwargs: Any) -> None:
-        """Return: the device is synchronous and has no cache."""
+        """Do nothing: the device is synchronous and has no cache."""
 
     name = f"virtual {accelerator.sheet.title}"
     stream, event = make_stream_classes(do_nothing)

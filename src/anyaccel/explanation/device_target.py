@@ -38,6 +38,7 @@ def find_device_target(device: str) -> DeviceTarget:
             "explain runs nothing, so it does not accept a virtual device",
             hint=f"name the device itself: --device {spec.product or spec.name}",
         )
+    # `gaudi2:80` looks like a memory size without a unit, but the product already determines the memory.
     if spec.product is not None and spec.index is not None:
         raise UsageError(
             f"{spec.product} is a product with a fixed memory size",
@@ -74,7 +75,7 @@ def _from_product(sheet: Sheet, product: Product, *notes: str) -> DeviceTarget:
 
 def _from_size(name: str, size: str, *notes: str) -> DeviceTarget:
     sheet, total = find_sheet(name), parse_size(size)
-    # The driver, and on unified memory the operating system, keep a part for themselves.
+    # The driver reserves a part, and so does the operating system on unified memory.
     usable = sheet.usable_bytes(total)
     return DeviceTarget(
         name=f"{name} with {size}",
@@ -87,6 +88,7 @@ def _from_size(name: str, size: str, *notes: str) -> DeviceTarget:
 def _from_this_machine(spec: DeviceSpec) -> DeviceTarget:
     opened = open_device(spec)
     name = f"{opened.sheet.name}:{opened.index}"
+    # Free instead of total memory: other processes may use the device as well.
     try:
         memory = opened.driver.memory(opened.index)
     except NotMeasurableError as error:

@@ -49,8 +49,7 @@ def _scale(size: Size, steps: int) -> Size:
 
 def _guess(measured: Mapping[int, int], capacity_bytes: int, candidates: range) -> tuple[int, float]:
     """Return the largest candidate that is expected to fit (else the smallest) and its expected bytes."""
-    # Memory grows about linearly with the pixels (the square of the step) near one size. The line goes through the two
-    # measurements closest to the capacity, or through the origin if there is only one.
+    # Near one size, memory is about linear in the pixels. A single measurement is interpolated with the origin.
     nearest = sorted(measured.items(), key=lambda item: abs(item[1] - capacity_bytes))
     (step, step_bytes), (other, other_bytes) = [*nearest, (0, 0)][:2]
     slope = (step_bytes - other_bytes) / (step**2 - other**2)

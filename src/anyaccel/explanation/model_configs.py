@@ -1,4 +1,4 @@
-"""Config files of the model to explain: the embedded model, a folder, a bundled description or a hub id."""
+"""Config files of the model to explain: the embedded model, a folder, a bundled model or a hub id."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from anyaccel.tracing.model_index import ModelFolder, read_model_folder
 
 __all__ = ["find_model"]
 
+# Tokenizers need their vocabularies (`*.txt`, `*.model`) besides the JSON files.
 _CONFIG_PATTERNS = ("*.json", "*.txt", "*.model")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.onnx*", "*.msgpack", "*.gguf")
 
@@ -21,22 +22,23 @@ def find_model(model: str | os.PathLike[str], revision: str | None = None) -> Mo
     """Read the configs of a model. For a hub id, download the configs and vocabularies but no weights."""
     text = os.fspath(model)
     if not text.strip():
-        raise ModelError("the model name is empty", hint=f"give a hub id, a folder, or `{NAME}`")
+        raise ModelError("the model name is empty", hint=f"pass a hub id, a folder, or `{NAME}`")
     if text == NAME:
         return read_model_folder(find_embedded_model())
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "model_index.json").is_file():
             raise ModelError(
-                f"{text} is not a pipeline folder: it has no model_index.json", hint="give the folder of a pipeline"
+                f"{text} is not a pipeline folder: it has no model_index.json", hint="pass the folder of a pipeline"
             )
         return read_model_folder(path)
     if path.exists():
-        raise ModelError(f"{text} is a file, not a pipeline folder", hint="give the folder of a pipeline")
+        raise ModelError(f"{text} is a file, not a pipeline folder", hint="pass the folder of a pipeline")
     # The bundled configs belong to one revision, so another one needs the network.
-    described = find_bundled_configs(text) if revision is None else None
-    if described is not None:
-        return read_model_folder(described)
+    bundled = find_bundled_configs(text) if revision is None else None
+    if bundled is not None:
+        return read_model_folder(bundled)
+    # A misspelled path must not become a request to the hub.
     if text.startswith((".", "/", "~")) or text.count("/") != 1:
         raise ModelError(f"{text} is not a folder and not a hub id", hint=nearest(text, [NAME, *list_bundled_models()]))
     return read_model_folder(_download_configs(text, revision))
@@ -55,11 +57,11 @@ def _download_configs(name: str, revision: str | None) -> Path:
             ignore_patterns=list(_WEIGHT_PATTERNS),
             max_workers=4,
         )
-    except Exception as error:
+    except Exception as error:  # the hub, the network and the file system raise many kinds of errors
         raise ModelError(
             f"cannot download the config files of {name}: {first_line(error)}",
             hint=f"check the spelling and the network; available offline: {', '.join(list_bundled_models())}",
         ) from error
     if not (Path(folder) / "model_index.json").is_file():
-        raise ModelError(f"{name} is not a pipeline: it has no model_index.json", hint="give the hub id of a pipeline")
+        raise ModelError(f"{name} is not a pipeline: it has no model_index.json", hint="pass the hub id of a pipeline")
     return Path(folder)

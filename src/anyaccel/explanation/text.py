@@ -12,6 +12,7 @@ from anyaccel.units import readable
 
 __all__ = ["describe_explanation"]
 
+# Block characters of 0 to 7 eighths of a column.
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
 
@@ -23,6 +24,7 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     """
     forecast = plan.forecast
     assert forecast is not None
+    # Bars need a minimum width, and long lines of prose are hard to read.
     width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
     lines = [f"{model} on {plan.device}: {plan.title}{' (virtual)' if plan.virtual else ''}"]
     lines += [f"{_describe_output(forecast)} in {plan.dtype.value}, {plan.pipeline}", ""]
@@ -32,7 +34,7 @@ def describe_explanation(plan: Plan, model: str, width: int = 100, *, download_b
     total = readable(sum(size for _, size in weights))
     lines += _wrap(f"weights {total}: " + ", ".join(f"{name} {readable(size)}" for name, size in weights), width, "")
     if download_bytes:
-        lines.append(f"to download: {readable(download_bytes)} (less what is already in the local cache)")
+        lines.append(f"to download: {readable(download_bytes)} (minus files already in the local cache)")
     if plan.capture.value and forecast.fits and forecast.recorded_peak_bytes > forecast.peak_bytes:
         peak = readable(forecast.recorded_peak_bytes)
         fits = forecast.recorded_peak_bytes <= forecast.capacity_bytes
@@ -62,7 +64,7 @@ def _describe_verdict(plan: Plan, forecast: Forecast) -> str:
 
 def _draw_phases(forecast: Forecast, width: int) -> Iterator[str]:
     """Draw one bar per phase, and a line at the capacity of the device."""
-    bar_width = width - 25
+    bar_width = width - 25  # the rest is the phase name and the size
     scale = max(forecast.capacity_bytes, forecast.peak_bytes, 1)
     edge = round(forecast.capacity_bytes / scale * bar_width)
     for name, size in forecast.phases:
@@ -86,7 +88,7 @@ def _describe_largest(plan: Plan, forecast: Forecast) -> Iterator[str]:
             yield f"largest batch at this size by memory: {batch}; the plan runs {images_per_call} at a time"
     if forecast.largest_size is not None:
         width, height = forecast.largest_size
-        # The search for the largest size ends there; see `find_largest_size`.
+        # `find_largest_size` tries no side above 4096 pixels.
         more = " (no larger size was tried)" if max(width, height) >= 4096 else ""
         yield f"largest single image{'' if forecast.fits else ' that would fit'}: {width} × {height}{more}"
 
@@ -98,7 +100,7 @@ def _list_sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
         f"{option.name} weights for {option.component}: {readable(option.saves_bytes)} less. {option.says}"
         for option in forecast.offers
     ]
-    yield "quantized weights would save memory but change the image; load the model that way to use them", options
+    yield "quantized weights would save memory but change the image; load a quantized model to use them", options
     yield "notes", list(forecast.notes)
 
 

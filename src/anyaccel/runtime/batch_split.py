@@ -17,8 +17,8 @@ from anyaccel.runtime.call_request import CallRequest
 
 __all__ = ["SharedProgress", "join_results", "split_request"]
 
-# Their length can equal the number of prompts by chance, so the length does not show whether they are per image.
-# Arguments that apply to the whole call and are never split. Lists of numbers are not split either.
+# Arguments that apply to the whole call and are never split. Their length can equal the number of prompts by chance,
+# so it does not show whether an argument is per image. Lists of numbers are not split either.
 _PER_CALL_ARGUMENTS = {
     "timesteps", "sigmas", "guidance_schedule", "conditioning_scale",
     "callback_on_step_end_tensor_inputs", "prior_callback_on_step_end_tensor_inputs",

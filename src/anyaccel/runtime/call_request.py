@@ -20,8 +20,8 @@ _PER_PROMPT = (
     "num_waveforms_per_prompt",
     "num_audios_per_prompt",
 )
-# In this order: prompt_embeds may come with a prompt, and both have the same length then.
-# Arguments with one element per prompt.
+# Arguments with one element per prompt. The first one that is set is counted: prompt_embeds may come with a prompt, and
+# both then have the same length.
 _COUNTED = ("prompt", "prompt_embeds", "class_labels", "image_embeds", "image_embeddings")
 # Arguments that are converted from NumPy integers to `int`, because they are counted and compared.
 _INTEGERS = (*SIDES, *_PER_PROMPT, "num_inference_steps", "num_frames", "batch_size")

@@ -163,6 +163,7 @@ class Portable(VendorAliases):
         """Copy the pipeline; if its weights are offloaded, the copy is placed on the same device."""
         placement = find_placement(self)
         offloaded = placement is not None and placement.residence in ("phase", "layer")
+        # Offload hooks cannot be deep-copied (docs/decisions/0006), so they are removed while the copy is made.
         with weights_on_cpu(self):
             rebuild, arguments = self.__reduce__()
             copied = rebuild(*copy.deepcopy(arguments, memo))
@@ -192,9 +193,9 @@ def _placement_of(pipe: Any) -> Placement:
         pipe, opened, replace(placement_options, dtype=name), Decision(name, "the dtype of the loaded weights")
     )
     attach_placement(pipe, Placement(opened, device, plan, placement_options))
-    settled = find_placement(pipe)
-    assert settled is not None
-    return settled
+    attached = find_placement(pipe)
+    assert attached is not None
+    return attached
 
 
 def _read_target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -233,7 +234,9 @@ def portable_class(kind: Any) -> type:
 
     It has the same name and call signature, and the config still names the diffusers class.
     """
+    # Modular pipelines do not derive from `diffusers.DiffusionPipeline`.
     first: type = DiffusionPipeline if issubclass(kind, diffusers.DiffusionPipeline) else Portable
+    # `save_pretrained` writes the name of the class to the config, so the name must not change.
     content: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,

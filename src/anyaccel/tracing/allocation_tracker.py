@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anyaccel.planning.attention import UNCHANGED, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.upstream.torch_internals import TorchDispatchMode, read_address, read_schema
@@ -23,7 +23,7 @@ class AllocationTracker(TorchDispatchMode):
     """Current and peak bytes of live storages, without the weights."""
 
     def __init__(
-        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED
+        self, workspace: Workspace, weights: Iterable[torch.Tensor], attention: AttentionRule = UNCHANGED_ATTENTION
     ) -> None:
         super().__init__()
         self.used = self.peak = 0
@@ -188,7 +188,7 @@ def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_large(tensor: Any) -> bool:
-    """Return whether a CPU tensor is as large as an image: it is a model output, and all its values are zero."""
+    """Return whether a CPU tensor is large enough to be a model output."""
     return isinstance(tensor, torch.Tensor) and not tensor.is_meta and tensor.numel() >= _IMAGE_ELEMENTS
 
 
@@ -265,6 +265,7 @@ def _return_one_position(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _ATEN = torch.ops.aten
+# A CPU tensor with at least this many elements is treated as a model output, which contains only zeros.
 _IMAGE_ELEMENTS = 2**20
 _POINTWISE = {_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.clamp.default}
 # Operations that read values, or that meta kernels handle badly.

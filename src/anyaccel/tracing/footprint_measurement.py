@@ -1,4 +1,4 @@
-"""The memory footprint of a call: a pipeline of meta models, traced once per memory option and image count."""
+"""Measurement of the memory of a call: run a pipeline of meta models once per memory option and image count."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Measurement:
         )
 
     def _read_model_calls(self) -> tuple[ModelCall, ...]:
-        """Return the model calls with their phases. The pipeline's own work counts to the calls next to it."""
+        """Return the model calls with their phases; the pipeline's own memory counts toward the adjacent calls."""
         records, between = self.traced.model_calls, self.traced.between
         steps = [position for position, record in enumerate(records) if record.component in self.denoisers]
         first, last = (steps[0], steps[-1]) if steps else (len(records), len(records))
@@ -140,7 +140,7 @@ def _read_size(name: str, model: torch.nn.Module, workspace: Workspace, fetches_
 
 
 def _find_largest_layer(model: torch.nn.Module, sum_bytes: Callable[[Any], int]) -> int:
-    """Return the peak bytes when each module loads only its own parameters: those of a module and its parents."""
+    """Return the peak bytes if each module loads only its own parameters: those of one module and all its parents."""
     own = sum_bytes(model.parameters(recurse=False))
     return own + max((_find_largest_layer(child, sum_bytes) for child in model.children()), default=0)
 

@@ -27,7 +27,7 @@ def clone_pipeline(pipe: Any, kind: Any, traced: PipelineTrace) -> Any:
     vars(clone).update(vars(pipe))
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
-            vars(clone)[name] = traced.shell(name, copy_without_weights(unwrap_compiled(component)))
+            vars(clone)[name] = traced.wrap_model(name, copy_without_weights(unwrap_compiled(component)))
         elif hasattr(component, "set_timesteps"):  # a scheduler: a traced call changes its state
             vars(clone)[name] = copy.deepcopy(component)
     vars(clone)[PIPELINE_HOOKS] = []

@@ -36,7 +36,8 @@ class MetaRunner(Protocol):
 def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> torch.nn.Module:
     """Make a model on `meta` accept and return CPU tensors."""
     model_class = type(model)
-    namespace = {  # transformers looks up which outputs a model can record by the full class name
+    # transformers finds the outputs that a model can record by the full name of its class.
+    namespace = {
         "__module__": model_class.__module__,
         "__qualname__": model_class.__qualname__,
         "device": property(lambda self: torch.device("cpu")),
@@ -55,7 +56,7 @@ def to_meta_module(model: torch.nn.Module, name: str, runner: MetaRunner) -> tor
         submodule = getattr(model, child, None)
         if isinstance(submodule, torch.nn.Module):
             set_override(submodule, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{child}"))
-    # One block of a kind is traced, the others use its cached result.
+    # Only one block of each kind is traced; the others reuse its result.
     for key, blocks in _find_repeated(model).items():
         for block in blocks:
             set_override(block, Slot.RECORDING, functools.partial(runner.run_submodule, f"{name}.{key}"))

@@ -15,6 +15,7 @@ from anyaccel.tracing.model_index import Component, ModelFolder, is_a, require_r
 
 __all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 
+# Keys of a transformers config that describe the checkpoint, not the architecture.
 _IGNORED_SETTINGS = ("architectures", "model_type", "torch_dtype", "dtype", "transformers_version")
 
 
@@ -70,7 +71,7 @@ def build_pipeline(
 
 @contextlib.contextmanager
 def _name_config_file(component: Component) -> Iterator[None]:
-    """Convert any error of a library about a config to one that names the file."""
+    """Convert library errors about a config to a `ModelError` that names the file."""
     try:
         yield
     except AnyaccelError:
@@ -96,8 +97,8 @@ def build_components(components: Iterable[Component], device: str, dtype: torch.
 def _is_model(tiny: Any, component: Component) -> bool:
     if tiny is not None:
         return isinstance(tiny, torch.nn.Module)
-    found_class = _find_class(component)
-    return isinstance(found_class, type) and issubclass(found_class, torch.nn.Module)
+    component_class = _find_class(component)
+    return isinstance(component_class, type) and issubclass(component_class, torch.nn.Module)
 
 
 def _make_model(tiny: Any, component: Component, device: str, dtype: torch.dtype) -> Any:
@@ -133,11 +134,11 @@ def _find_class(component: Component) -> Any:
     """Return the class that the index names, from a library or from a pipeline folder of diffusers."""
     for module in (component.library, f"diffusers.pipelines.{component.library}"):
         try:
-            found_class = getattr(importlib.import_module(module), component.kind, None)
+            component_class = getattr(importlib.import_module(module), component.kind, None)
         except ImportError:
             continue
-        if found_class is not None:
-            return found_class
+        if component_class is not None:
+            return component_class
     raise ModelError(
         f"cannot import {component.kind} from {component.library} for {component.name}",
         hint="upgrade diffusers or transformers; code from a model's repository is not run",

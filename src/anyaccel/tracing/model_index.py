@@ -18,7 +18,9 @@ __all__ = ["Component", "ModelFolder", "find_recipe", "is_a", "read_json", "read
 
 _INDEX = "model_index.json"
 _CONFIGS = ("config.json", "scheduler_config.json")
+# The sizes of a published model's weight files, in folders that have its configs only.
 _WEIGHTS = "weights.json"
+# `model.fp16.safetensors`: diffusers loads such files only with `variant="fp16"`.
 _VARIANT = re.compile(r"\.(fp16|bf16)\b")
 
 

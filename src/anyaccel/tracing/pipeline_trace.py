@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anyaccel.planning.attention import UNCHANGED, AttentionRule
+from anyaccel.planning.attention import UNCHANGED_ATTENTION, AttentionRule
 from anyaccel.planning.kernel_workspace import Workspace
 from anyaccel.planning.limit_hits import TraceFacts
 from anyaccel.tracing.allocation_tracker import AllocationTracker
@@ -40,6 +40,8 @@ class PipelineTrace:
         self._weights: list[torch.Tensor] = []
         """Weights of the traced pipeline."""
         self._outputs: dict[str, torch.Tensor] = {}
+        # Result and peak above the memory in use, by setting, model, method and input layouts. Denoisers run with the
+        # same layouts at every step, so only one step is traced.
         self._cache: dict[Any, tuple[Any, int]] = {}
 
     @property
@@ -47,8 +49,8 @@ class PipelineTrace:
         """Facts of the last run, without the cached model calls."""
         return self._tracker.trace_facts
 
-    def shell(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
-        """Make a model on `meta` callable with CPU tensors and record its calls here."""
+    def wrap_model(self, name: str, model: torch.nn.Module) -> torch.nn.Module:
+        """Make a model on `meta` callable with CPU tensors, and record its calls in this trace."""
         return to_meta_module(model, name, self)
 
     def run(
@@ -56,7 +58,7 @@ class PipelineTrace:
         pipe: Any,
         arguments: Mapping[str, Any],
         workspace: Workspace,
-        attention: AttentionRule = UNCHANGED,
+        attention: AttentionRule = UNCHANGED_ATTENTION,
         setting: Hashable = None,
     ) -> None:
         """Call the pipeline once. `setting` is part of the cache key: options that change what the models do."""
@@ -79,7 +81,7 @@ class PipelineTrace:
         before = tracker.used
         key = (self._setting, name, method, repr(map_tensors((args, kwargs), _read_layout)))
         cached = self._cache.get(key)
-        # Relative to the use before the call: the pipeline may hold more at the next call.
+        # The cached peak is relative to the memory in use, because the pipeline may hold more at the next call.
         if cached is None:
             result = call(*map_tensors(args, self._to_meta), **map_tensors(kwargs, self._to_meta))
             peak = tracker.take_peak()

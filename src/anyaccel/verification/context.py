@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from anyaccel.backends.driver import Driver
     from anyaccel.emulator.accelerator import VirtualAccelerator
 
-__all__ = ["Observation", "ProbeContext", "describe_error", "fill"]
+__all__ = ["Observation", "ProbeContext", "describe_error", "seeded_randn"]
 
 # Absolute POSIX and Windows folders, but not the paths of URLs.
 _FOLDERS = re.compile(r"(?<![\w:/])(?:/[^\s/:'\"]+)+/|\b[A-Za-z]:\\(?:[^\s\\]+\\)+")
@@ -57,7 +57,7 @@ class ProbeContext:
         return self.accelerator is not None
 
     def spare_bytes(self) -> int:
-        """Return the memory that a probe may use: a third of the free memory."""
+        """Return the number of bytes that a probe may use: a third of the free memory."""
         # The tensors of a virtual device are in host memory.
         if self.virtual:
             return open_device("cpu").driver.memory(0).free_bytes // 3
@@ -72,8 +72,8 @@ def describe_error(error: BaseException) -> str:
     return _FOLDERS.sub("", summarize_error(error))[:300]
 
 
-def fill(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Return normally distributed CPU values that depend only on the shape and the seed."""
+def seeded_randn(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Return a CPU tensor of normally distributed values that depend only on the shape and the seed."""
     import torch
 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.backends.claim import OperationLimit, Quirk, SizeLimit, Unknown, Yes
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.quirks import HALF_KERNELS_MISSING, HOST_NUMBER_OFFSET_IGNORED, NON_CONTIGUOUS_ATTENTION
-from anyaccel.verification.context import Observation, ProbeContext, describe_error, fill
+from anyaccel.verification.context import Observation, ProbeContext, describe_error, seeded_randn
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +40,12 @@ def probe_operations(context: ProbeContext, name: str, limit: OperationLimit) ->
     return Observation(effects.pop() if len(effects) == 1 else "mixed", detail[:600])
 
 
-def _call_small(context: ProbeContext, operation: str, dtype: str) -> Observation:
+def _call_small(context: ProbeContext, operation: str, dtype_name: str) -> Observation:
     import torch
 
-    kind: torch.dtype = getattr(torch, dtype)
+    dtype: torch.dtype = getattr(torch, dtype_name)
     try:
-        actual = _CALLS[operation](context.device, kind).cpu()
+        actual = _CALLS[operation](context.device, dtype).cpu()
     except Exception as error:  # an error of the device is a result
         if is_out_of_memory(error):
             raise
@@ -55,7 +55,7 @@ def _call_small(context: ProbeContext, operation: str, dtype: str) -> Observatio
     if violations:
         return Observation("wrong")
     try:
-        expected = _CALLS[operation](torch.device("cpu"), kind)
+        expected = _CALLS[operation](torch.device("cpu"), dtype)
     except (RuntimeError, TypeError):
         return Observation("yes", "runs; the CPU has no kernel to compare with")
     same = torch.allclose(_widen(actual), _widen(expected), atol=_TOLERANCE, equal_nan=True)
@@ -66,27 +66,27 @@ def _widen(value: torch.Tensor) -> torch.Tensor:
     return value if value.is_complex() else value.double()
 
 
-def _values(shape: tuple[int, ...], device: torch.device, kind: torch.dtype) -> torch.Tensor:
-    return fill(shape).to(kind).to(device)
+def _values(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return seeded_randn(shape).to(dtype).to(device)
 
 
-def _ignore_input(device: torch.device, kind: torch.dtype) -> torch.Tensor:
+def _ignore_input(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     # With beta=0, torch specifies that NaN in the input is not propagated.
-    nan_input = torch.full((1, 4, 4), math.nan, dtype=kind).to(device)
-    identity = torch.eye(4, dtype=kind)[None].to(device)
+    nan_input = torch.full((1, 4, 4), math.nan, dtype=dtype).to(device)
+    identity = torch.eye(4, dtype=dtype)[None].to(device)
     return torch.baddbmm(nan_input, identity, identity, beta=0)
 
 
-def _fill_by_mask(device: torch.device, kind: torch.dtype, in_place: bool) -> torch.Tensor:
+def _fill_by_mask(device: torch.device, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
     import torch
 
-    values, mask = torch.arange(8).to(kind).to(device), (torch.arange(8) > 3).to(device)
+    values, mask = torch.arange(8).to(dtype).to(device), (torch.arange(8) > 3).to(device)
     return values.masked_fill_(mask, 1) if in_place else values.masked_fill(mask, 1)
 
 
-def _multiply_integers(device: torch.device, kind: torch.dtype) -> torch.Tensor:
+def _multiply_integers(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     from anyaccel.upstream.torch_internals import int_mm
@@ -96,28 +96,28 @@ def _multiply_integers(device: torch.device, kind: torch.dtype) -> torch.Tensor:
     return int_mm(values, values)
 
 
-def _take(device: torch.device, kind: torch.dtype, take: Callable[[Any, Any], Any]) -> torch.Tensor:
+def _take(device: torch.device, dtype: torch.dtype, take: Callable[[Any, Any], Any]) -> torch.Tensor:
     import torch
 
-    return take(_values((8,), device, kind), torch.tensor([1, 5, 2]).to(device))  # type: ignore[no-any-return]
+    return take(_values((8,), device, dtype), torch.tensor([1, 5, 2]).to(device))  # type: ignore[no-any-return]
 
 
-def _combine(device: torch.device, kind: torch.dtype, combine: Callable[[Any, Any], Any]) -> torch.Tensor:
-    values = _values((8,), device, kind)
+def _combine(device: torch.device, dtype: torch.dtype, combine: Callable[[Any, Any], Any]) -> torch.Tensor:
+    values = _values((8,), device, dtype)
     return combine(values, values)  # type: ignore[no-any-return]
 
 
-def _repeat(device: torch.device, kind: torch.dtype) -> torch.Tensor:
+def _repeat(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     return torch.repeat_interleave(torch.tensor([1, 2, 3]).to(device))
 
 
-def _transpose_3d(device: torch.device, kind: torch.dtype) -> torch.Tensor:
+def _transpose_3d(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
-    kernel = _values((4, 4, 2, 2, 2), device, kind) / 8
-    return torch.nn.functional.conv_transpose3d(_values((1, 4, 3, 3, 3), device, kind), kernel)
+    kernel = _values((4, 4, 2, 2, 2), device, dtype) / 8
+    return torch.nn.functional.conv_transpose3d(_values((1, 4, 3, 3, 3), device, dtype), kernel)
 
 
 def _where(left: Any, right: Any) -> Any:
@@ -128,21 +128,21 @@ def _where(left: Any, right: Any) -> Any:
 
 _CALLS: dict[str, Callable[[torch.device, torch.dtype], torch.Tensor]] = {
     "baddbmm": _ignore_input,
-    "masked_fill": lambda device, kind: _fill_by_mask(device, kind, in_place=False),
-    "masked_fill_": lambda device, kind: _fill_by_mask(device, kind, in_place=True),
+    "masked_fill": lambda device, dtype: _fill_by_mask(device, dtype, in_place=False),
+    "masked_fill_": lambda device, dtype: _fill_by_mask(device, dtype, in_place=True),
     "_int_mm": _multiply_integers,
-    "index": lambda device, kind: _take(device, kind, lambda values, indices: values[indices]),
-    "index_select": lambda device, kind: _take(device, kind, lambda values, indices: values.index_select(0, indices)),
-    "gather": lambda device, kind: _take(device, kind, lambda values, indices: values.gather(0, indices)),
+    "index": lambda device, dtype: _take(device, dtype, lambda values, indices: values[indices]),
+    "index_select": lambda device, dtype: _take(device, dtype, lambda values, indices: values.index_select(0, indices)),
+    "gather": lambda device, dtype: _take(device, dtype, lambda values, indices: values.gather(0, indices)),
     "repeat_interleave.Tensor": _repeat,
     "conv_transpose3d": _transpose_3d,
-    "add": lambda device, kind: _combine(device, kind, lambda left, right: left + right),
-    "mul": lambda device, kind: _combine(device, kind, lambda left, right: left * right),
-    "eq": lambda device, kind: _combine(device, kind, lambda left, right: left == right),
-    "ne": lambda device, kind: _combine(device, kind, lambda left, right: left != right),
-    "gt": lambda device, kind: _combine(device, kind, lambda left, right: left > right),
-    "lt": lambda device, kind: _combine(device, kind, lambda left, right: left < right),
-    "where": lambda device, kind: _combine(device, kind, _where),
+    "add": lambda device, dtype: _combine(device, dtype, lambda left, right: left + right),
+    "mul": lambda device, dtype: _combine(device, dtype, lambda left, right: left * right),
+    "eq": lambda device, dtype: _combine(device, dtype, lambda left, right: left == right),
+    "ne": lambda device, dtype: _combine(device, dtype, lambda left, right: left != right),
+    "gt": lambda device, dtype: _combine(device, dtype, lambda left, right: left > right),
+    "lt": lambda device, dtype: _combine(device, dtype, lambda left, right: left < right),
+    "where": lambda device, dtype: _combine(device, dtype, _where),
 }
 
 
@@ -172,7 +172,7 @@ def _convolve_large(device: torch.device, elements: int) -> float:
     # Filled in strips: `uniform_` on the whole tensor could hit the limit itself.
     for row in range(0, side, 1024):
         image[:, :, row : row + 1024].uniform_(-1, 1)
-    kernel = (fill((channels, channels, 3, 3)) / 17).half().to(device)
+    kernel = (seeded_randn((channels, channels, 3, 3)) / 17).half().to(device)
     whole = torch.nn.functional.conv2d(image, kernel, padding=1)
     # Per corner: the compared output, the input for it with a margin, and the compared part of that result. The margin
     # is larger than the kernel, so that padding inside the image has no effect.
@@ -259,7 +259,7 @@ def _attend_past(context: ProbeContext, amount: int) -> bool:
 
     attend = torch.nn.functional.scaled_dot_product_attention
     length = math.isqrt(amount) + 1
-    query = fill((1, 1, length, 8)).half().to(context.device)
+    query = seeded_randn((1, 1, length, 8)).half().to(context.device)
     whole = attend(query, query, query)
     # Rows of attention are independent, so the first and last queries can be computed separately.
     ends = (slice(0, 64), slice(-64, None))
@@ -276,7 +276,7 @@ def probe_quirk(context: ProbeContext, name: str, quirk: Quirk) -> Observation:
 def _normalize_half(context: ProbeContext) -> Observation:
     import torch
 
-    values = fill((1, 8, 4, 4)).half().to(context.device)
+    values = seeded_randn((1, 8, 4, 4)).half().to(context.device)
     torch.nn.functional.local_response_norm(values, 2).cpu()
     return Observation("yes", "LocalResponseNorm runs in float16")
 
@@ -285,7 +285,7 @@ def _attend_to_permuted(context: ProbeContext) -> Observation:
     import torch
 
     attend: Any = torch.nn.functional.scaled_dot_product_attention
-    tensors = [fill((2, 64, 4, 32), seed) for seed in (1, 2, 3)]
+    tensors = [seeded_randn((2, 64, 4, 32), seed) for seed in (1, 2, 3)]
     expected = attend(*(tensor.permute(0, 2, 1, 3).contiguous() for tensor in tensors))
     actual = attend(*(tensor.to(context.device).permute(0, 2, 1, 3) for tensor in tensors)).cpu()
     difference = float((actual - expected).abs().max())

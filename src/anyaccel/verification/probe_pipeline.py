@@ -18,6 +18,7 @@ FEW = ("stable-diffusion", "stable-diffusion-xl", "stable-diffusion-3", "flux", 
 TOLERANCE = 1e-3
 # Relative change of the weights in `measure_sensitivity`.
 _PERTURBATION = 1e-6
+# A single perturbation may happen to change little, so the largest change of several counts.
 _TRIALS = 4
 _SENSITIVITY_FACTOR = 10
 CONDITIONS = (
@@ -64,7 +65,7 @@ def probe_pipeline(name: str, device: Any) -> PipelineFinding:
 
 
 def measure_sensitivity(recipe: Recipe, expected: Any) -> float:
-    """Return how far the CPU's image changes when the weights change by 1e-6, which is about the effect of rounding.
+    """Return how much the CPU's image changes when the weights change by 1e-6, about the effect of rounding.
 
     Some tiny models with random weights quantize to codes, or amplify each rounding error a thousandfold.
     """

@@ -72,7 +72,7 @@ class ProbeWorker:
 
     def _request(self, task: dict[str, Any]) -> dict[str, Any]:
         if self._worker is None:
-            # The worker must import the same packages, also those that are only on `sys.path`.
+            # The worker must find the packages that a caller or a test has added to `sys.path`.
             path = os.pathsep.join(filter(None, sys.path))
             self._worker = JsonLineWorker(__name__, self.device, str(int(self.quick)), env={"PYTHONPATH": path})
         worker = self._worker
@@ -105,7 +105,7 @@ def make_probe_context(device: str, quick: bool) -> ProbeContext:
 
 
 def read_versions(sheet: Sheet) -> dict[str, str]:
-    """Return the versions of the libraries, of what torch was built for, and of the kernel driver."""
+    """Return the versions of the libraries, the toolkits that torch was built with, and the kernel driver."""
     machine = this_machine()
     # A package on `sys.path` without metadata has only its `__version__`.
     not_installed = [name for name in _PACKAGES if name not in machine.versions]

@@ -16,9 +16,9 @@ from anyaccel.backends.claim import Claim, Limit, Unknown
 from anyaccel.backends.evidence import Finding, Verdict
 from anyaccel.backends.out_of_memory import is_out_of_memory
 from anyaccel.backends.sheet import Compiler, Product, Sheet
-from anyaccel.verification.context import Observation, ProbeContext, describe_error, fill
+from anyaccel.verification.context import Observation, ProbeContext, describe_error, seeded_randn
+from anyaccel.verification.probe_dtypes import probe_dtype_claim
 from anyaccel.verification.probe_operations import probe_operations, probe_quirk, probe_size
-from anyaccel.verification.probe_types import probe_type
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,9 @@ __all__ = ["find_claims", "judge", "probe"]
 _BATCH_TOLERANCE = 1e-3
 # Absolute tolerance for short sums of values near 1, in float32.
 _TOLERANCE = 1e-4
-# Ratio to the time of a read on the CPU from which a read counts as slow.
+# Ratio of the time of `item()` to the CPU's from which it counts as slow.
 _SLOW_READ = 3.0
-# Extra time of a first run from which it counts as compiled.
+# Extra time of the first run in a new shape from which the shape counts as compiled.
 _SLOW_SHAPE_MS = 10.0
 # Allowed relative difference of the reported memory from the product's label.
 _MEMORY_TOLERANCE = 0.1
@@ -97,7 +97,7 @@ def _run_probe(context: ProbeContext, name: str, claim: Claim | Unknown) -> Obse
     if context.accelerator is not None:
         context.accelerator.ledger.clear()
     try:
-        # `_probe_training` enables gradients again; the others must not pay for them.
+        # `_probe_training` enables gradients again; the other probes do not need them.
         with torch.no_grad():
             observation = _PROBES[name.split(".")[0]](context, name, claim)
     except ImportError as error:
@@ -132,14 +132,14 @@ def _probe_random_numbers(context: ProbeContext, name: str, claim: Claim | Unkno
 def _probe_data_dependent_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     import torch
 
-    def find(count: int) -> bool:
+    def check_indexing(count: int) -> bool:
         values = torch.zeros(64)
         values[:count] = 1.0
         on_device = values.to(context.device)
         indices, masked = on_device.nonzero().cpu(), on_device[on_device > 0].cpu()
         return torch.equal(indices, values.nonzero()) and torch.equal(masked, values[values > 0])
 
-    right, extra_ms = _time_first_runs(find, [3, 7, 12, 20, 31, 45, 57])
+    right, extra_ms = _time_first_runs(check_indexing, [3, 7, 12, 20, 31, 45, 57])
     if not right:
         return Observation("wrong", "nonzero or boolean indexing differs from the CPU")
     slow = extra_ms > _SLOW_SHAPE_MS and not context.virtual
@@ -152,7 +152,7 @@ def _probe_new_shapes(context: ProbeContext, name: str, claim: Claim | Unknown) 
     import torch
 
     def multiply(size: int) -> bool:
-        matrix = fill((size, size)).to(context.device)
+        matrix = seeded_randn((size, size)).to(context.device)
         return bool(torch.isfinite(torch.softmax(matrix @ matrix, -1).cpu()).all())
 
     right, extra_ms = _time_first_runs(multiply, [33, 57, 90, 121, 177, 203, 251])
@@ -199,7 +199,7 @@ def _probe_batches(context: ProbeContext, name: str, claim: Claim | Unknown) -> 
     import torch
 
     unet = _make_unet().to(context.device)
-    images = fill((4, 3, 16, 16)).to(context.device)
+    images = seeded_randn((4, 3, 16, 16)).to(context.device)
     batched = unet(images, 10).sample.cpu()
     single = torch.cat([unet(image[None], 10).sample.cpu() for image in images])
     difference = float((batched - single).abs().max())
@@ -231,8 +231,8 @@ def _probe_training(context: ProbeContext, name: str, claim: Claim | Unknown) ->
     import torch
 
     def compute_gradients(device: torch.device) -> torch.Tensor:
-        weights = (fill((16, 16), 1) / 4).to(device).requires_grad_()
-        loss = torch.nn.functional.silu(fill((8, 16), 2).to(device) @ weights).square().mean()
+        weights = (seeded_randn((16, 16), 1) / 4).to(device).requires_grad_()
+        loss = torch.nn.functional.silu(seeded_randn((8, 16), 2).to(device) @ weights).square().mean()
         loss.backward()
         assert weights.grad is not None
         return weights.grad.cpu()
@@ -255,7 +255,7 @@ def _probe_compiler(context: ProbeContext, name: str, claim: Compiler | Unknown)
     def compute(values: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(values * 2 + 1).sum(-1)
 
-    values = fill((8, 32))
+    values = seeded_randn((8, 32))
     compiled: Any = torch.compile(compute, backend=claim.backend, fullgraph=claim.fullgraph, dynamic=False)
     try:
         actual = compiled(values.to(context.device)).cpu()
@@ -282,7 +282,7 @@ def _probe_product(context: ProbeContext, name: str, claim: Product) -> Observat
 
 
 _PROBES: dict[str, Callable[[ProbeContext, str, Any], Observation]] = {
-    "dtypes": probe_type,
+    "dtypes": probe_dtype_claim,
     "random_numbers": _probe_random_numbers,
     "data_dependent_shapes": _probe_data_dependent_shapes,
     "new_shapes": _probe_new_shapes,

@@ -3,7 +3,7 @@
     verification = verify("cuda", pipelines="all", signed_off_by="A. Name", on_message=print)
     Path("evidence.json").write_text(verification.to_json())
 
-On a virtual device, this verifies the emulator and not hardware; the file says so.
+On a virtual device, this verifies the emulator and not hardware, and the result has `virtual=True`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_pipeline", "verify"]
 
+# Root of the checkout, if this is one.
 _ROOT = Path(__file__).parents[3]
 _TIMEOUT_S = 7200.0
 _MAX_JOBS = 4
@@ -100,10 +101,10 @@ def _probe_claims(worker: ProbeWorker, sheet: Sheet, on_message: OnMessage) -> t
     for name in find_claims(sheet):
         try:
             finding = worker.probe_claim(name)
-        except ProbeWorkerDiedError as death:
+        except ProbeWorkerDiedError as error:
             # A crash is an error of the device; a kill from outside is not.
-            seen = "" if isinstance(death, ProbeWorkerKilledError) else "error"
-            finding = judge(sheet, name, Observation(seen, death.message))
+            seen = "" if isinstance(error, ProbeWorkerKilledError) else "error"
+            finding = judge(sheet, name, Observation(seen, error.message))
         findings.append(_report(finding, on_message))
     return tuple(findings)
 
@@ -112,6 +113,7 @@ def _probe_pipelines(
     workers: list[ProbeWorker], names: list[str], threads: int, on_message: OnMessage
 ) -> tuple[PipelineFinding, ...]:
     """Distribute the pipelines over the processes, and return the findings in the order of the names."""
+    # A list iterator is safe to share between threads: `next` holds the GIL.
     queue, stopped = iter(names), threading.Event()
     findings: dict[str, PipelineFinding] = {}
 
@@ -119,8 +121,8 @@ def _probe_pipelines(
         while not stopped.is_set() and (name := next(queue, None)) is not None:
             try:
                 findings[name] = worker.probe_pipeline(name, threads)
-            except ProbeWorkerDiedError as death:
-                findings[name] = _make_crash_finding(name, death.message)
+            except ProbeWorkerDiedError as error:
+                findings[name] = _make_crash_finding(name, error.message)
             on_message(f"{len(findings)} of {len(names)}: {describe_pipeline(findings[name])}")
 
     with ThreadPoolExecutor(len(workers)) as pool:  # each thread waits for one process
@@ -180,8 +182,8 @@ def _verify_virtual(
         try:
             # Strict, because a probe must see the error that the device would raise.
             return run_forked(name, use, strict=True, timeout_s=_TIMEOUT_S)
-        except VirtualDeviceError as death:
-            return [_make_crash_finding(recipe, death.message) for recipe in share]
+        except VirtualDeviceError as error:
+            return [_make_crash_finding(recipe, error.message) for recipe in share]
 
     findings = run_forked(name, probe_all, strict=True, timeout_s=_TIMEOUT_S)
     with ThreadPoolExecutor(jobs) as pool:
@@ -237,7 +239,7 @@ def _read_commit() -> str:
     """Return the commit of the checkout, or an empty string for an installed package."""
     if not (_ROOT / ".git").exists():
         return ""
-    # Without optional locks, `describe --dirty` does not write to the index of the checkout.
+    # `describe --dirty` may rewrite the index. Without optional locks it cannot block a concurrent git command.
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip()

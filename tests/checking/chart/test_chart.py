@@ -190,6 +190,6 @@ def test_a_killed_chart_releases_its_file(tmp_path: Path, number: int) -> None:
 def test_rows_of_other_pipelines_stay_in_the_file(tmp_path: Path) -> None:
     for family in ("dit", "pixart"):
         chart = _run(find_families([family], recipes().values()), ["xpu"], tmp_path / "chart.json", 1, Display())
-        assert {line.family for line in chart.lines} == {find_families([family], recipes().values())[0].family}
-    recipe_names = {line.recipe for line in read_chart(tmp_path / "chart.json").lines}
+        assert {row.family for row in chart.rows} == {find_families([family], recipes().values())[0].family}
+    recipe_names = {row.recipe for row in read_chart(tmp_path / "chart.json").rows}
     assert recipe_names == {"dit", "pixart-alpha", "pixart-sigma"}

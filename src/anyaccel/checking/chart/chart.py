@@ -87,14 +87,14 @@ class Chart:
     """All rows, and the versions and machine that they were computed with."""
 
     devices: tuple[str, ...]
-    lines: tuple[ChartRow, ...]
+    rows: tuple[ChartRow, ...]
     seconds: float
     environment: dict[str, Any] = field(default_factory=dict)
     """Date, versions and machine."""
 
     def count(self, device: str, mode: str, state: State) -> int:
         """Return the number of pipelines in a state on a device; `mode` is `plain` or `placed`."""
-        return sum(getattr(line.cell(device), mode).state == state for line in self.lines)
+        return sum(getattr(row.cell(device), mode).state == state for row in self.rows)
 
 
 # Callback with the number of finished cells, the number of all cells, and the family that was finished last.
@@ -131,7 +131,7 @@ def make_chart(
 
 
 def _import_pipelines(recipes: Sequence[Recipe]) -> None:
-    """Import the pipelines before the forks, so that the processes do not import them again."""
+    """Import the pipelines once, before the forks inherit them."""
     diffusers = importlib.import_module("diffusers")
     importlib.import_module("anyaccel.runtime.pipeline")
     for recipe in recipes:
@@ -174,7 +174,7 @@ def _run_guarded(device: str, recipes: Sequence[Recipe], expected: dict[str, Any
     except Exception as error:  # noqa: BLE001 - a crash of the process is a finding too
         if len(recipes) > 1:
             return [cell for recipe in recipes for cell in _run_guarded(device, [recipe], expected)]
-        # Both modes share the process, so it is not known which of them crashed it.
+        # Both modes share the process, so the crash cannot be attributed to one of them.
         crash = Attempt("stops", error=summarize_error(error))
         return [ChartCell(device, crash, crash)]
     # Each recipe has two reports, in the order of the modes above.

@@ -1,4 +1,4 @@
-"""Chart as JSON. Lines of code and limits are stored once, and cells refer to them by index or name."""
+"""Chart as JSON: lines of code and limits are stored once, and cells refer to them by index or name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["as_document", "read_chart", "write_chart"]
 
-# Version of the file format, raised when older files cannot be read any more.
+# Version of the file format, incremented when older files become unreadable.
 _FORMAT = 1
 
 
@@ -32,7 +32,7 @@ def as_document(chart: Chart, verifications: Iterable[Verification] = ()) -> dic
         "seconds": chart.seconds,
         "devices": {name: _describe_device(name, chart) for name in chart.devices},
         "sites": [[site.file, site.line, site.code] for site in sites],
-        "lines": [_row_as_dict(line, index) for line in chart.lines],
+        "lines": [_row_as_dict(row, index) for row in chart.rows],
         "hardware": _describe_hardware(verifications),
     }
 
@@ -50,16 +50,18 @@ def read_chart(path: Path) -> Chart:
             raise ValueError(f"format {document['format']} is not supported, only {_FORMAT}")
         sites = [CodeLine(*site) for site in document["sites"]]
         limits = {name: device["limits"] for name, device in document["devices"].items()}
-        lines = tuple(_read_row(row, sites, limits) for row in document["lines"])
-        return Chart(tuple(document["devices"]), lines, document["seconds"], document["made"])
+        rows = tuple(_read_row(row, sites, limits) for row in document["lines"])
+        return Chart(tuple(document["devices"]), rows, document["seconds"], document["made"])
     # Any of these means that the file is damaged or is not a chart.
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UsageError(f"{path} is not a chart: {error}", hint=f"anyaccel chart --json > {path}") from error
+        raise UsageError(
+            f"{path} is not a chart: {error}", hint=f"create one with `anyaccel chart --json > {path}`"
+        ) from error
 
 
 def _all_findings(chart: Chart) -> Iterable[LimitFinding]:
-    for line in chart.lines:
-        for cell in line.cells:
+    for row in chart.rows:
+        for cell in row.cells:
             yield from cell.plain.findings
             yield from cell.placed.findings
 
@@ -70,15 +72,15 @@ def _describe_device(name: str, chart: Chart) -> dict[str, Any]:
     limits = device.limits(Limit)
     effects = {
         finding.limit: finding.effect
-        for line in chart.lines
-        for attempt in (line.cell(name).plain, line.cell(name).placed)
+        for row in chart.rows
+        for attempt in (row.cell(name).plain, row.cell(name).placed)
         for finding in attempt.findings
     }
     return {
         "title": device.title,
         "plain": chart.count(name, "plain", "works"),
         "placed": chart.count(name, "placed", "works"),
-        "tried": len(chart.lines),
+        "tried": len(chart.rows),
         "limits": {limit: _describe_limit(limits.get(limit), effect) for limit, effect in sorted(effects.items())},
     }
 

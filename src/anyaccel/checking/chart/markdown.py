@@ -11,6 +11,7 @@ from anyaccel.checking.chart.known_failures import find_reason
 
 __all__ = ["write_markdown"]
 
+# Distinct shapes, because Markdown has no colors.
 _MARKS = {"works": "✓", "waits": "◷", "wrong": "≠", "stops": "✗"}
 
 
@@ -18,7 +19,7 @@ def write_markdown(chart: Chart, verifications: tuple[Verification, ...] = (), p
     """Return the page; `page` is the URL of the interactive page, if there is one."""
     lines = [*_format_introduction(chart, page), *_format_counts(chart), *_format_hardware(chart, verifications)]
     # `groupby` joins only adjacent rows, so the rows are sorted first.
-    for family, members in groupby(sorted(chart.lines, key=lambda line: line.family), key=lambda line: line.family):
+    for family, members in groupby(sorted(chart.rows, key=lambda row: row.family), key=lambda row: row.family):
         lines += ["", f"## {family}", "", *_format_table(chart, list(members))]
     lines += ["", "## Pipelines that do not work when placed", "", *_format_failures(chart)]
     return "\n".join(lines) + "\n"
@@ -28,8 +29,8 @@ def _format_introduction(chart: Chart, page: str) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in chart.environment.get("versions", {}).items())
     yield "# Chart: pipelines and devices"
     yield ""
-    classes = len({line.pipeline for line in chart.lines})
-    yield f"{len(chart.lines)} tiny pipelines ({classes} diffusers classes) in float32 on virtual devices; {versions}."
+    classes = len({row.pipeline for row in chart.rows})
+    yield f"{len(chart.rows)} tiny pipelines ({classes} diffusers classes) in float32 on virtual devices; {versions}."
     yield "All results are **virtual**: the documented limits of a device, enforced on a CPU. They do not test kernels."
     yield "Each cell shows plain diffusers → placed by anyaccel."
     if page:
@@ -37,7 +38,7 @@ def _format_introduction(chart: Chart, page: str) -> Iterator[str]:
     yield ""
     yield f"{_MARKS['works']} works: the same image as the CPU, and no synchronization per step;"
     yield f"{_MARKS['waits']} correct, but the CPU waits for the device at every step;"
-    yield f"{_MARKS['wrong']} another image, without an error; {_MARKS['stops']} stops with an error."
+    yield f"{_MARKS['wrong']} a different image, without an error; {_MARKS['stops']} stops with an error."
 
 
 def _format_counts(chart: Chart) -> Iterator[str]:
@@ -46,12 +47,12 @@ def _format_counts(chart: Chart) -> Iterator[str]:
     yield "|---|---|---|---|"
     for device in chart.devices:
         plain, placed = chart.count(device, "plain", "works"), chart.count(device, "placed", "works")
-        yield f"| {_badge(device)} | {plain} | {placed} | {len(chart.lines)} |"
+        yield f"| {_badge(device)} | {plain} | {placed} | {len(chart.rows)} |"
 
 
 def _format_hardware(chart: Chart, verifications: tuple[Verification, ...]) -> Iterator[str]:
     # A verification may have run recipes that the chart does not have.
-    recipes = {line.recipe for line in chart.lines}
+    recipes = {row.recipe for row in chart.rows}
     results = [
         (verification, [finding for finding in verification.pipelines if finding.recipe in recipes])
         for verification in verifications
@@ -69,13 +70,13 @@ def _format_hardware(chart: Chart, verifications: tuple[Verification, ...]) -> I
         yield f"| {verification.device_name} | {right} | {len(findings)} | {verification.date} | {torch_version} |"
 
 
-def _format_table(chart: Chart, lines: list[ChartRow]) -> Iterator[str]:
+def _format_table(chart: Chart, rows: list[ChartRow]) -> Iterator[str]:
     yield f"| pipeline | {' | '.join(chart.devices)} | works when placed |"
     yield f"|---|{'---|' * (len(chart.devices) + 1)}"
-    for line in lines:
-        cells = [_marks(line.cell(device)) for device in chart.devices]
-        working = [device for device in chart.devices if line.cell(device).placed.state == "works"]
-        yield f"| {line.recipe} `{line.pipeline}` | {' | '.join(cells)} | {' '.join(map(_badge, working))} |"
+    for row in rows:
+        cells = [_marks(row.cell(device)) for device in chart.devices]
+        working = [device for device in chart.devices if row.cell(device).placed.state == "works"]
+        yield f"| {row.recipe} `{row.pipeline}` | {' | '.join(cells)} | {' '.join(map(_badge, working))} |"
 
 
 def _marks(cell: ChartCell) -> str:
@@ -87,9 +88,10 @@ def _badge(device: str) -> str:
 
 
 def _format_failures(chart: Chart) -> Iterator[str]:
-    failing = [(line, cell) for line in chart.lines for cell in line.cells if cell.placed.state != "works"]
+    failing = [(row, cell) for row in chart.rows for cell in row.cells if cell.placed.state != "works"]
     if not failing:
         yield "None."
-    for line, cell in failing:
-        reason = find_reason(line.recipe) or cell.placed.error or "reason unknown"
-        yield f"- **{line.recipe}** on {cell.device} ({cell.placed.state}): {reason}"
+    for row, cell in failing:
+        # A known reason explains more than the error text.
+        reason = find_reason(row.recipe) or cell.placed.error or "reason unknown"
+        yield f"- **{row.recipe}** on {cell.device} ({cell.placed.state}): {reason}"

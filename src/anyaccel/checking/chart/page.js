@@ -6,7 +6,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const STATES = {
   works: { verb: "works", says: "The correct image, and no synchronization per step." },
   waits: { verb: "waits", says: "The correct image, but the CPU waits for the device at every step, which is slow on real hardware." },
-  wrong: { verb: "wrong", says: "Another image without an error, or a limit with silently wrong values." },
+  wrong: { verb: "wrong", says: "A different image without an error, or a limit with silently wrong values." },
   stops: { verb: "stops", says: "An error, and no image." },
 };
 const SEVERITY = { works: 0, waits: 1, wrong: 2, stops: 3 };
@@ -18,6 +18,7 @@ const EFFECTS = {
   narrowed: { order: 3, state: "none", says: "silently narrows the dtype" },
 };
 const EVIDENCE = { hardware: "measured on the device", documented: "documented", inferred: "inferred" };
+// Lines of code per limit that are visible without expanding it.
 const LINES_SHOWN = 6;
 
 const SHAPES = {
@@ -27,6 +28,7 @@ const SHAPES = {
   stops: '<path d="M2.6.8h10.8a1.8 1.8 0 0 1 1.8 1.8v10.8a1.8 1.8 0 0 1-1.8 1.8H2.6a1.8 1.8 0 0 1-1.8-1.8V2.6A1.8 1.8 0 0 1 2.6.8z"/><path class="cut" d="M5 5l6 6M11 5l-6 6"/>',
   none: '<path d="M4 7.2h8v1.6H4z"/>',
 };
+// Parsed once and cloned, because a chart has more than a thousand marks.
 const MARKS = {};
 for (const [state, shape] of Object.entries(SHAPES)) {
   const holder = document.createElement("template");
@@ -54,7 +56,7 @@ function plural(count, singular, many) {
   return `${count} ${count === 1 ? singular : many}`;
 }
 
-// Format a number. Values that are not finite arrive as words, because JSON does not have them.
+// Format a number. NaN and infinity arrive as strings, because JSON does not have them.
 function figure(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
@@ -91,11 +93,13 @@ function describeVersions(versions) {
 function codeAddress(file, line) {
   const library = ["diffusers", "transformers"].find((name) => file.startsWith(`${name}/`));
   const version = library && DATA.made?.versions?.[library];
+  // Development versions have no tag on GitHub.
   if (!version || !/^\d+\.\d+\.\d+$/.test(version)) return null;
   return `https://github.com/huggingface/${library}/blob/v${version}/src/${file}#L${line}`;
 }
 
 function siteCell(line) {
+  // `wbr` lets a long path break after each slash.
   const cut = line.file.lastIndexOf("/") + 1;
   const folders = line.file.slice(0, cut).split("/").flatMap((name, index) => (index ? ["/", h("wbr"), name] : [name]));
   const name = [...folders, h("b", {}, `${line.file.slice(cut)}:${line.line}`)];

@@ -45,7 +45,7 @@ def _as_json(data: Mapping[str, Any]) -> str:
 
 
 def _without_infinity(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, with words."""
+    """Replace NaN and infinity, which JSON does not have, with strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "not a number" if math.isnan(value) else "infinite"
     if isinstance(value, Mapping):

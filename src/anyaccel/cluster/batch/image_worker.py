@@ -13,6 +13,7 @@ from anyaccel.progress import ProgressListener
 
 __all__ = ["ImageWorker", "RowFailed", "RowImage", "WorkerFacts", "WorkerSettings"]
 
+# Limit on accelerators unless `rows_per_call` is set.
 _MAX_ROWS_PER_CALL = 8
 _MAX_ERROR_CHARACTERS = 500
 
@@ -76,7 +77,8 @@ class ImageWorker:
         from anyaccel.library_logging import use_process_local_tqdm_lock
         from anyaccel.processes.gc_control import gc_paused
 
-        # tqdm's default lock is a multiprocessing semaphore, which a killed worker would leak.
+        # tqdm's default lock is a multiprocessing semaphore, which a killed worker would leak:
+        # https://github.com/tqdm/tqdm/issues/611 (seen in tqdm 4.70)
         use_process_local_tqdm_lock()
         # Imported here and not by the parent process, which only reads and writes files.
         with gc_paused():
@@ -114,7 +116,8 @@ class ImageWorker:
         except Exception as error:  # noqa: BLE001 - any error belongs to the row; the other rows continue
             if len(rows) == 1:
                 return [RowFailed(row=rows[0].number, error=_format_error(error))]
-        # Outside of the except block, so that its traceback no longer holds device memory.
+        # Outside of the except block, where the traceback no longer holds device memory:
+        # https://github.com/pytorch/pytorch/issues/18853
         return [outcome for row in rows for outcome in self.generate([row])]
 
     def _generate(self, rows: Sequence[BatchRow]) -> list[RowImage | RowFailed]:

@@ -23,6 +23,7 @@ from anyaccel.storage.file_lock import lock_file
 
 __all__ = ["OutputFolder"]
 
+# The lock is a separate file: `run.json` is replaced atomically, and a lock would stay on the old file.
 _RUN, _MANIFEST, _LOCK, _IMAGES = "run.json", "manifest.jsonl", ".lock", "images"
 # Name of the image folder in version 0.1.
 _V0_1_IMAGES = "pictures"
@@ -65,6 +66,7 @@ class OutputFolder:
     def compact(self) -> None:
         """Reduce the manifest to the last line of each row, if rows were retried."""
         path = self.path / _MANIFEST
+        # Only at the end: during a run, lines are appended, and a crash damages at most the last one.
         if path.read_bytes().count(b"\n") > len(self.entries):
             self._file.close()
             self._write(path, b"".join(map(_as_line, self.entries.values())))
@@ -217,6 +219,7 @@ class OutputFolder:
         try:
             self._file.write(_as_line(entry))
             self._file.flush()
+            # A row counts as finished only when its line survives a power failure.
             os.fsync(self._file.fileno())
         except OSError as error:
             raise AnyaccelError(

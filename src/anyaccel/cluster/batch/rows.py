@@ -113,6 +113,7 @@ def _read_row(number: int, line: bytes) -> BatchRow:
             raise ValueError(f"{name} is not supported in a batch: {advice}")
     seed = fields.pop("seed", None)
     if seed is None:
+        # Not `hash`, which is salted per process.
         seed = int.from_bytes(hashlib.sha256(f"{number}\0{prompt}".encode()).digest()[:4], "big")
     return BatchRow(number=number, prompt=prompt, seed=read_seed(seed), call=fields)
 

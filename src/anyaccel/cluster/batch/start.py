@@ -51,6 +51,7 @@ def run_batch(job: BatchJob, listener: ProgressListener) -> BatchSummary:
         "asked_dtype": job.settings.dtype,
         "speed": job.settings.speed,
     }
+    # Locked until the end, so that a second process cannot write to the same folder.
     with OutputFolder(job.out, run) as folder:
         summary = BatchRun(folder, rows, pool, workers, listener).run()
         folder.compact()
@@ -65,6 +66,7 @@ def _create_local_pool(job: BatchJob) -> tuple[WorkerPool, Sequence[WorkerSettin
     slots = find_device_slots(job.settings.device)
     count = check_workers(slots, job.workers)
     shared = replace(job.settings, device=slots.device, threads=share_threads(count))
+    # CPU workers have no device index; they share the cores.
     if slots.on_host:
         return LocalWorkerPool(), [shared] * count, slots
     indices = range(count) if slots.index is None else [slots.index]

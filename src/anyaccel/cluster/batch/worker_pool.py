@@ -15,6 +15,7 @@ from anyaccel.processes.pipe_worker import ParentPipe, PipeWorker, wait_for_mess
 
 __all__ = ["Event", "LocalWorkerPool", "RowsFinished", "WorkerDied", "WorkerPool", "WorkerStartFailed", "WorkerStarted"]
 
+# Time to wait for the exit of a killed process, which a driver may delay.
 _EXIT_TIMEOUT_S = 5.0
 
 
@@ -104,6 +105,7 @@ class LocalWorkerPool:
     def _read(self, worker: int, process: PipeWorker) -> Event:
         try:
             message = process.receive()
+        # The pipe closes when the process dies, after its last message.
         except EOFError:
             del self._workers[worker]
             return WorkerDied(worker, _format_exit(process.wait(_EXIT_TIMEOUT_S)))
@@ -139,5 +141,6 @@ def _serve(pipe: ParentPipe, settings: WorkerSettings) -> None:
     else:
         message = worker.facts
     pipe.send(message)
+    # Ends only with the process: `ParentPipe` exits it when the parent closes the pipe or dies.
     while not isinstance(message, AnyaccelError):
         pipe.send(worker.generate(pipe.receive()))

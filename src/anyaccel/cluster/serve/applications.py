@@ -161,6 +161,7 @@ class Applications:
         log_errors_only("ray.serve")
         # Clients talk to our own HTTP server, so Serve needs no proxy.
         serve.start(proxy_location="Disabled")
+        # Applications of a killed process still hold the devices that the new ones need.
         self.delete()
         targets = [
             serve.RunTarget(self._bind(app.group), name=app.name, route_prefix=None) for app in self.all.values()

@@ -42,7 +42,8 @@ class Replica:
         """Heartbeat that no stream has sent yet."""
         self.last_message_at = self.created_at = time.monotonic()
         self.models: tuple[ModelFacts, ...] = ()
-        # An exception here would make Serve restart the replica forever; the service needs to know the reason.
+        # Serve retries a constructor that raises: https://github.com/ray-project/ray/issues/31121. The service should
+        # end with the reason instead.
         try:
             if not counted_by_ray:
                 # The lock stays open as long as the replica lives.

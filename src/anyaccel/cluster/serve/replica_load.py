@@ -101,6 +101,7 @@ class ReplicaLoad:
             for position, (app, limit) in enumerate(apps.items())
             for replica in self.list_replicas(app)
         ]
+        # `position` breaks ties in favor of the application that became ready first.
         return min(scores)[2] if scores else None
 
 

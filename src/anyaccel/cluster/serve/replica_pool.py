@@ -157,6 +157,7 @@ class ReplicaPool:
         with self._lock:
             job.unfinished -= 1
             job.error = job.error or outcome
+            # Decided under the lock, so that exactly one thread reports the end of the job.
             last, failed = job.unfinished == 0, job.error is not None
             if last:
                 self._jobs.pop(job.name, None)
@@ -166,6 +167,7 @@ class ReplicaPool:
             elif job.stopped:
                 self._inbox.put(JobStopped(job.name))
         elif failed:
+            # The job fails as a whole, so its other images need not finish.
             self._stop(job)
 
     def _generate(self, task: _ImageTask) -> JobFailed | None:
@@ -229,6 +231,7 @@ class ReplicaPool:
             self._inbox.put(self._merge_heartbeat(REPLICA_LOAD.find_replica(task.run.job) or "", message))
             return
         if isinstance(message, PreviewImage):
+            # A retried image starts again; the client already has its first previews.
             if message.number < task.previews:
                 return
             task.previews = message.number + 1

@@ -37,6 +37,7 @@ def serve_on_ray(
 def _stopping_serve() -> Iterator[None]:
     """Shut down Ray Serve after the block if the block started it and no other application uses it."""
     serve = import_serve()
+    # `serve.status()` does not raise if Serve is not running, so look for its controller.
     try:
         import_ray().get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
         was_running = True

@@ -70,6 +70,7 @@ def _run_request(pipe: Any, placement: Placement, call: Call, args: tuple[Any, .
     place_new_models(pipe, placement)
     split = placement.plan.parallel.value
     if split is not None:
+        # Before the generator states are stored: all ranks must replay from the states of rank 0.
         request = share_noise(request)
     noise = _RequestNoise(request)
 
@@ -241,7 +242,7 @@ class _ChunkRun:
             yield
 
     def _recover(self, non_finite: list[str]) -> Any:
-        """Run again with the failing model in float32; raise with the name of its first failing module otherwise."""
+        """Run again with the failing model in float32; if that fails, raise with the name of its first bad module."""
         if self.placement.shared:
             raise NotFiniteError(
                 f"the image contains NaN or Inf: {non_finite[0]} produced them on {self.placement.plan.device}",

@@ -25,7 +25,7 @@ def validate_call(placement: Placement, request: CallRequest) -> None:
 
 
 def _validate_steps(request: CallRequest) -> None:
-    """Raise for less than one step, unless the call has custom timesteps or sigmas."""
+    """Raise for fewer than one step, unless the call has custom timesteps or sigmas."""
     # Some schedulers accept 0 steps, and the pipeline would return decoded noise.
     steps = request.arguments.get("num_inference_steps")
     custom = any(request.arguments.get(name) is not None for name in ("timesteps", "sigmas"))

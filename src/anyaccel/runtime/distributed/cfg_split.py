@@ -117,7 +117,7 @@ def _gather_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _find_difference(whole: Any, joined: Any) -> str:
-    """Return how two outputs differ, as text; empty if the difference is rounding."""
+    """Return a description of how two outputs differ; empty if they differ only by rounding."""
     for expected, actual in zip(_list_tensors(whole), _list_tensors(joined), strict=True):
         if expected.shape != actual.shape:
             return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"

@@ -60,7 +60,7 @@ _MAX_WEIGHTS_SHARE = 0.8
 
 
 def count_ranks() -> int:
-    """Return the number of ranks: of the process group, or of torchrun before there is one."""
+    """Return the number of ranks, from the process group or, before it exists, from torchrun's variables."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()

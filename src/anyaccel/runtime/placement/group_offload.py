@@ -20,10 +20,9 @@ from anyaccel.upstream.diffusers_internals import GROUP_OFFLOADING, HOOK_ATTRIBU
 
 __all__ = ["end_streaming_call", "has_new_weights", "is_streamed", "start_streaming", "stop_streaming"]
 
-# Attributes of diffusers' hook registries.
-# The `forward` in the module's `__dict__` before streaming, or None.
+# Attributes that are added to diffusers' hook registries: the `forward` in the module's `__dict__` before streaming (or
+# None), and the parameters of the model when streaming began.
 _ORIGINAL_FORWARD = "_anyaccel_before"
-# The parameters of the model when streaming began.
 _WEIGHTS = "_anyaccel_weights"
 
 

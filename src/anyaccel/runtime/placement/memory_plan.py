@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-# Generous upper bounds: a call below them is not traced.
-# Upper bound of activation bytes per pixel in half precision: six times what decoding needs.
+# The constants below are generous upper bounds. A call that fits even with them is not traced.
+# Activation bytes per pixel in half precision: six times what decoding needs.
 _MAX_BYTES_PER_PIXEL = 16 * 2**10
 _DEFAULT_SIDE = 1024
 # A model with weights below 1/4096 of the memory cannot fill it with one image.
@@ -245,7 +245,7 @@ def _find_smaller(
 
 
 def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity: int) -> bool:
-    """Return whether a call fits even by a rough upper bound."""
+    """Return whether a rough upper bound of the memory of a call fits."""
     plan = placement.plan
     element = int(getattr(torch, plan.dtype.value).itemsize)
     weights = sum(component.parameters for component in read_facts(pipe).components) * element
@@ -260,7 +260,7 @@ def _fits_easily(pipe: Any, placement: Placement, request: CallRequest, capacity
         return True
     activations = pixels * _MAX_BYTES_PER_PIXEL * element // 2
     if not read_workspace(placement.opened.sheet).fused_attention:
-        # Attention scores are materialized; 16 bytes per score are an upper bound.
+        # Attention scores are materialized: two float32 copies, and twice the batch for guidance.
         tokens = math.ceil(pixels / _PIXELS_PER_TOKEN)
         activations += 2 * _HEADS * tokens**2 * 2 * 4
     return weights + activations <= capacity

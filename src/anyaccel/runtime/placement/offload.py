@@ -225,7 +225,7 @@ class _DiskWeights:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, self.path)
 
     def release(self) -> None:
-        """Replace the weights by meta tensors; move buffers and weights without a file to the CPU."""
+        """Replace the weights with meta tensors; move buffers and weights that are not in the file to the CPU."""
         # Inference tensors have no version counter: https://github.com/pytorch/pytorch/pull/54403
         with torch.inference_mode(False), torch.no_grad():
             if any(self._was_changed(key) for key in self.read_weights):

@@ -15,7 +15,7 @@ from anyaccel.storage.cache_dir import find_cache_folder
 
 __all__ = ["has_outcome", "load_outcome", "save_outcome"]
 
-# A stored outcome is ignored if the device has more than this times the memory that it had then.
+# A stored outcome is ignored if the capacity has since grown by more than this factor.
 _MARGIN = 1.02
 # Rule and capacity in bytes of each key, for this process.
 _OUTCOMES: dict[str, tuple[MemoryRule, int]] = {}

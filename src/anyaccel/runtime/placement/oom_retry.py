@@ -57,7 +57,7 @@ def run_within_memory(pipe: Any, placement: Placement, request: CallRequest, run
     before = placement.memory_rule
     rules = list_call_rules(pipe, placement, request.images)
     if placement.plan.parallel.value is not None:
-        # A single rule: a rank that retries alone would leave the others waiting in a collective.
+        # No retries: if only one rank retried, the others would wait for it in a collective.
         rules = [next((rule for rule in rules if rule.residence == placement.residence), rules[0])]
     chosen = _choose_rule(pipe, placement, request, rules)
     results: list[Any] = []

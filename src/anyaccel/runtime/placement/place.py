@@ -124,8 +124,8 @@ def place_pipeline(
 ) -> None:
     """Plan a pipeline for a device and move it there; `move(device, dtype)` is diffusers' own `to`.
 
-    `offloaded` is the residence if the user enables offloading with a diffusers method. `dtype` is the decision about
-    the dtype if the caller has already made it.
+    `offloaded` is the residence if the user enables offloading with a diffusers method. Pass `dtype` if the dtype
+    is already decided.
     """
     before = find_placement(pipe)
     dtypes = {name: requested[name] for name in ("dtype", "smallest_dtype") if requested.get(name) is not None}
@@ -275,7 +275,7 @@ def _cast_denoisers(pipe: Any, plan: Plan, dtype: torch.dtype) -> None:
 
 
 def _capture(pipe: Any, opened: OpenDevice) -> None:
-    """Replace the denoisers by captured graphs of the device, once."""
+    """Replace the denoisers with captured graphs of the device, once."""
     for name in read_facts(pipe).denoisers:
         model = getattr(pipe, name)
         if not vars(model).get("_anyaccel_captured"):  # a second placement must not wrap the graph again

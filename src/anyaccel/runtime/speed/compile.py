@@ -42,7 +42,7 @@ def compile_components(
     if not rule.backend:
         raise NotMeasurableError(
             f"no compiler is available for {placement.plan.title}: {placement.plan.compiler.reason}",
-            hint="run the pipeline without compile()",
+            hint="run the pipeline without enable_compile()",
         )
     selected = _select_models(pipe, names)
     placement.cache_dir = None if cache_dir is None else str(Path(cache_dir).expanduser().absolute())
@@ -61,7 +61,7 @@ def compile_components(
 
 
 def compile_for_speed(pipe: Any, placement: Placement) -> tuple[str, ...]:
-    """Compile the denoisers and decoders in place, as the plan says; return their names."""
+    """Compile the denoisers and decoders in place as planned; return their names."""
     plan = placement.plan
     policy = plan.compile_policy.value
     options = _find_options(placement, plan.compiler.value.fullgraph)
@@ -115,7 +115,7 @@ def _select_models(pipe: Any, names: Sequence[str] | str | None) -> list[str]:
 
 
 def _compile(pipe: Any, name: str, placement: Placement, fullgraph: bool) -> None:
-    """Replace a model by a compiled one."""
+    """Replace a model with a compiled one."""
     module = getattr(pipe, name)
     if is_compiled(module):
         return
@@ -188,10 +188,10 @@ def _find_default_cache(placement: Placement, variable: str) -> str | None:
 @functools.cache  # one warning per process
 def _can_write(folder: Path) -> bool:
     """Return whether the cache directory is writable; the compiler otherwise uses its own default."""
-    fault = find_write_error(folder)
-    if fault:
-        warn_not_cached(fault)
-    return not fault
+    error = find_write_error(folder)
+    if error:
+        warn_not_cached(error)
+    return not error
 
 
 def _is_set_by_user(variable: str) -> bool:

@@ -43,8 +43,8 @@ _LOG = logging.getLogger("anyaccel")
 _MAGIC = b"anyaccel compile cache 1\n"
 _MEMBER = re.compile(r"[0-9a-f]{32}\.compiled")
 _MAX_IMPORT_BYTES = 4 * 2**30
-# Headers come from imported files too. Larger values would overflow when they are formatted as dates.
-# Seconds since 1970 at the start of the year 9999.
+# The start of the year 9999 in seconds since 1970. Headers come from imported files too, and a later time could not be
+# formatted as a date.
 _MAX_CREATED = 253_370_764_800
 _MAX_TOOK_S = 10**9
 _DAY_S = 86400
@@ -134,7 +134,7 @@ def _list_paths() -> list[Path]:
 
 
 def _read(path: Path) -> CacheEntry | None:
-    """Return the entry in a file; None if the file does not start like an entry."""
+    """Return the entry in a file; None if the file does not have the format of an entry."""
     try:
         if path.is_symlink() or not path.is_file():
             return None
@@ -236,7 +236,7 @@ def prune_entries(
 ) -> tuple[int, int, list[str]]:
     """Remove damaged entries, entries of other versions and old entries; without arguments, remove all entries.
 
-    Return the number of removed entries, their bytes, and the paths that are not entries and were kept.
+    Return the number of removed entries, their size in bytes, and the paths that are not entries and remain.
     """
     removed, freed_bytes, foreign = 0, 0, []
     remove_all = older_than_days is None and versions is None

@@ -19,6 +19,7 @@ def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str
     models = find_models(pipe)
     compiled = placement.report.compiled_models
     names = compiled.value if compiled is not None else ()
+    # Entries are found by a digest of the whole key: a change of a name or text below invalidates all of them.
     structure = {name: _summarize_model(models[name]) for name in names if name in models}
     return {
         "pipeline": plan.pipeline,
@@ -35,6 +36,7 @@ def make_cache_key(pipe: Any, placement: Placement, shape: str) -> dict[str, str
 
 def find_versions() -> dict[str, str]:
     """Return the versions that compiled code depends on; an empty string for a library that is not installed."""
+    # From the package metadata: the packages need not be imported, or even installed.
     versions = {}
     for name in ("anyaccel", "torch", "triton", "diffusers", "transformers"):
         try:

@@ -1,4 +1,4 @@
-"""Graph passes that replace operations by fused kernels before compilation."""
+"""Graph passes that replace operations with fused kernels before compilation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 __all__ = ["fuse"]
 
+# `torch.nn.GroupNorm` calls the first one, which calls the second. A graph can contain either.
 _GROUP_NORMS = (functional.group_norm, torch.group_norm)
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -28,7 +29,7 @@ def fuse(module: torch.fx.GraphModule, fusions: tuple[str, ...]) -> int:
 
 
 def _fuse_group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
-    """Replace a group norm, and a SiLU after it, by one operation; return whether that was possible."""
+    """Replace a group norm, and a SiLU after it, with one operation; return whether that was possible."""
     names = ("input", "num_groups", "weight", "bias", "eps")
     arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     value = _find_example_value(arguments.get("input"))
@@ -37,6 +38,7 @@ def _fuse_group_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
         return False
     if arguments.get("weight") is None or arguments.get("bias") is None or not _has_kernel():
         return False
+    # A SiLU is fused only if nothing else uses the normalized values.
     user = next(iter(node.users)) if len(node.users) == 1 else None
     silu = user is not None and user.target is functional.silu
     last = user if silu and user is not None else node

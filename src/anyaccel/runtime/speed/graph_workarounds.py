@@ -4,8 +4,8 @@ A compiled model runs without a torch function mode. Instead, unsupported dtypes
 `baddbmm(beta=0)` are replaced in its graph before compilation. Without these workarounds some devices silently return
 wrong results or run out of memory.
 
-Known limitations: complex numbers, data-dependent shapes and random numbers are not replaced. Devices that lack the
-first two fail to compile such a model, and it runs eagerly. Denoisers and decoders draw no random numbers.
+Known limitations: complex dtypes, data-dependent shapes and random functions are not replaced. A model that needs one
+of the first two does not compile on a device without it, and runs eagerly. Denoisers and decoders use no random values.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _replace_dtypes(module: torch.fx.GraphModule, dtypes: dict[torch.dtype, torc
 
 
 def _replace_functions(module: torch.fx.GraphModule, handlers: dict[Any, Any]) -> None:
-    """Replace functions by calls of their handlers, which the compiler traces through."""
+    """Replace functions with calls of their handlers, which the compiler traces through."""
     for node in module.graph.nodes:
         function = getattr(torch.Tensor, node.target, None) if node.op == "call_method" else node.target
         if node.op in ("call_function", "call_method") and function in handlers:

@@ -76,7 +76,7 @@ def is_worth_quantizing(layer: torch.nn.Module, name: str) -> bool:
 
 
 def is_quantized(model: Any) -> bool:
-    """Return whether a model was quantized here."""
+    """Return whether this module has quantized a model."""
     return isinstance(model, torch.nn.Module) and _QUANTIZED_ATTRIBUTE in vars(model)
 
 

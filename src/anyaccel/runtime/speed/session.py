@@ -144,6 +144,7 @@ def load_compiled(pipe: Any, placement: Placement, speed: SpeedState, shape: str
 
 def save_compiled(speed: SpeedState, key: dict[str, str], seconds: float) -> None:
     """Save the compiled code of this process to the compile cache, if torch provides it."""
+    # All artifacts of this process, not only those of one shape; None if torch has none or cannot serialize them.
     artifacts = torch.compiler.save_cache_artifacts()
     written = artifacts is not None and save_payload(key, artifacts[0], seconds)
     speed.cache_outcomes["not handed out" if artifacts is None else "written" if written else "not written"] += 1
@@ -155,6 +156,7 @@ def _compile(pipe: Any, placement: Placement, speed: SpeedState) -> None:
     if speed.compiled and (is_sliced or not _are_compiled(placement, speed.models)):
         remove_speedups(pipe, placement)
     policy = placement.plan.compile_policy.value
+    # Without `expected_images`, as many images are expected as have been generated (docs/decisions/0007).
     seconds_per_image = speed.seconds / max(1, speed.images)
     expected_images = placement.options.expected_images
     if speed.compiled or not is_worth_compiling(policy, seconds_per_image, speed.images, expected_images):
@@ -251,7 +253,7 @@ def forget_captured_graphs(pipe: Any) -> None:
 def remove_speedups(pipe: Any, placement: Placement | None) -> None:
     """Remove compiled code, captured graphs and step skipping, before weights move or dtypes change."""
     for model in find_models(pipe).values():
-        for module in (model, *model.children()):
+        for module in (model, *model.children()):  # the decoder of an autoencoder is a child
             for slot in (Slot.STEP_SKIPPING, Slot.CAPTURE, Slot.COMPILE):
                 remove_override(module, slot)
     if placement is None:

@@ -1,7 +1,7 @@
 """Step skipping: at the steps that a rule names, a denoiser returns its last output again instead of running.
 
-Every call of the scheduler's `step` ends a step. A denoiser that runs several times per step, such as for
-classifier-free guidance in two calls, has one stored output per run.
+Every call of the scheduler's `step` ends a step. A denoiser that runs several times per step, for
+example once per half of classifier-free guidance, has one stored output per run.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> ComplexPair:
 
 
 def _make_selector(attribute: str) -> Callable[[Any], Any]:
-    """Return a function that replaces pairs by one of their parts, and complex dtypes by float32."""
+    """Return a function that replaces pairs with one of their parts, and complex dtypes with float32."""
 
     def select(value: Any) -> Any:
         if value is torch.complex64 or value is torch.complex128:

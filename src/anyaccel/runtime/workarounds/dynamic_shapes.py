@@ -81,7 +81,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _replace_masks(index: Any) -> Any:
-    """Replace the masks in an index by integer indices."""
+    """Replace the masks in an index with integer indices."""
     entries = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8) for entry in entries):
         return index

@@ -1,11 +1,11 @@
-"""Temporary overrides of a scheduler's methods. All replacements of `scheduler.step` and similar methods are made here.
+"""Temporary overrides of a scheduler's methods. No other module replaces `scheduler.step` or a similar method.
 
 An override is a callable in the scheduler's `__dict__` that runs a list of wrappers around the original method. It has
 the signature of the method, because pipelines inspect it for `generator` and `eta`. The scheduler's class does not
 change, because pipelines compare it.
 
-Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so a shallow copy made during a call steps
-the original. The pipelines of diffusers make deep copies.
+Known limitation: `copy.copy` of a scheduler shares its `__dict__` values, so a shallow copy taken during a call steps
+the original. The pipelines of diffusers use `copy.deepcopy`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def override_method(
 ) -> Iterator[None]:
     """Run a wrapper around one method of a scheduler during the block; the last wrapper added is the outermost.
 
-    Deep copies made during the block have the original method, or the wrapper too if `in_deep_copies` is set.
+    Deep copies taken during the block have the original method, or also the wrapper if `in_deep_copies` is set.
     """
     override = vars(scheduler).get(name)
     if not isinstance(override, MethodOverride):

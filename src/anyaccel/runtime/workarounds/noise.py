@@ -1,7 +1,7 @@
 """Noise that is drawn on the CPU, which makes it the same on every device.
 
-Draws from a seed, and draws without a generator, are made in float32 and cast. A generator that the caller passes draws
-in the dtype that the pipeline requests, as in diffusers.
+Noise from a seed, or without a generator, is drawn in float32 and cast. A generator that the caller passes draws in the
+dtype that the pipeline requests, as in diffusers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NoiseSource:
         return draw(shape, generator)
 
     def owns(self, generator: torch.Generator) -> bool:
-        """Return whether a generator was created here from a seed instead of passed by the caller."""
+        """Return whether this source created a generator from a seed; the caller passed all others."""
         return False
 
 

@@ -47,7 +47,7 @@ def _attend(
         # MPS returns wrong values for permuted inputs: https://github.com/pytorch/pytorch/issues/181133 (torch < 2.12).
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     rows = math.prod(query.shape[:-2])
-    heads = _count_heads_at_once(rule, query.shape[-3] if query.dim() > 2 else 1)
+    heads = _count_heads_per_slice(rule, query.shape[-3] if query.dim() > 2 else 1)
     scores = rows * query.shape[-2] * key.shape[-2]
     fits = rule.max_scores is None or scores <= rule.max_scores
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
@@ -60,7 +60,7 @@ def _attend(
     return attend_in_slices(query, key, value, attn_mask, heads or rows, rule.max_scores, causal=is_causal, **options)
 
 
-def _count_heads_at_once(rule: AttentionRule, heads: int) -> int | None:
+def _count_heads_per_slice(rule: AttentionRule, heads: int) -> int | None:
     """Return the number of heads per slice: None for all, half of them for "auto", one for "max"."""
     if rule.heads is None or isinstance(rule.heads, int):
         return rule.heads
@@ -72,7 +72,7 @@ def attend_in_slices(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    rows_at_once: int,
+    rows_per_slice: int,
     max_scores: int | None,
     *,
     causal: bool = False,
@@ -83,16 +83,16 @@ def attend_in_slices(
     queries, keys = query.shape[-2], key.shape[-2]
     query, key, value = (_flatten(tensor, lead) for tensor in (query, key, value))
     if max_scores is not None:
-        rows_at_once = max(1, min(rows_at_once, max_scores // (queries * keys)))
-        queries_at_once = max(1, min(queries, max_scores // (rows_at_once * keys)))
+        rows_per_slice = max(1, min(rows_per_slice, max_scores // (queries * keys)))
+        queries_per_slice = max(1, min(queries, max_scores // (rows_per_slice * keys)))
     else:
-        queries_at_once = queries
+        queries_per_slice = queries
     row_outputs = []
-    for first_row in range(0, query.shape[0], rows_at_once):
-        row_slice = slice(first_row, first_row + rows_at_once)
+    for first_row in range(0, query.shape[0], rows_per_slice):
+        row_slice = slice(first_row, first_row + rows_per_slice)
         query_outputs = []
-        for first_query in range(0, queries, queries_at_once):
-            query_slice = slice(first_query, first_query + queries_at_once)
+        for first_query in range(0, queries, queries_per_slice):
+            query_slice = slice(first_query, first_query + queries_per_slice)
             mask_slice = _slice_mask(mask, lead, row_slice, query_slice)
             if causal:
                 mask_slice = _add_causal_mask(mask_slice, query, query_slice, keys)
@@ -114,7 +114,7 @@ def _flatten(tensor: Tensor, lead: torch.Size) -> Tensor:
 
 
 def _add_causal_mask(mask: Tensor | None, query: Tensor, query_slice: slice, keys: int) -> Tensor:
-    """Return a mask in which some queries see no later key, combined with the mask of the caller."""
+    """Return the causal mask of some queries, combined with the mask of the caller."""
     count = min(query_slice.stop, query.shape[-2]) - query_slice.start
     causal = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril(query_slice.start)
     if mask is None:

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 from anyaccel.backends.claim import Claim, DtypeLimit, Limit, Unknown
 from anyaccel.backends.dtype_probe import probe_dtype
 from anyaccel.backends.out_of_memory import is_out_of_memory
-from anyaccel.verification.context import Observation, ProbeContext, describe_error, fill
+from anyaccel.verification.context import Observation, ProbeContext, describe_error, seeded_randn
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["probe_type"]
+__all__ = ["probe_dtype_claim"]
 
 # Absolute tolerance by dtype, for matrix products and softmaxes with results near 1.
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 # Ratio to the time of the replacement dtype from which a dtype counts as slow.
 _SLOW_RATIO = 1.2
+# Maximum number of runs, and the time after which no further run starts.
 _RUNS = 100
-# Time after which no further run starts.
 _MAX_SECONDS = 0.5
 
 
-def probe_type(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
+def probe_dtype_claim(context: ProbeContext, name: str, claim: Claim | Unknown) -> Observation:
     """Store, add and multiply values of a dtype and, if the sheet calls it slow, time it."""
     dtype = name.removeprefix("dtypes.")
     if dtype.startswith("float8"):
@@ -40,7 +40,7 @@ def probe_type(context: ProbeContext, name: str, claim: Claim | Unknown) -> Obse
     else:
         observation = Observation("yes", "added two values and read them back")
     if isinstance(claim, DtypeLimit) and claim.effect == "slow" and not context.virtual:
-        return _time_type(context, dtype, claim.becomes or "float32")
+        return _time_dtype(context, dtype, claim.becomes or "float32")
     return observation
 
 
@@ -48,7 +48,7 @@ def _compare_products(context: ProbeContext, dtype: str) -> Observation:
     """Compare a matrix product and a softmax with the CPU in float64, from the same rounded inputs."""
     import torch
 
-    left, right = (fill((48, 48), seed).to(getattr(torch, dtype)) for seed in (1, 2))
+    left, right = (seeded_randn((48, 48), seed).to(getattr(torch, dtype)) for seed in (1, 2))
     # A sum of 48 products of normal values has a standard deviation of about 7.
     products = (left.double() @ right.double()) / 7, (left.to(context.device) @ right.to(context.device)) / 7
     softmaxes = torch.softmax(left.double(), -1), torch.softmax(left.to(context.device), -1)
@@ -58,12 +58,12 @@ def _compare_products(context: ProbeContext, dtype: str) -> Observation:
     return Observation("yes" if difference <= tolerance else "wrong", detail)
 
 
-def _probe_float8(context: ProbeContext, dtype: str, claim: Claim | Unknown) -> Observation:
+def _probe_float8(context: ProbeContext, dtype_name: str, claim: Claim | Unknown) -> Observation:
     """Store and cast float8 values, and use them in a scaled product and in an addition."""
     import torch
 
-    kind: torch.dtype = getattr(torch, dtype)
-    values = fill((32, 32)).to(kind)
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    values = seeded_randn((32, 32)).to(dtype)
     try:
         stored = torch.equal(values.to(context.device).float().cpu(), values.float())
     except Exception as error:  # an error of the device is a result
@@ -83,9 +83,8 @@ def _multiply_float8(device: torch.device, values: torch.Tensor) -> bool:
 
     from anyaccel.upstream.torch_internals import scaled_mm
 
-    # The other side is e4m3fn for both dtypes, because cuBLAS does not multiply e5m2 with e5m2:
-    # https://github.com/pytorch/pytorch/issues/132005
-    other = fill((32, 32), 1).to(torch.float8_e4m3fn)
+    # cuBLAS does not multiply e5m2 with e5m2: https://github.com/pytorch/pytorch/issues/132005
+    other = seeded_randn((32, 32), 1).to(torch.float8_e4m3fn)
     scale = torch.ones((), device=device)
     actual = scaled_mm(values.to(device), other.to(device).t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     return bool(torch.allclose(actual.cpu().float(), values.float() @ other.float().t(), rtol=0.05, atol=0.1))
@@ -106,7 +105,7 @@ def _try(run: Callable[[], bool]) -> str:
         return describe_error(error)
 
 
-def _time_type(context: ProbeContext, dtype: str, replacement: str) -> Observation:
+def _time_dtype(context: ProbeContext, dtype: str, replacement: str) -> Observation:
     import torch
 
     threads = torch.get_num_threads()
@@ -119,18 +118,18 @@ def _time_type(context: ProbeContext, dtype: str, replacement: str) -> Observati
     return Observation("slow" if ratio > _SLOW_RATIO else "yes", detail)
 
 
-def _time(context: ProbeContext, dtype: str) -> float:
-    """Return the seconds of a matrix product and, for floating dtypes, a convolution (best of several runs)."""
+def _time(context: ProbeContext, dtype_name: str) -> float:
+    """Return the seconds of a matrix product and, for floating-point dtypes, a convolution (best of several runs)."""
     import torch
 
-    kind: torch.dtype = getattr(torch, dtype)
-    matrix = fill((256, 256)).to(kind).to(context.device)
-    image, kernel = (fill(shape).to(kind).to(context.device) for shape in ((1, 32, 32, 32), (32, 32, 3, 3)))
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    matrix = seeded_randn((256, 256)).to(dtype).to(context.device)
+    image, kernel = (seeded_randn(shape).to(dtype).to(context.device) for shape in ((1, 32, 32, 32), (32, 32, 3, 3)))
     times: list[float] = []
     while len(times) < _RUNS and sum(times) < _MAX_SECONDS:
         start = time.perf_counter()
         matrix @ matrix
-        if kind.is_floating_point:
+        if dtype.is_floating_point:
             torch.nn.functional.conv2d(image, kernel)
         context.driver.synchronize(context.index)
         times.append(time.perf_counter() - start)
