@@ -5,8 +5,8 @@
 
 A marker is an HTML comment on the line before a fence:
 
-    <!-- output -->          before ```console: run each line that starts with `$ anyaccel` or `$ python FILE`, and write
-                             what it prints to stdout
+    <!-- output -->          before ```console: run each line that starts with `$ anyaccel` or `$ python FILE`, and
+                             write what it prints to stdout
     <!-- output -->          before ```text: write the output of the ```python block above
     <!-- output: only a b -->  the same, but keep only the lines that start with the word `a` or `b`, and their indented
                                continuation lines; `…` replaces the others
@@ -309,7 +309,7 @@ def import_libraries() -> None:
     import anyaccel.runtime.pipeline  # noqa: F401
 
     # Without torchvision, transformers warns about slower image processors.
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     for name in ("StableDiffusionPipeline", "AutoencoderKL", "UNet2DConditionModel"):
         getattr(diffusers, name)
 
