@@ -142,7 +142,7 @@ class _MemoryEstimate:
     ) -> None:
         self.folder, self.target, self.plan, self.options = folder, target, plan, options
         self.traced = PipelineTrace()
-        self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.shell)
+        self.full = build_pipeline(folder, "meta", getattr(torch, plan.dtype.value), self.traced.wrap_model)
         self.facts = read_facts(self.full.pipe)
         plan = replace(
             plan,
