@@ -24,7 +24,7 @@ from anyaccel.backends.device import this_machine
 from anyaccel.explanation.known_models import find_bundled_configs
 from anyaccel.runtime.pipeline import place
 from anyaccel.tracing.meta_pipeline import build_pipeline
-from anyaccel.tracing.model_index import read_model_folder
+from anyaccel.tracing.model_folder import read_model_folder
 from benchmarks.provenance import read_commit
 
 RESULTS = Path(__file__).parent / "results"

@@ -10,11 +10,11 @@ import pytest
 import anyaccel
 from anyaccel.embedded.model import find_embedded_model
 from anyaccel.errors import DoesNotFitError, ModelError, UnknownDeviceError, UsageError
-from anyaccel.explanation.device_target import find_device_target
+from anyaccel.explanation.device_argument import find_device_target
 from anyaccel.explanation.known_models import find_bundled_configs
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.text import describe_explanation
-from anyaccel.tracing.model_index import read_model_folder
+from anyaccel.tracing.model_folder import read_model_folder
 from tests.conftest import RunCli
 
 SD, SDXL = "stable-diffusion-v1-5/stable-diffusion-v1-5", "stabilityai/sdxl-turbo"

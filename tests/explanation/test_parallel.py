@@ -6,7 +6,7 @@ import pytest
 
 import anyaccel
 from anyaccel.errors import UsageError
-from anyaccel.explanation.device_target import find_device_target
+from anyaccel.explanation.device_argument import find_device_target
 from anyaccel.explanation.parallel import describe_gain
 from anyaccel.planning.facts import ComponentFacts, PipelineFacts
 from anyaccel.planning.footprint import Footprint, MemorySavings, ModelCall, ModelSize

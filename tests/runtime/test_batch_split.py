@@ -23,7 +23,12 @@ from anyaccel.recipes.parts.calls import make_image
 from anyaccel.runtime.batch_split import SharedProgress, join_results, split_request
 from anyaccel.runtime.call_request import CallRequest, read_call_request
 from tests.conftest import NEEDS_RECIPES
-from tests.runtime.workarounds.test_scheduler_on_cpu import IMAGE_TO_IMAGE, TEXT_TO_IMAGE, make_pipe, make_scheduler
+from tests.runtime.workarounds.test_scheduler_tensors_on_cpu import (
+    IMAGE_TO_IMAGE,
+    TEXT_TO_IMAGE,
+    make_pipe,
+    make_scheduler,
+)
 
 PROMPTS = ["a red fox", "a hen", "two blue boats"]
 

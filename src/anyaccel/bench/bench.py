@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.bench.case import FAST, OURS, STOCK, VARIANTS, BenchCase
-from anyaccel.bench.failure_text import make_exit_row
+from anyaccel.bench.failure_rows import make_exit_row
 from anyaccel.errors import NotMeasurableError, UsageError
 from anyaccel.generation.image_difference import measure_psnr
 from anyaccel.processes.json_line_worker import JsonLineWorker

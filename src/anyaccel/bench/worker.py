@@ -120,7 +120,7 @@ def main() -> None:
             for command in requests:
                 answer(commands[command]())
         except Exception as error:  # noqa: BLE001 - reported by the parent process
-            from anyaccel.bench.failure_text import make_failure_row
+            from anyaccel.bench.failure_rows import make_failure_row
 
             answer(make_failure_row(job["variant"], error))
             sys.exit(1)

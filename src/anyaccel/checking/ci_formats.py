@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anyaccel.backends.claim import Effect
-from anyaccel.checking.paths import shorten
+from anyaccel.checking.path_text import shorten
 from anyaccel.checking.report import TOLERANCE, DeviceReport, Report, Violation
 
 __all__ = ["as_github", "as_sarif"]

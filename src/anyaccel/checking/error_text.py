@@ -6,7 +6,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from anyaccel.checking.paths import shorten
+from anyaccel.checking.path_text import shorten
 from anyaccel.errors import summarize_error
 
 __all__ = ["describe_failure"]

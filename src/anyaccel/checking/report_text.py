@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from anyaccel.checking.paths import shorten
+from anyaccel.checking.path_text import shorten
 
 if TYPE_CHECKING:
     from anyaccel.checking.report import DeviceReport, Report, Violation

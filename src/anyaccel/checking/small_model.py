@@ -15,7 +15,7 @@ from typing import Any
 
 from anyaccel.recipes import Recipe
 from anyaccel.recipes.recipe import assemble
-from anyaccel.tracing.model_index import ModelFolder, is_a, read_model_folder, require_recipe
+from anyaccel.tracing.model_folder import ModelFolder, is_a, read_model_folder, require_recipe
 
 __all__ = ["SmallModel", "make_small_model", "merge_config"]
 

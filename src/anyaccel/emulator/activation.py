@@ -14,7 +14,7 @@ from anyaccel.backends.sheet import Sheet
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.collectives import install_collectives
 from anyaccel.emulator.compiler_stub import install_compiler
-from anyaccel.emulator.device_ordinals import install_ordinal_devices
+from anyaccel.emulator.device_from_int import install_ordinal_devices
 from anyaccel.emulator.device_patches import install_device_patches
 from anyaccel.emulator.dispatch import dispatch
 from anyaccel.emulator.generator import install_generator

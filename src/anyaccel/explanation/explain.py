@@ -14,7 +14,7 @@ from anyaccel.backends.half_precision_probe import measure_half_precision
 from anyaccel.backends.registry import load_registry
 from anyaccel.call_limits import check_batch, check_multiple, check_side
 from anyaccel.errors import AnyaccelError, ModelError
-from anyaccel.explanation.device_target import DeviceTarget, find_device_target
+from anyaccel.explanation.device_argument import DeviceTarget, find_device_target
 from anyaccel.explanation.largest_size import find_largest_size
 from anyaccel.explanation.model_configs import find_model
 from anyaccel.explanation.parallel import choose_split, describe_gain, split_memory
@@ -41,7 +41,7 @@ from anyaccel.runtime.introspection import read_facts
 from anyaccel.runtime.placement.memory_plan import find_default_side, list_pipeline_rules
 from anyaccel.tracing.footprint_measurement import Measurement
 from anyaccel.tracing.meta_pipeline import FullSizePipeline, build_pipeline
-from anyaccel.tracing.model_index import ModelFolder
+from anyaccel.tracing.model_folder import ModelFolder
 from anyaccel.tracing.pipeline_trace import PipelineTrace
 
 __all__ = ["explain"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from anyaccel.embedded.model import NAME, find_embedded_model
 from anyaccel.errors import ModelError, first_line, nearest
 from anyaccel.explanation.known_models import find_bundled_configs, list_bundled_models
-from anyaccel.tracing.model_index import ModelFolder, read_model_folder
+from anyaccel.tracing.model_folder import ModelFolder, read_model_folder
 
 __all__ = ["find_model"]
 

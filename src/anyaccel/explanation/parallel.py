@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from anyaccel.errors import UsageError
-from anyaccel.explanation.device_target import DeviceTarget
+from anyaccel.explanation.device_argument import DeviceTarget
 from anyaccel.planning.decision import Decision
 from anyaccel.planning.facts import PipelineFacts
 from anyaccel.planning.footprint import Footprint, Measure, MemorySavings, ModelSize

@@ -21,7 +21,7 @@ from anyaccel.runtime.batch_split import SharedProgress
 
 if TYPE_CHECKING:
     from anyaccel.runtime.placement.memory_plan import CallPlan
-    from anyaccel.runtime.speed.session import SpeedState
+    from anyaccel.runtime.speed.apply_speedups import SpeedState
 
 __all__ = [
     "Placement",

@@ -19,7 +19,7 @@ from anyaccel.server.http.app import make_app
 from anyaccel.server.http.service import Service
 from anyaccel.server.http.slow_client_timeouts import make_protocol
 from anyaccel.server.settings import ServerSettings, is_loopback
-from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
+from anyaccel.server.worker.transport import WorkerProcess, WorkerTransport
 
 __all__ = ["check_address", "serve"]
 

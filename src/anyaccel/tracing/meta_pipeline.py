@@ -11,7 +11,7 @@ import torch
 
 from anyaccel.errors import AnyaccelError, ModelError
 from anyaccel.recipes import Recipe
-from anyaccel.tracing.model_index import Component, ModelFolder, is_a, require_recipe
+from anyaccel.tracing.model_folder import Component, ModelFolder, is_a, require_recipe
 
 __all__ = ["FullSizePipeline", "build_components", "build_pipeline"]
 

@@ -18,9 +18,9 @@ from anyaccel.planning.decision import Decision
 from anyaccel.recipes import recipes
 from anyaccel.runtime.placement_state import Placement, find_placement
 from anyaccel.runtime.speed import compile_cache
+from anyaccel.runtime.speed.apply_speedups import SpeedState, load_compiled, save_compiled
 from anyaccel.runtime.speed.compile import compile_cache_env
 from anyaccel.runtime.speed.compile_cache_key import make_cache_key
-from anyaccel.runtime.speed.session import SpeedState, load_compiled, save_compiled
 from tests.conftest import NEEDS_RECIPES
 
 KEY = {"model": "M", "shape": "512 x 512", "torch": "2.13"}

@@ -17,9 +17,8 @@ from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.placement_state import find_placement
 from anyaccel.runtime.speed import compile as compile_module
-from anyaccel.runtime.speed import session
+from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
-from anyaccel.runtime.speed.session import remove_speedups
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES
@@ -289,11 +288,11 @@ def test_no_compilation_when_attention_is_sliced_for_memory(monkeypatch: pytest.
         anyaccel.place(recipe.make(), "cpu", dtype="float32", attention_slicing="max").plan,
     )
     placement.call_plan = sliced
-    session._compile(pipe, placement, placement.speed)
+    apply_speedups._compile(pipe, placement, placement.speed)
     assert find_compiled(pipe.unet) is None
     assert "attention is sliced" in pipe.plan.report.not_compiled.reason
     placement.call_plan = unsliced
-    session._compile(pipe, placement, placement.speed)
+    apply_speedups._compile(pipe, placement, placement.speed)
     assert find_compiled(pipe.unet) is not None
     assert pipe.plan.report.not_compiled is None
 
@@ -302,8 +301,8 @@ def test_no_compilation_when_attention_is_sliced_for_memory(monkeypatch: pytest.
 def test_interrupted_calls_are_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     use_backend(monkeypatch, "eager")
     saved: list[Any] = []
-    monkeypatch.setattr(session, "load_payload", lambda key: None)
-    monkeypatch.setattr(session, "save_compiled", lambda *args: saved.append(args))
+    monkeypatch.setattr(apply_speedups, "load_payload", lambda key: None)
+    monkeypatch.setattr(apply_speedups, "save_compiled", lambda *args: saved.append(args))
     recipe = recipes()["stable-diffusion"]
     pipe: Any = anyaccel.place(recipe.make(), "cpu", dtype="float32", compile=True)
 

@@ -30,7 +30,7 @@ from anyaccel.runtime.workarounds.noise import (
 )
 from tests.conftest import NEEDS_RECIPES
 from tests.emulator.forked import DEVICES
-from tests.runtime.workarounds.test_scheduler_on_cpu import (
+from tests.runtime.workarounds.test_scheduler_tensors_on_cpu import (
     IMAGE_TO_IMAGE,
     INPAINT,
     TEXT_TO_IMAGE,

@@ -7,7 +7,7 @@ from typing import Any
 
 from anyaccel.backends.device import sheet
 from anyaccel.checking.chart.page import fill_page
-from anyaccel.checking.paths import shorten
+from anyaccel.checking.path_text import shorten
 from anyaccel.checking.report import DeviceReport, Report
 
 __all__ = ["write_report_page"]

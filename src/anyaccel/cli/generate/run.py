@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from anyaccel.cli.generate.notes import find_notes
 from anyaccel.cli.generate.options import Options
-from anyaccel.cli.generate.warnings import find_notes
 from anyaccel.cli.interrupts import INTERRUPTED, Interruption
 from anyaccel.cli.progress import Display
 from anyaccel.cli.terminal_image import show_image
@@ -22,7 +22,7 @@ from anyaccel.progress import ProgressListener
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from anyaccel.cli.generate.requests import GenerateTask
+    from anyaccel.cli.generate.tasks import GenerateTask
     from anyaccel.generation.image import GeneratedImage
     from anyaccel.generation.model_cache import LoadedModel
     from anyaccel.generation.output_files import Destination
@@ -95,7 +95,7 @@ class GenerateRun(ProgressListener):
             )
         self.display.start_phase("Starting")
         with gc_paused():
-            from anyaccel.cli.generate.requests import make_tasks
+            from anyaccel.cli.generate.tasks import make_tasks
 
             tasks = make_tasks(options, prompts, originals)
         for task in tasks:

@@ -23,9 +23,9 @@ from anyaccel.runtime.introspection import find_components
 from anyaccel.runtime.placement.oom_retry import run_within_memory, weights_on_cpu
 from anyaccel.runtime.placement.place import place_in_smaller_dtype, place_new_models, restore_float32_modules
 from anyaccel.runtime.placement_state import Placement, find_placement
+from anyaccel.runtime.speed.apply_speedups import apply_speedups
 from anyaccel.runtime.speed.compile import compile_cache_env, record_shape
 from anyaccel.runtime.speed.quantize import is_quantized
-from anyaccel.runtime.speed.session import apply_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode, preserve_function_modes
 from anyaccel.runtime.workarounds.model_inputs import find_input_adapters, set_input_adapters
 from anyaccel.runtime.workarounds.nan_check import (
@@ -43,7 +43,7 @@ from anyaccel.runtime.workarounds.noise import (
     use_noise_source,
 )
 from anyaccel.runtime.workarounds.overlapped_copy import find_overlapped_copy
-from anyaccel.runtime.workarounds.scheduler_on_cpu import keep_on_cpu
+from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import keep_on_cpu
 from anyaccel.upstream.diffusers_internals import is_argument_error
 
 __all__ = ["run_call"]

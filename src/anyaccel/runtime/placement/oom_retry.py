@@ -38,7 +38,7 @@ from anyaccel.runtime.placement.offload import (
 )
 from anyaccel.runtime.placement.oom_history import has_outcome, load_outcome, save_outcome
 from anyaccel.runtime.placement_state import Placement, being_offloaded, find_placement
-from anyaccel.runtime.speed.session import forget_captured_graphs, remove_speedups
+from anyaccel.runtime.speed.apply_speedups import forget_captured_graphs, remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import set_input_adapters
 from anyaccel.tracing.footprint_measurement import set_vae_tiling

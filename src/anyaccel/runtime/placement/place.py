@@ -40,8 +40,8 @@ from anyaccel.runtime.placement.memory_plan import list_pipeline_residences, pla
 from anyaccel.runtime.placement.offload import move_to_cpu
 from anyaccel.runtime.placement.oom_retry import clear_traceback_frames, free_memory, move_weights
 from anyaccel.runtime.placement_state import Placement, drop_placement, find_options, find_placement, set_placement
+from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.quantize import check_not_quantized
-from anyaccel.runtime.speed.session import remove_speedups
 from anyaccel.runtime.workarounds.function_modes import make_pipeline_function_mode
 from anyaccel.runtime.workarounds.model_inputs import drop_stale_casts, set_input_adapters
 from anyaccel.upstream import diffusers_internals, transformers_internals

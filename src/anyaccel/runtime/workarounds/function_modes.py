@@ -26,7 +26,7 @@ from anyaccel.runtime.workarounds import (
 )
 from anyaccel.runtime.workarounds.host_transfer import HostTransfer
 from anyaccel.runtime.workarounds.overlapped_copy import OverlappedCopy
-from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
+from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 from anyaccel.upstream.torch_internals import pop_function_mode, push_function_mode, read_function_modes
 
 __all__ = [

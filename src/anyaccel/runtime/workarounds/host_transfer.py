@@ -9,7 +9,7 @@ import torch
 
 from anyaccel.backends.torch_device import is_host, is_on
 from anyaccel.runtime.workarounds.complex_pairs import make_complex_pair
-from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors
+from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors
 
 __all__ = ["CopyFunction", "HostTransfer", "copy_or_fill"]
 

@@ -25,7 +25,7 @@ from anyaccel.server.jobs.metrics import Metrics
 from anyaccel.server.jobs.store import ENDED, Job, JobStore, KeyTakenError, QueueFullError
 from anyaccel.server.settings import ServerSettings
 from anyaccel.server.worker.job_spec import JobSpec
-from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
+from anyaccel.server.worker.transport import WorkerProcess, WorkerTransport
 from anyaccel.storage.atomic_write import atomic_write
 
 __all__ = ["ClientGoneError", "Service", "ServiceOf"]

@@ -30,7 +30,7 @@ from anyaccel.server.worker.messages import (
     StepDone,
     WorkerLost,
 )
-from anyaccel.server.worker.worker_process import WorkerProcess, WorkerTransport
+from anyaccel.server.worker.transport import WorkerProcess, WorkerTransport
 
 __all__ = ["Dispatcher", "StartState"]
 

@@ -19,7 +19,7 @@ import anyaccel
 from anyaccel.emulator.accelerator import VirtualAccelerator
 from anyaccel.emulator.run_forked import run_forked
 from anyaccel.recipes import recipes
-from anyaccel.runtime.workarounds.scheduler_on_cpu import CpuTensors, keep_on_cpu
+from anyaccel.runtime.workarounds.scheduler_tensors_on_cpu import CpuTensors, keep_on_cpu
 from tests.conftest import NEEDS_RECIPES
 
 pytestmark = NEEDS_RECIPES

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from anyaccel.bench.bench import measure_file_psnr, run_bench, run_together
 from anyaccel.bench.case import VARIANTS, BenchCase
-from anyaccel.bench.failure_text import make_failure_row
+from anyaccel.bench.failure_rows import make_failure_row
 from anyaccel.bench.text import format_bench
 from anyaccel.cli.main import app
 from anyaccel.errors import NotMeasurableError, UsageError
