@@ -16,6 +16,7 @@ from anyaccel.backends.driver import Recorder
 from anyaccel.forward_overrides import Slot, get_override
 from anyaccel.recipes import recipes, run
 from anyaccel.runtime.placement_state import find_placement
+from anyaccel.runtime.speed import apply_speedups
 from anyaccel.runtime.speed import compile as compile_module
 from anyaccel.runtime.speed.apply_speedups import remove_speedups
 from anyaccel.runtime.speed.compiled_forward import CompiledForward, compile_blocks, compile_forward, find_compiled
