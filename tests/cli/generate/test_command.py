@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from anyaccel.cli.generate.options import Options
-from anyaccel.cli.generate.run import GenerateRun
+from anyaccel.cli.generate.runner import GenerateRun
 from anyaccel.cli.interrupts import Interruption
 from anyaccel.cli.main import main
 from anyaccel.errors import UsageError

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from anyaccel.cli.generate.options import Options
-from anyaccel.cli.generate.run import GenerateRun
+from anyaccel.cli.generate.runner import GenerateRun
 from anyaccel.cli.shared_options import AsJson, Dtype, ImageSize, Model, Steps, Text
 from anyaccel.cli.terminal_image import PROTOCOLS
 
